@@ -1,0 +1,3 @@
+"""Bucketed gradient reduction that overlaps with backward."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Generate text from a trained run."""
+
+__all__: list[str] = []

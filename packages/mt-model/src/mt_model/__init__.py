@@ -1,0 +1,3 @@
+"""Transformer models as a typed list of layers."""
+
+__all__: list[str] = []

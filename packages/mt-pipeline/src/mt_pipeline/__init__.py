@@ -1,0 +1,3 @@
+"""Pipeline schedules as values: generate, check and run them."""
+
+__all__: list[str] = []

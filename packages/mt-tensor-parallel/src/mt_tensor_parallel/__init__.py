@@ -1,0 +1,3 @@
+"""Tensor and sequence parallel layers that take a process group."""
+
+__all__: list[str] = []
