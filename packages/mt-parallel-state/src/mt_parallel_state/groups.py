@@ -1,0 +1,55 @@
+"""Makes process groups with names we choose, called by members only.
+
+``dist.new_group(use_local_synchronization=True)`` also lets members alone create a group, but it
+derives the group's name from a counter of the groups this process has made so far. Ranks that
+belong to different numbers of groups then disagree on the name and wait for each other for ever.
+A name that follows from the ranks is the way out, and torch offers it only in the function that
+``new_group`` itself calls, so that function is called here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["create_group", "destroy_group", "next_state_index"]
+
+
+def next_state_index(rank: int) -> int:
+    """How many times this rank has called this in the current world.
+
+    The count lives in the rendezvous store, under this rank's own key: it starts anew with every
+    world, and ranks that build their states in the same order agree on it without talking.
+    """
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    return store.add(f"mt_parallel_state/states/{rank}", 1)
+
+
+def create_group(
+    ranks: tuple[int, ...], *, name: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Makes the group of ``ranks`` (ascending, holding this rank) under ``name``."""
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    backend = dist.Backend(backend)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(default.rank()),
+        list(ranks),
+        backend,
+        store,
+        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        timeout=c10d._get_default_timeout(backend) if timeout is None else timeout,
+        group_desc=name,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", group)  # this rank is a member
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroys a group of :func:`create_group`, unless its world is gone already."""
+    if dist.is_initialized() and group in c10d._world.pg_map:
+        dist.destroy_process_group(group)

@@ -1,0 +1,292 @@
+"""Rank arithmetic: which rank sits where in a tp x cp x ep x dp x pp world.
+
+Nothing here knows about ``torch.distributed``; every answer follows from the sizes and the order
+string alone, so a layout of thousands of ranks can be inspected on a laptop.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+__all__ = ["EMBEDDING", "ParallelLayout"]
+
+EMBEDDING = "embedding"
+"""The pseudo axis of tied embeddings: the first and the last pipeline stage."""
+
+_DENSE = ("tp", "cp", "dp", "pp")
+_EXPERT = ("etp", "ep", "edp", "pp")
+_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+_ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
+_DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
+_KNOWN = (*_DENSE, "ep", "etp", "edp", EMBEDDING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """The sizes of the parallel axes and the order in which they fill the world.
+
+    A rank is a mixed-radix number: ``rank = sum(index[axis] * stride[axis])``, where the stride of
+    an axis is the product of the sizes to its left in ``order`` (the leftmost axis has stride 1).
+
+    The same ranks are factorised twice. The *dense* view is tp x cp x dp x pp. The *expert* view is
+    etp x ep x edp x pp, in which etp takes the place of tp in ``order``, edp the place of dp, and
+    cp has size 1 ("parallel folding"). Its data-parallel size is derived:
+    ``edp = tp * cp * dp / (etp * ep)``. Both views must form the same pipeline groups.
+
+    Args:
+        tp: Tensor-parallel size.
+        cp: Context-parallel size.
+        ep: Expert-parallel size.
+        dp: Data-parallel size.
+        pp: Number of pipeline stages.
+        etp: Tensor-parallel size inside one expert. ``None`` means ``tp`` when ``ep == 1`` (expert
+            layers are split like dense ones) and 1 otherwise (each expert is whole).
+        order: The axes, fastest varying first, joined by ``-``. Axes of size 1 may be left out.
+
+    Raises:
+        TypeError: A size is not an int.
+        ValueError: A size is below 1, ``order`` is not a permutation of the axes, the expert view
+            does not fit, or the two views disagree on the pipeline groups.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+
+    def __post_init__(self) -> None:
+        for axis in (*_ORDER_AXES, "etp"):
+            value = getattr(self, axis)
+            if axis == "etp" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{axis} must be an int, got {value!r} ({type(value).__name__})")
+            if value < 1:
+                raise ValueError(f"{axis} must be at least 1, got {value}")
+        self._check_order()
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp if self.ep == 1 else 1)
+        self._check_expert_view()
+
+    @classmethod
+    def fit(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        pp: int = 1,
+        etp: int | None = None,
+        order: str = "tp-cp-ep-dp-pp",
+    ) -> ParallelLayout:
+        """Builds the layout that fills ``world_size`` ranks; the data-parallel size is derived.
+
+        Raises:
+            ValueError: ``world_size`` is not a multiple of ``tp * cp * pp``.
+        """
+        cls(tp=tp, cp=cp, pp=pp)
+        replica = tp * cp * pp
+        dp, rest = divmod(world_size, replica)
+        if rest or dp < 1:
+            below = world_size // replica * replica
+            nearest = [str(n) for n in (below, below + replica) if n > 0]
+            raise ValueError(
+                f"a world of {world_size} ranks cannot hold tp={tp} x cp={cp} x pp={pp}: one "
+                f"replica needs {replica} ranks; use a world of {' or '.join(nearest)} ranks, "
+                f"or make tp x cp x pp a divisor of {world_size}"
+            )
+        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp, order=order)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: tp * cp * dp * pp."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """The data-parallel size of the expert view: tp * cp * dp / (etp * ep)."""
+        return self.tp * self.cp * self.dp // (self._etp * self.ep)
+
+    @property
+    def _etp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def size(self, axes: str) -> int:
+        """The number of ranks in one group of ``axes`` (``"tp"``, ``"dp-cp"``, ``"embedding"``)."""
+        if axes == EMBEDDING:
+            return min(self.pp, 2)
+        return prod(self._axis_size(axis) for axis in self._resolve(axes))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The index of ``rank`` on every axis of both views: tp, cp, dp, pp, etp, ep, edp."""
+        self._check_rank(rank)
+        result = dict.fromkeys((*_DENSE, "etp", "ep", "edp"), 0)
+        for strides in (self._strides(expert=False), self._strides(expert=True)):
+            for axis, stride in strides.items():
+                result[axis] = rank // stride % self._axis_size(axis)
+        return result
+
+    def rank(self, **coords: int) -> int:
+        """The rank at the given coordinates; axes left out are 0.
+
+        Dense names (tp, cp, dp, pp) decide when there are any besides pp; expert names (etp, ep,
+        edp) given with them must agree. Expert names alone (with pp) select in the expert view, so
+        ``layout.rank(**layout.coordinates(r)) == r``.
+        """
+        for axis, index in coords.items():
+            if axis not in _KNOWN or axis == EMBEDDING:
+                raise ValueError(_unknown_axis(axis))
+            if not 0 <= index < self._axis_size(axis):
+                raise ValueError(
+                    f"{axis} index {index} is out of range: {axis} has size "
+                    f"{self._axis_size(axis)}, so the index is 0 to {self._axis_size(axis) - 1}"
+                )
+        expert = bool(_EXPERT_ONLY & coords.keys()) and not {"tp", "cp", "dp"} & coords.keys()
+        result = sum(
+            coords.get(axis, 0) * stride for axis, stride in self._strides(expert=expert).items()
+        )
+        actual = self.coordinates(result)
+        wrong = {a: i for a, i in coords.items() if actual[a] != i}
+        if wrong:
+            raise ValueError(
+                f"no rank has coordinates {coords}: the dense ones give rank {result}, which is at "
+                + ", ".join(f"{axis}={actual[axis]}" for axis in wrong)
+            )
+        return result
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups of ``axes``: each varies those axes and fixes the others.
+
+        Every group lists its ranks in ascending order, and the groups are ordered by their first
+        rank. They partition the world, except ``"embedding"``, which leaves out inner stages.
+        A string that names ep, etp or edp reads the expert view (tp as etp, dp as edp).
+
+        Args:
+            axes: Axis names joined by ``-``, in any order.
+        """
+        if axes == EMBEDDING:
+            return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
+        chosen = self._resolve(axes)
+        strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
+        inside = _spans(self, {a: s for a, s in strides.items() if a in chosen})
+        outside = _spans(self, {a: s for a, s in strides.items() if a not in chosen})
+        return [[base + offset for offset in inside] for base in outside]
+
+    def group_of(self, axes: str, rank: int) -> list[int]:
+        """The group of ``axes`` that holds ``rank``; ``[rank]`` if no group does."""
+        self._check_rank(rank)
+        if axes == EMBEDDING:
+            stages = self.group_of("pp", rank)
+            ends = [stages[0], stages[-1]]
+            return ends if rank in ends and len(stages) > 1 else [rank]
+        chosen = self._resolve(axes)
+        strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
+        inner = {a: s for a, s in strides.items() if a in chosen}
+        base = rank - sum(rank // s % self._axis_size(a) * s for a, s in inner.items())
+        return [base + offset for offset in _spans(self, inner)]
+
+    def axis_names(self, axes: str) -> tuple[str, ...]:
+        """The axes of an axes string as :meth:`coordinates` names them, in the order given."""
+        chosen = self._resolve(axes)
+        return tuple(a if a in chosen else _DENSE_TO_EXPERT[a] for a in axes.split("-"))
+
+    def _axis_size(self, axis: str) -> int:
+        return self._etp if axis == "etp" else int(getattr(self, axis))
+
+    def _ordered_axes(self) -> tuple[str, ...]:
+        named = tuple(self.order.split("-"))
+        return named + tuple(axis for axis in _ORDER_AXES if axis not in named)
+
+    def _strides(self, *, expert: bool) -> dict[str, int]:
+        strides: dict[str, int] = {}
+        stride = 1
+        for axis in self._ordered_axes():
+            if axis == ("cp" if expert else "ep"):
+                continue
+            name = _DENSE_TO_EXPERT.get(axis, axis) if expert else axis
+            strides[name] = stride
+            stride *= self._axis_size(name)
+        return strides
+
+    def _resolve(self, axes: str) -> frozenset[str]:
+        """The axis names of one view that an axes string stands for."""
+        names = axes.split("-")
+        for name in names:
+            if name not in _KNOWN or name == EMBEDDING:
+                raise ValueError(_unknown_axis(name))
+        if _EXPERT_ONLY & set(names):
+            if "cp" in names:
+                raise ValueError(
+                    f"axes {axes!r} mix cp with the expert view, which has no cp axis; "
+                    "use names among etp, ep, edp, pp (tp and dp are read as etp and edp)"
+                )
+            names = [_DENSE_TO_EXPERT.get(name, name) for name in names]
+        if len(set(names)) != len(names):
+            raise ValueError(f"axes {axes!r} name an axis twice (as {'-'.join(names)})")
+        return frozenset(names)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank {rank} is out of range: the world has {self.world_size} ranks "
+                f"({self._sizes()}), so the rank is 0 to {self.world_size - 1}"
+            )
+
+    def _sizes(self) -> str:
+        return f"tp={self.tp}, cp={self.cp}, dp={self.dp}, pp={self.pp}"
+
+    def _check_order(self) -> None:
+        named = self.order.split("-")
+        valid = f"a permutation of {'-'.join(_ORDER_AXES)}"
+        for axis in named:
+            if axis not in _ORDER_AXES:
+                raise ValueError(f"order {self.order!r} has {axis!r}; it must be {valid}")
+            if named.count(axis) > 1:
+                raise ValueError(f"order {self.order!r} names {axis} twice; it must be {valid}")
+        for axis in _ORDER_AXES:
+            if axis not in named and self._axis_size(axis) > 1:
+                raise ValueError(
+                    f"order {self.order!r} leaves out {axis}, which has size "
+                    f"{self._axis_size(axis)}; only axes of size 1 may be left out"
+                )
+
+    def _check_expert_view(self) -> None:
+        per_stage = self.tp * self.cp * self.dp
+        need = self._etp * self.ep
+        if per_stage % need:
+            below = per_stage // need * need
+            nearest = " or ".join(str(n) for n in (below, below + need) if n > 0)
+            raise ValueError(
+                f"etp={self._etp} x ep={self.ep} = {need} does not divide the {per_stage} ranks of "
+                f"a pipeline stage (tp={self.tp} x cp={self.cp} x dp={self.dp}); choose etp and ep "
+                f"whose product divides {per_stage}, or a stage of {nearest} ranks"
+            )
+        dense = self._strides(expert=False)["pp"]
+        expert = self._strides(expert=True)["pp"]
+        if self.pp > 1 and dense != expert:
+            raise ValueError(
+                f"the dense view ({self._sizes()}) and the expert view (etp={self._etp}, "
+                f"ep={self.ep}, edp={self.edp}, pp={self.pp}) form different pipeline groups under "
+                f"order {self.order!r}: consecutive stages are {dense} and {expert} ranks apart; "
+                "put pp last in order, or choose etp x ep so that edp equals dp"
+            )
+
+
+def _spans(layout: ParallelLayout, strides: Mapping[str, int]) -> list[int]:
+    """All sums of index * stride over the given axes, ascending."""
+    ranges = [[i * s for i in range(layout.size(a))] for a, s in strides.items()]
+    return sorted(sum(offsets) for offsets in product(*ranges))
+
+
+def _unknown_axis(name: str) -> str:
+    close = difflib.get_close_matches(name, _KNOWN, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"unknown axis {name!r}: the axes are {', '.join(_KNOWN)} (joined by '-').{hint}"

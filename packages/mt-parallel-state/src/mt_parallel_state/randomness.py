@@ -1,0 +1,237 @@
+"""Counter-based randomness: a value depends on a key and a global index, and on nothing else.
+
+The bits come from a splitmix64-style mixing of ``index`` under ``key``. All arithmetic is either
+integer or a single IEEE operation per step (+, -, *, /, sqrt), never a library transcendental, so
+the values are equal bit for bit on every device, for any number of threads and for any way of
+cutting a tensor into boxes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mt_parallel_state.layout import ParallelLayout
+from mt_parallel_state.sharding import global_shape_of, offsets_of
+
+__all__ = ["fill_normal_", "hash_key", "initialize_", "random_uniform"]
+
+# Multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_WORD = 2**64
+_CHUNK = 1 << 15  # elements per block: the few scratch buffers of one block stay in L2
+_BITS = {torch.float32: 24, torch.float64: 53}
+
+
+def hash_key(*parts: int | str) -> int:
+    """A 63-bit key from any sequence of ints and strings.
+
+    Blake2b of a type-tagged, length-prefixed encoding: ``hash_key(1, 23)``, ``hash_key(12, 3)``,
+    ``hash_key("1", 23)`` and ``hash_key(24)`` are unrelated, unlike sums of seeds and ranks.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int | str):
+            raise TypeError(f"a key part must be an int or a str, got {part!r}")
+        data = part.encode() if isinstance(part, str) else str(part).encode()
+        tag = b"s" if isinstance(part, str) else b"i"
+        digest.update(tag + len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform values in [0, 1), one per element of ``index``.
+
+    Args:
+        key: From :func:`hash_key`.
+        index: int64 counters, for example the global element index. Not modified.
+        dtype: ``torch.float32`` (24 random bits) or ``torch.float64`` (53 random bits). There is
+            no bf16: with 8 bits a dropout rate would be rounded to a multiple of 1/256.
+
+    Shape:
+        index: any. Returns the same shape.
+    """
+    if dtype not in _BITS:
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    if index.dtype != torch.int64:
+        raise TypeError(f"index must be int64, got {index.dtype}")
+    out = torch.empty(index.shape, dtype=dtype, device=index.device)
+    source, target = index.reshape(-1), out.view(-1)
+    for start in range(0, source.numel(), _CHUNK):
+        part = source[start : start + _CHUNK]
+        target[start : start + _CHUNK] = _uniform_bits(key, part, _BITS[dtype])
+    return out.mul_(2.0 ** -_BITS[dtype])
+
+
+def fill_normal_(
+    tensor: Tensor,
+    *,
+    key: int,
+    std: float,
+    global_shape: Sequence[int],
+    offsets: Sequence[int],
+) -> Tensor:
+    """Fills a box of a global array with normal values of mean 0 and standard deviation ``std``.
+
+    Element ``g`` of the global array is a function of ``key`` and the row-major index of ``g`` in
+    ``global_shape``. Values are drawn in fp64 (Box-Muller) and cast, so a bf16 parameter is the
+    rounding of the fp32 one. Scratch memory is a few blocks, whatever the size of ``tensor``.
+
+    Args:
+        tensor: The local box, overwritten.
+        key: From :func:`hash_key`.
+        std: Standard deviation, at least 0.
+        global_shape: Shape of the whole array.
+        offsets: Start of the box in each dim.
+    """
+    shape, starts = tuple(global_shape), tuple(offsets)
+    _check_box(tuple(tensor.shape), shape, starts)
+    if not (std >= 0 and math.isfinite(std)):
+        raise ValueError(f"std must be finite and at least 0, got {std}")
+    with torch.no_grad():
+        if std == 0:
+            return tensor.zero_()
+        target = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        bases, run = _runs(tuple(tensor.shape), shape, starts, tensor.device)
+        rows = target.view(bases.numel(), run)
+        width = min(run, _CHUNK)
+        height = max(1, _CHUNK // max(width, 1))
+        for col in range(0, run, max(width, 1)):
+            columns = torch.arange(col, min(col + width, run), device=tensor.device)
+            for row in range(0, bases.numel(), height):
+                index = bases[row : row + height, None] + columns
+                rows[row : row + height, col : col + width] = _normal(key, index).mul_(std)
+        if target is not tensor:
+            tensor.copy_(target)
+    return tensor
+
+
+def initialize_(
+    param: nn.Parameter,
+    *,
+    seed: int,
+    name: str,
+    layout: ParallelLayout,
+    rank: int,
+    std: float,
+) -> nn.Parameter:
+    """Draws this rank's shard of the logical parameter ``name``, the same for every layout.
+
+    Args:
+        param: Overwritten; its box in the logical parameter follows from its sharding record.
+        seed: Seed of the run.
+        name: Global name of the parameter, the same on every rank.
+        layout: The layout of the world.
+        rank: The rank that holds ``param``.
+        std: Standard deviation.
+    """
+    fill_normal_(
+        param,
+        key=hash_key("init", seed, name),
+        std=std,
+        global_shape=global_shape_of(param, layout),
+        offsets=offsets_of(param, layout, rank),
+    )
+    return param
+
+
+def _signed(value: int) -> int:
+    value %= _WORD
+    return value - _WORD if value >= _WORD // 2 else value
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's is arithmetic, so the sign bits are masked off."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _uniform_bits(key: int, index: Tensor, bits: int) -> Tensor:
+    """``bits`` random bits per counter, as int64 in [0, 2**bits)."""
+    # The key enters twice, through different words. Were it only added to the counter, two keys
+    # could yield one sequence shifted against the other.
+    z = index * _GOLDEN
+    z += _signed(key)
+    z ^= _shift(z, 30)
+    z *= _MIX_1
+    z ^= _signed((key ^ 0x5851F42D4C957F2D) * 0xD6E8FEB86659FD93)
+    z ^= _shift(z, 27)
+    z *= _MIX_2
+    if bits > 33:  # the last xor-shift only reaches the low 33 bits
+        z ^= _shift(z, 31)
+    return _shift(z, 64 - bits)
+
+
+def _normal(key: int, index: Tensor) -> Tensor:
+    """Standard normal fp64 values by Box-Muller, one pair of uniforms per element."""
+    first = _uniform_bits(key, index, 53)
+    second = _uniform_bits(key ^ 0x2545F4914F6CDD1D, index, 53)
+    radius = _log((first + 1).double() * 2.0**-53).mul_(-2.0).sqrt_()
+    return radius.mul_(_cosine_turns(second.double() * 2.0**-53))
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive normal fp64 values, to about 1e-14, from exact operations."""
+    bits = x.view(torch.int64)
+    exponent = (bits >> 52).sub_(1023)
+    mantissa = (bits & ((1 << 52) - 1)).bitwise_or_(1023 << 52).view(torch.float64)
+    high = mantissa > math.sqrt(2.0)
+    mantissa = torch.where(high, mantissa * 0.5, mantissa)
+    exponent += high
+    f = (mantissa - 1.0).div_(mantissa + 1.0)  # log m = 2 atanh f, |f| < 0.172
+    square = f * f
+    series = torch.full_like(square, 1.0 / 17)
+    for odd in range(15, 0, -2):
+        series.mul_(square).add_(1.0 / odd)
+    return series.mul_(f).mul_(2.0).add_(exponent.double().mul_(math.log(2.0)))
+
+
+def _cosine_turns(u: Tensor) -> Tensor:
+    """A cosine of 2 pi u up to a shift of half a turn, to about 1e-14, for u in [0, 1)."""
+    # cos(2 pi u) = -sin(x) with x = 2 pi (1/4 - |u - 1/2|), and |x| <= pi / 2.
+    x = (u - 0.5).abs_().neg_().add_(0.25).mul_(2.0 * math.pi)
+    square = x * x
+    series = torch.full_like(square, 1.0)
+    for k in range(9, 0, -1):
+        series.mul_(square).mul_(-1.0 / ((2 * k) * (2 * k + 1))).add_(1.0)
+    return series.mul_(x)
+
+
+def _check_box(local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    if not len(local) == len(shape) == len(offsets):
+        raise ValueError(
+            f"tensor shape {local}, global_shape {shape} and offsets {offsets} must have one entry "
+            "per dim each"
+        )
+    for dim, (size, whole, start) in enumerate(zip(local, shape, offsets, strict=True)):
+        if start < 0 or start + size > whole:
+            raise ValueError(
+                f"the box of shape {local} at offsets {offsets} leaves the array of shape {shape} "
+                f"in dim {dim}: {start} + {size} > {whole}"
+            )
+
+
+def _runs(
+    local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, int]:
+    """Splits a box into runs that are contiguous in the global array: starts and length."""
+    run, first, stride = 1, 0, 1
+    dim = len(local)
+    while dim > 0:  # trailing dims that the box covers whole, and the first one it does not
+        dim -= 1
+        run *= local[dim]
+        first += offsets[dim] * stride
+        stride *= shape[dim]
+        if local[dim] != shape[dim]:
+            break
+    bases = torch.full((1,), first, dtype=torch.int64, device=device)
+    for outer in range(dim - 1, -1, -1):
+        steps = torch.arange(offsets[outer], offsets[outer] + local[outer], device=device) * stride
+        bases = (steps[:, None] + bases).view(-1)
+        stride *= shape[outer]
+    return bases, run

@@ -1,0 +1,35 @@
+"""What ``launch`` starts for each rank: ``python -m mt_parallel_state.rank_process PID MODULE``.
+
+It ties the rank's life to the launcher's, then becomes ``python -m MODULE ...``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when its parent dies; elsewhere does nothing."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def main() -> None:
+    """Runs the module named on the command line as ``__main__``."""
+    _die_with_parent(int(sys.argv[1]))
+    module = sys.argv[2]
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The sharding record that a parameter carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import cast
+
+from torch import nn
+
+from mt_parallel_state.layout import EMBEDDING, ParallelLayout
+from mt_parallel_state.spec import PartitionSpec
+
+__all__ = ["ParamSharding", "global_shape_of", "offsets_of", "shard_param", "sharding_of"]
+
+_ATTRIBUTE = "_mt_sharding"
+_PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING)
+
+
+@dataclass(frozen=True)
+class ParamSharding:
+    """How a parameter is split, and what its gradient still misses.
+
+    Args:
+        spec: Which axes split which dims.
+        partial_grad: Axes over which the gradient arrives as a partial sum and must be SUMmed
+            before use: ``("tp",)`` for a replicated norm weight applied to sequence shards,
+            ``("embedding",)`` for a tied embedding on the first and last pipeline stage.
+            Data-parallel reduction is not listed; every parameter needs it.
+        is_copy: Another pipeline stage owns this parameter (the head's copy of a tied embedding).
+            A copy is neither counted in norms nor written to checkpoints.
+    """
+
+    spec: PartitionSpec = field(default_factory=PartitionSpec)
+    _: KW_ONLY
+    partial_grad: tuple[str, ...] = ()
+    is_copy: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, PartitionSpec):
+            raise TypeError(f"spec must be a PartitionSpec, got {self.spec!r}")
+        if isinstance(self.partial_grad, str):
+            raise TypeError(
+                f"partial_grad must be a tuple of axis names, got the string "
+                f"{self.partial_grad!r}; write ({self.partial_grad!r},)"
+            )
+        for axis in self.partial_grad:
+            if axis not in _PARTIAL_AXES:
+                raise ValueError(
+                    f"unknown axis {axis!r} in partial_grad; it takes {', '.join(_PARTIAL_AXES)}"
+                )
+            if axis in self.spec.axes:
+                raise ValueError(
+                    f"axis {axis!r} splits the parameter ({self.spec!r}), so its gradient cannot "
+                    f"be a partial sum over {axis!r}"
+                )
+
+
+def shard_param(
+    param: nn.Parameter,
+    spec: PartitionSpec,
+    *,
+    partial_grad: Sequence[str] = (),
+    is_copy: bool = False,
+) -> nn.Parameter:
+    """Records on ``param`` how it is split, and returns it.
+
+    The record is an attribute of the parameter: it survives ``module.to(...)`` and state dict
+    loading, but not operations that make a new parameter (``copy.deepcopy``, ``to_empty``).
+    """
+    if len(spec.dims) > param.dim():
+        raise ValueError(f"{spec!r} has more dims than the parameter of shape {tuple(param.shape)}")
+    partial = partial_grad if isinstance(partial_grad, str) else tuple(partial_grad)
+    record = ParamSharding(spec, partial_grad=cast("tuple[str, ...]", partial), is_copy=is_copy)
+    setattr(param, _ATTRIBUTE, record)
+    return param
+
+
+def sharding_of(param: nn.Parameter) -> ParamSharding:
+    """The record of ``param``; a parameter without one is replicated and complete."""
+    return getattr(param, _ATTRIBUTE, ParamSharding())
+
+
+def global_shape_of(param: nn.Parameter, layout: ParallelLayout) -> tuple[int, ...]:
+    """The shape of the logical parameter of which ``param`` is one shard."""
+    return sharding_of(param).spec.global_shape(param.shape, layout)
+
+
+def offsets_of(param: nn.Parameter, layout: ParallelLayout, rank: int) -> tuple[int, ...]:
+    """Where ``param``, as held by ``rank``, starts in each dim of the logical parameter."""
+    shape = global_shape_of(param, layout)
+    return sharding_of(param).spec.offsets(shape, layout, layout.coordinates(rank))

@@ -1,0 +1,134 @@
+"""PartitionSpec: how one tensor is split over the axes of a layout. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from mt_parallel_state.layout import ParallelLayout
+
+__all__ = ["PartitionSpec"]
+
+_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+_DENSE_ONLY = frozenset({"tp", "cp", "dp"})
+_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+
+DimSpec = str | tuple[str, ...] | None
+
+
+class PartitionSpec:
+    """For each tensor dim: ``None`` (whole), an axis name, or a tuple of axis names.
+
+    The term is JAX's. A dim with a tuple of axes is split over their product, the first axis being
+    the major one. Dims beyond the spec are whole, so ``PartitionSpec()`` is a replicated tensor.
+    Every shard is a plain box; sizes must divide evenly.
+
+    >>> spec = PartitionSpec(None, "tp")
+    >>> spec.local_shape((2, 8), ParallelLayout(tp=4))
+    (2, 2)
+
+    Raises:
+        ValueError: An axis is unknown or used twice, or axes of the dense view (tp, cp, dp) are
+            mixed with axes of the expert view (etp, ep, edp).
+    """
+
+    __slots__ = ("_dims",)
+
+    def __init__(self, *dims: DimSpec) -> None:
+        names = [name for dim in dims for name in _names(dim)]
+        for name in names:
+            if name not in _AXES:
+                raise ValueError(
+                    f"unknown axis {name!r} in a spec; the axes are {', '.join(_AXES)}"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"axis {name!r} appears twice in {dims!r}; one dim can have it")
+        if _DENSE_ONLY & set(names) and _EXPERT_ONLY & set(names):
+            raise ValueError(
+                f"spec {dims!r} mixes axes of the dense view (tp, cp, dp) with axes of the expert "
+                "view (etp, ep, edp); a parameter belongs to one of them"
+            )
+        while dims and not _names(dims[-1]):
+            dims = dims[:-1]
+        self._dims: tuple[tuple[str, ...], ...] = tuple(_names(dim) for dim in dims)
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """Per tensor dim the axes that split it, trailing whole dims left out."""
+        return self._dims
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis that splits some dim."""
+        return frozenset(name for dim in self._dims for name in dim)
+
+    def local_shape(self, global_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
+        """The shape of one shard.
+
+        Raises:
+            ValueError: A split dim is not a multiple of its number of shards.
+        """
+        return tuple(
+            _divide(size, axes, layout, dim, global_shape)
+            for dim, (size, axes) in enumerate(self._zip(global_shape))
+        )
+
+    def global_shape(self, local_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
+        """The shape of the whole tensor, given the shape of one shard."""
+        return tuple(size * _shards(axes, layout) for size, axes in self._zip(local_shape))
+
+    def offsets(
+        self, global_shape: Sequence[int], layout: ParallelLayout, coords: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """Where the shard at ``coords`` (of ``layout.coordinates(rank)``) starts in each dim."""
+        local = self.local_shape(global_shape, layout)
+        result = []
+        for size, (_, axes) in zip(local, self._zip(global_shape), strict=True):
+            index = 0
+            for axis in axes:
+                index = index * layout.size(axis) + coords[axis]
+            result.append(index * size)
+        return tuple(result)
+
+    def _zip(self, shape: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+        if len(self._dims) > len(shape):
+            raise ValueError(
+                f"{self!r} splits dim {len(self._dims) - 1}, but the tensor of shape "
+                f"{tuple(shape)} has {len(shape)} dims"
+            )
+        padded = self._dims + ((),) * (len(shape) - len(self._dims))
+        return list(zip((int(size) for size in shape), padded, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartitionSpec) and self._dims == other._dims
+
+    def __hash__(self) -> int:
+        return hash(("PartitionSpec", self._dims))
+
+    def __repr__(self) -> str:
+        dims = (repr(dim[0] if len(dim) == 1 else dim) if dim else "None" for dim in self._dims)
+        return f"PartitionSpec({', '.join(dims)})"
+
+
+def _names(dim: DimSpec) -> tuple[str, ...]:
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, str) else tuple(dim)
+
+
+def _shards(axes: tuple[str, ...], layout: ParallelLayout) -> int:
+    return prod(layout.size(axis) for axis in axes)
+
+
+def _divide(
+    size: int, axes: tuple[str, ...], layout: ParallelLayout, dim: int, shape: Sequence[int]
+) -> int:
+    shards = _shards(axes, layout)
+    if size % shards:
+        below = size // shards * shards
+        nearest = " or ".join(str(n) for n in (below, below + shards) if n > 0)
+        raise ValueError(
+            f"dim {dim} of shape {tuple(shape)} has size {size}, which {'-'.join(axes)} = {shards} "
+            f"does not divide; the nearest sizes that work are {nearest}"
+        )
+    return size // shards

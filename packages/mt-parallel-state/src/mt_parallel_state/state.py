@@ -1,0 +1,157 @@
+"""ParallelState: a layout bound to the process groups of one running world."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mt_parallel_state.groups import create_group, destroy_group, next_state_index
+from mt_parallel_state.layout import EMBEDDING, ParallelLayout
+
+__all__ = ["ParallelState"]
+
+
+class ParallelState:
+    """This rank's view of a layout: sizes, indices and process groups per axis.
+
+    Nothing is global: two states with two layouts can live in one process. Every rank must build
+    its states in the same order. Groups are made when first asked for, by their members only, and
+    once per distinct list of ranks. A world of one rank needs no ``torch.distributed`` at all.
+
+    Args:
+        layout: The layout; it must fill the world exactly.
+        rank: This rank; ``None`` asks ``torch.distributed`` (0 where it is not initialised).
+        device: The device of this rank; ``None`` is the current CUDA device where the process
+            group can use one, else the CPU.
+        timeout: Of the collectives in these groups; ``None`` is torch's default.
+
+    Raises:
+        ValueError: The layout does not fill the world, or ``rank`` is not this process's rank.
+        RuntimeError: The layout has several ranks and ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        *,
+        rank: int | None = None,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.layout = layout
+        self.rank = _bind_rank(layout, rank)
+        self.device = _default_device() if device is None else torch.device(device)
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._coordinates = layout.coordinates(self.rank)
+        self._index = next_state_index(self.rank) if layout.world_size > 1 else 0
+
+    def size(self, axes: str) -> int:
+        """The number of ranks in this rank's group of ``axes``."""
+        return len(self.ranks(axes)) if axes == EMBEDDING else self.layout.size(axes)
+
+    def index(self, axes: str) -> int:
+        """This rank's position in its group of ``axes``."""
+        if axes in self._coordinates:
+            return self._coordinates[axes]
+        return self.ranks(axes).index(self.rank)
+
+    def ranks(self, axes: str) -> list[int]:
+        """The global ranks of this rank's group of ``axes``, ascending."""
+        return self.layout.group_of(axes, self.rank)
+
+    def group(self, axes: str) -> dist.ProcessGroup | None:
+        """The process group of ``axes`` that this rank is in; ``None`` if it is alone there.
+
+        The first call for a list of ranks makes the group and needs every member to make the same
+        call; ranks outside do nothing. Later calls, also under another name for the same ranks,
+        return the same object.
+        """
+        ranks = tuple(self.ranks(axes))
+        return self._group(ranks) if len(ranks) > 1 else None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage."""
+        return self._coordinates["pp"] == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self._coordinates["pp"] == self.layout.pp - 1
+
+    def device_mesh(self, axes: str) -> DeviceMesh:
+        """A ``DeviceMesh`` over this rank's group of ``axes``, one mesh dim per axis as named.
+
+        It shares the groups of this state; axes of size 1 get a group of one rank. For code that
+        takes a mesh (DTensor, FSDP2).
+        """
+        if self.layout.world_size == 1:
+            raise RuntimeError("a DeviceMesh needs torch.distributed; this state has one rank")
+        names = tuple(axes.split("-"))
+        position = {rank: self.layout.coordinates(rank) for rank in self.ranks(axes)}
+        keys = self.layout.axis_names(axes)
+        ordered = sorted(position, key=lambda r: tuple(position[r][key] for key in keys))
+        mesh = torch.tensor(ordered, dtype=torch.int).view([self.layout.size(k) for k in keys])
+        groups = [self._group(tuple(self.ranks(key))) for key in keys]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=names)
+
+    def close(self) -> None:
+        """Destroys the groups this state made. The default process group stays."""
+        while self._groups:
+            _, group = self._groups.popitem()
+            destroy_group(group)
+
+    def __enter__(self) -> ParallelState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ParallelState({self.layout!r}, rank={self.rank}, device={self.device})"
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            name = f"mt-{self._index}-{'_'.join(map(str, ranks))}"
+            self._groups[ranks] = create_group(ranks, name=name, timeout=self._timeout)
+        return self._groups[ranks]
+
+
+def _bind_rank(layout: ParallelLayout, rank: int | None) -> int:
+    if not dist.is_initialized():
+        if layout.world_size > 1:
+            raise RuntimeError(
+                f"the layout has {layout.world_size} ranks, but torch.distributed is not "
+                "initialised; call init_process_group(detect_env()) first"
+            )
+        return 0 if rank is None else rank
+    world, own = dist.get_world_size(), dist.get_rank()
+    if layout.world_size == 1:  # this process alone, whatever world it is in
+        return 0 if rank is None else rank
+    if layout.world_size != world:
+        raise ValueError(
+            f"the layout needs {layout.world_size} ranks (tp={layout.tp} x cp={layout.cp} x "
+            f"dp={layout.dp} x pp={layout.pp}), but the world has {world}; start "
+            f"{layout.world_size} ranks or use ParallelLayout.fit({world}, ...)"
+        )
+    if rank is not None and rank != own:
+        raise ValueError(f"rank={rank} was given, but this process is rank {own} of the world")
+    return own
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
