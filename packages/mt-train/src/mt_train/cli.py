@@ -1,0 +1,142 @@
+"""The `mt-train` command: quickstart, run, config."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from mt_train.problem import ConfigError
+
+_BAD_CONFIG = 2
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Train from a YAML file; the same command continues an interrupted run.
+
+    Runs alone, on `--nproc` local processes, or as one rank under torchrun or srun.
+    """
+
+    config: Path
+    """The run's YAML file."""
+    overrides: list[str] = field(default_factory=list)
+    """Changes as section.key=value, e.g. parallel.tp=2 training.steps=100."""
+    out: Path | None = None
+    """Run folder; by default runs/<name of the YAML file>."""
+    nproc: int = 1
+    """Local processes to start."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Print the resolved YAML: every default filled in, overrides applied."""
+
+    config: Path
+    """The run's YAML file."""
+    overrides: list[str] = field(default_factory=list)
+    """Changes as section.key=value."""
+
+
+@dataclass(kw_only=True)
+class Quickstart:
+    """Train a small GPT on Python's own source code in a few minutes, with no download."""
+
+    steps: int | None = None
+    """Train exactly this many steps instead of for a fixed time."""
+    out: Path = Path("runs/quickstart")
+    """Run folder."""
+    nproc: int = 1
+    """Local processes to start (data parallel)."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and run one command; exits with its status."""
+    sys.exit(_main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    command = _parse(arguments)
+    try:
+        if isinstance(command, Config):
+            return _print_config(command)
+        if isinstance(command, Quickstart):
+            return _quickstart(command, arguments)
+        return _run(command, arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return _BAD_CONFIG
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from mt_train.errors import USER_ERRORS
+
+        if isinstance(error, USER_ERRORS):
+            sys.stderr.write(f"mt-train: {error}\n")
+            return 1
+        raise
+
+
+def _parse(arguments: list[str]) -> Run | Config | Quickstart:
+    import tyro
+
+    positional = tyro.conf.Positional
+    subcommand = tyro.conf.subcommand
+
+    @dataclass(kw_only=True)
+    class PositionalRun(Run):
+        __doc__ = Run.__doc__
+        config: positional[Path]  # type: ignore[valid-type]
+        overrides: positional[list[str]] = field(default_factory=list)  # type: ignore[valid-type]
+
+    @dataclass(kw_only=True)
+    class PositionalConfig(Config):
+        __doc__ = Config.__doc__
+        config: positional[Path]  # type: ignore[valid-type]
+        overrides: positional[list[str]] = field(default_factory=list)  # type: ignore[valid-type]
+
+    choices = (
+        Annotated[Quickstart, subcommand("quickstart")]
+        | Annotated[PositionalRun, subcommand("run")]
+        | Annotated[PositionalConfig, subcommand("config")]
+    )
+    return tyro.cli(choices, prog="mt-train", args=arguments)  # type: ignore[arg-type]
+
+
+def _print_config(command: Config) -> int:
+    from mt_train.loading import load_config, to_yaml
+
+    sys.stdout.write(to_yaml(load_config(command.config, command.overrides).config))
+    return 0
+
+
+def _run(command: Run, arguments: list[str]) -> int:
+    from mt_parallel_state import detect_env, launch
+
+    from mt_train.loading import load_config
+
+    loaded = load_config(command.config, command.overrides)
+    env = detect_env()
+    if command.nproc > 1 and env.world_size == 1:
+        loaded.check_world(command.nproc)
+        return launch("mt_train", arguments, command.nproc)
+    out = command.out or Path("runs") / command.config.stem
+    from mt_train.run import run
+
+    run(loaded, env, out)
+    return 0
+
+
+def _quickstart(command: Quickstart, arguments: list[str]) -> int:
+    from mt_parallel_state import detect_env, launch
+
+    from mt_train.quickstart import load_quickstart, quickstart
+
+    env = detect_env()
+    loaded = load_quickstart(command.steps)
+    if command.nproc > 1 and env.world_size == 1:
+        loaded.check_world(command.nproc)
+        return launch("mt_train", arguments, command.nproc)
+    quickstart(loaded, env, command.out)
+    return 0

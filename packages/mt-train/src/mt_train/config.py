@@ -1,0 +1,299 @@
+"""The run configuration: one small frozen dataclass per section, each validated once.
+
+Every section collects all its problems (`FieldErrors`), so that a user sees them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mt_train.problem import FieldErrors
+
+Dtype = Literal["fp64", "fp32", "bf16"]
+
+
+class _Checks:
+    """Collects what is wrong with a section's fields and raises once."""
+
+    def __init__(self, section: object) -> None:
+        self.section = section
+        self.errors: dict[str, str] = {}
+
+    def at_least(self, minimum: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self.section, name)
+            if value is not None and value < minimum:
+                self.errors[name] = f"{value} is too small; use {minimum} or more"
+
+    def above(self, minimum: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self.section, name)
+            if value is not None and value <= minimum:
+                self.errors[name] = f"{value} must be greater than {minimum}"
+
+    def fraction(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self.section, name)
+            if value is not None and not 0 <= value < 1:
+                self.errors[name] = f"{value} must be at least 0 and below 1"
+
+    def add(self, name: str, text: str) -> None:
+        self.errors.setdefault(name, text)
+
+    def done(self) -> None:
+        if self.errors:
+            raise FieldErrors(self.errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model: a preset, single fields over it, or all fields without a preset.
+
+    A field left at null comes from the preset, or from the builder's default (`mt_model.gpt`).
+    `vocab_size: null` takes the tokenizer's size, rounded up to a multiple of 128.
+    """
+
+    preset: str | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_size: int | None = None
+    activation: str | None = None
+    gated: bool | None = None
+    norm: str | None = None
+    positions: str | None = None
+    rope_theta: float | None = None
+    qk_norm: bool | None = None
+    bias: bool | None = None
+    tied: bool | None = None
+    dropout: float | None = None
+    attention_dropout: float | None = None
+    init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(
+            1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
+        )
+        checks.at_least(1, "ffn_size")
+        checks.above(0, "init_std", "rope_theta")
+        checks.fraction("dropout", "attention_dropout")
+        if self.preset is None:
+            for name in ("hidden_size", "num_layers", "num_heads"):
+                if getattr(self, name) is None:
+                    checks.add(name, "missing; set it, or name a preset with model.preset")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where tokens come from: prepared `.bin/.idx` prefixes, or a corpus built on first use.
+
+    `corpus` is `standard-library`, a folder of sources, a `.jsonl` file or a text file; its
+    tokenizer and token files are made once under the run's `data` folder.
+    """
+
+    corpus: str | None = None
+    glob: str = "**/*.py"
+    max_files: int | None = None
+    vocab_size: int = 4096
+    validation_fraction: float = 0.05
+    train: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    validation: str | None = None
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(2, "max_files")
+        checks.at_least(257, "vocab_size")
+        checks.above(0, "validation_fraction")
+        checks.fraction("validation_fraction")
+        if (self.corpus is None) == (not self.train):
+            checks.add("corpus", "set exactly one of data.corpus and data.train")
+        if self.train and self.tokenizer is None:
+            checks.add("tokenizer", "missing; data.train needs the tokenizer.json of its tokens")
+        if self.weights and len(self.weights) != len(self.train):
+            checks.add(
+                "weights", f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            checks.add("weights", f"{list(self.weights)}: every weight must be greater than 0")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """Length, batch and numerics of the run.
+
+    `time_budget` (seconds) ends training earlier: the learning-rate schedule then follows
+    whichever of steps and time is further, so a slow machine still anneals.
+    """
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+    dtype: Dtype = "bf16"
+    grad_clip: float = 1.0
+    seed: int = 1234
+    time_budget: float | None = None
+    compile: bool = False
+    check_collectives: bool = False
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
+        checks.above(0, "grad_clip", "time_budget")
+        checks.at_least(0, "seed")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW and its learning-rate schedule (in steps)."""
+
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = "cosine"
+    warmup: int = 0
+    anneal: float = 0.2
+    anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.above(0, "lr", "eps")
+        checks.at_least(0, "min_lr", "weight_decay", "warmup", "anneal")
+        if self.anneal > 1:
+            checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
+        if self.min_lr > self.lr:
+            checks.add("min_lr", f"{self.min_lr} is above lr {self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """Axis sizes; `dp: null` takes what the processes leave over."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    order: str = "tp-cp-ep-dp-pp"
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "tp", "pp", "dp", "cp", "ep", "bucket_size")
+        for name in ("cp", "ep"):
+            if getattr(self, name) > 1:
+                checks.add(
+                    name,
+                    f"{getattr(self, name)} is not available in mt-train 0.1, which has no "
+                    f"{'context' if name == 'cp' else 'expert'} parallel layers; use 1",
+                )
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Held-out loss and bits per byte; `every: null` evaluates at the end only."""
+
+    every: int | None = None
+    micro_batch_size: int | None = None
+    max_batches: int | None = None
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "every", "micro_batch_size", "max_batches", "stride")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When to save, how many to keep, and what to start from.
+
+    `load` names another run's folder or step folder to start from; a run's own folder is always
+    continued.
+    """
+
+    every: int | None = None
+    keep: int | None = 2
+    load: str | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "every", "keep")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSection:
+    """What is reported besides metrics.jsonl."""
+
+    every: int = 10
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "every")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. Problems that join two sections are named by their dotted field."""
+
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+
+    def __post_init__(self) -> None:
+        errors: dict[str, str] = {}
+        training, parallel = self.training, self.parallel
+        if training.global_batch_size % training.micro_batch_size:
+            errors["training.micro_batch_size"] = (
+                f"{training.micro_batch_size} does not divide training.global_batch_size "
+                f"{training.global_batch_size}; use one of {divisors(training.global_batch_size)}"
+            )
+        if parallel.sequence_parallel and training.sequence_length % parallel.tp:
+            errors["training.sequence_length"] = (
+                f"{training.sequence_length} is not divisible by parallel.tp {parallel.tp}, which "
+                f"sequence parallelism needs; use {_nearest(training.sequence_length, parallel.tp)}"
+            )
+        stride = self.evaluation.stride
+        if stride is not None and stride > training.sequence_length:
+            errors["evaluation.stride"] = (
+                f"{stride} is longer than training.sequence_length {training.sequence_length}"
+            )
+        if errors:
+            raise FieldErrors(errors)
+
+
+def divisors(number: int) -> str:
+    """List the divisors of a batch size for a message, at most the nearest twelve."""
+    found = [value for value in range(1, number + 1) if number % value == 0]
+    return ", ".join(str(value) for value in found[:12]) + (" ..." if len(found) > 12 else "")
+
+
+def _nearest(value: int, multiple: int) -> str:
+    below = value // multiple * multiple
+    return f"{below} or {below + multiple}" if below else f"{multiple}"

@@ -1,0 +1,128 @@
+"""What a person sees: a live panel on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from mt_train.metrics import Record
+
+
+class Console(Protocol):
+    """Shows a run's progress."""
+
+    def step(self, record: Record) -> None:
+        """Show one training step."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show a sentence."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def make_console(*, total_steps: int, every: int) -> Console:
+    """Choose by what stdout is."""
+    if sys.stdout.isatty():
+        return LivePanel(total_steps=total_steps)
+    return PlainLines(total_steps=total_steps, every=every)
+
+
+class SilentConsole:
+    """Shows nothing: every rank but the first."""
+
+    def step(self, record: Record) -> None:
+        """Show nothing."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        return None
+
+
+class PlainLines(SilentConsole):
+    """One line every few steps, for logs and pipes."""
+
+    def __init__(self, *, total_steps: int, every: int) -> None:
+        self._total, self._every = total_steps, every
+
+    def step(self, record: Record) -> None:
+        """Print one step."""
+        if record["step"] % self._every == 0 or record["step"] in (1, self._total):
+            cells = "  ".join(f"{name} {value}" for name, value in describe(record).items())
+            self.say(f"step {record['step']}/{self._total}  {cells}")
+
+    def say(self, text: str) -> None:
+        """Print a sentence."""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+class LivePanel(SilentConsole):
+    """A panel with a progress bar, redrawn a few times a second."""
+
+    def __init__(self, *, total_steps: int) -> None:
+        from rich.live import Live
+
+        self._total = total_steps
+        self._live = Live(refresh_per_second=4)
+        self._drawn = 0.0
+
+    def step(self, record: Record) -> None:
+        """Redraw with the newest step, at most four times a second."""
+        now = time.monotonic()
+        if now - self._drawn < 0.25 and record["step"] != self._total:
+            return
+        self._drawn = now
+        self._live.update(self._panel(record))
+
+    def say(self, text: str) -> None:
+        """Print a sentence above the panel."""
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def _panel(self, record: Record) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        for name, value in describe(record).items():
+            table.add_row(f"[dim]{name}", value)
+        done = record.get("progress", record["step"] / self._total)
+        bar = ProgressBar(total=1.0, completed=done)
+        return Panel(Group(table, bar), title=f"step {record['step']} of {self._total}")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._live.stop()
+
+
+def describe(record: Record) -> dict[str, str]:
+    """Turn a step's record into words with units."""
+    shown = {
+        "loss": f"{record['loss']:.4f}",
+        "lr": f"{record['lr']:.2e}",
+        "grad norm": f"{record['grad_norm']:.3f}",
+        "tokens/s": f"{record['tokens_per_second']:,.0f}",
+        "TFLOP/s": f"{record['tflops_per_second']:.3f}",
+    }
+    if record.get("mfu") is not None:
+        shown["MFU"] = f"{record['mfu']:.1%}"
+    shown["memory"] = f"{record['memory_bytes'] / 2**30:.2f} GiB"
+    shown["ETA"] = time.strftime("%H:%M:%S", time.gmtime(record["eta_seconds"]))
+    return shown

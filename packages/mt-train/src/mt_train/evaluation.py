@@ -1,0 +1,72 @@
+"""Held-out loss and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from mt_data import SequentialWindows
+
+from mt_train.metrics import Record
+from mt_train.trainer import Trainer, to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Held-out tokens as evaluation windows.
+
+    Attributes:
+        windows: Every token once as a label.
+        num_bytes: UTF-8 bytes of the whole held-out text.
+        micro_batch_size: Rows per forward pass.
+        max_batches: Stop after this many forward passes over all ranks, None for all.
+    """
+
+    windows: SequentialWindows
+    num_bytes: int
+    micro_batch_size: int
+    max_batches: int | None
+
+
+def evaluate(trainer: Trainer, held_out: HeldOut) -> Record:
+    """Evaluate on all data-parallel ranks together.
+
+    Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
+    does not depend on the tokenizer; with `max_batches` the bytes are counted in proportion.
+
+    Returns:
+        `step`, `val_loss` (nats per token), `bits_per_byte`; equal on all ranks.
+    """
+    state = trainer.state
+    rows = held_out.micro_batch_size
+    # Every data-parallel rank runs the same number of forward passes; a short rank repeats
+    # nothing, it just has fewer.
+    count = -(-len(held_out.windows) // rows)
+    if held_out.max_batches is not None:
+        count = min(count, held_out.max_batches)
+    mine = range(state.index("dp"), count, state.size("dp"))
+    batches = to_device([held_out.windows.batch(i, rows) for i in mine], state.device)
+    trainer.model.eval()
+    outputs = trainer.executor(len(batches)).evaluate(batches) if batches else []
+    trainer.model.train()
+    counts = state.is_last_stage and state.index("tp") == 0
+    total = torch.tensor(
+        [
+            sum(float(output["lm"]) for output in outputs) if counts else 0.0,
+            sum(float(output["tokens"]) for output in outputs) if counts else 0.0,
+        ],
+        dtype=torch.float64,
+    )
+    group = state.group("tp-cp-dp-pp")
+    if group is not None:
+        total = total.to(state.device)
+        dist.all_reduce(total, group=group)
+    nats, tokens = total.tolist()
+    num_bytes = held_out.num_bytes * tokens / held_out.windows.num_tokens
+    return {
+        "step": trainer.progress.step,
+        "val_loss": nats / max(tokens, 1),
+        "bits_per_byte": nats / math.log(2) / max(num_bytes, 1),
+    }

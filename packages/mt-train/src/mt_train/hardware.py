@@ -1,0 +1,34 @@
+"""What the machine is: peak arithmetic rates and memory in use."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+# Dense bf16 peaks in FLOP/s from the vendors' data sheets (no sparsity).
+_BF16_PEAK = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return a device's dense peak in FLOP/s, or None where no figure is known (CPUs)."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _BF16_PEAK.items() if part in name), None)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this rank: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,117 @@
+"""Checkpoints of a run: what is saved, and continuing from it on any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt import (
+    TensorShard,
+    latest_checkpoint,
+    load_checkpoint,
+    param_shards,
+    read_metadata,
+    save_checkpoint,
+)
+from mt_model import ModelConfig
+
+from mt_train.trainer import Progress, Trainer
+
+# Changing one of these between two parts of a run would repeat or skip data, or change the model.
+_FIXED = (
+    ("data",),
+    ("training", "global_batch_size"),
+    ("training", "sequence_length"),
+    ("training", "seed"),
+)
+
+
+class ResumeError(Exception):
+    """A checkpoint does not belong to this configuration."""
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """Find the newest checkpoint of a run folder, or accept a step folder itself."""
+    if (folder / "zarr.json").exists():
+        return folder
+    return latest_checkpoint(folder / "checkpoints")
+
+
+def save(trainer: Trainer, root: Path, model_config: ModelConfig) -> Path:
+    """Save the whole training state after a step; every rank calls it."""
+    config = trainer.config
+    return save_checkpoint(
+        root,
+        trainer.progress.step,
+        _shards(trainer),
+        {
+            "step": trainer.progress.step,
+            "elapsed": trainer.progress.elapsed,
+            "consumed_samples": trainer.progress.step * config.training.global_batch_size,
+            # Every random number is a function of the seed, a name and a global index, so the
+            # seed and the step are the whole state of the generators.
+            "rng": {"seed": config.training.seed, "step": trainer.progress.step},
+            "optimizer_step": trainer.optimizer.step_count,
+            "model": model_config.to_dict(),
+            "config": _plain(config),
+            "layout": dataclasses.asdict(trainer.state.layout),
+        },
+        group=trainer.state.group("tp-cp-dp-pp"),
+        keep=config.checkpoint.keep,
+        on_event=trainer._on_event,
+    )
+
+
+def resume(trainer: Trainer, path: Path, model_config: ModelConfig) -> None:
+    """Fill a trainer from a checkpoint written on any layout.
+
+    Raises:
+        ResumeError: The checkpoint was made for another model, data order or batch.
+        CheckpointError: The checkpoint is damaged or lacks tensors.
+    """
+    metadata = read_metadata(path)
+    _check_same(metadata, trainer, model_config, path)
+    load_checkpoint(path, _shards(trainer))
+    trainer.optimizer.step_count = metadata["optimizer_step"]
+    trainer.optimizer.sync_params()
+    trainer.progress = Progress(step=metadata["step"], elapsed=metadata["elapsed"])
+
+
+def _shards(trainer: Trainer) -> list[TensorShard]:
+    """List the fp32 (fp64) weights and both moments of this rank, in model space."""
+    optimizer, layout, rank = trainer.optimizer, trainer.state.layout, trainer.state.rank
+    shards: list[TensorShard] = []
+    for prefix, tensor_of in (
+        ("model", optimizer.master),
+        ("optimizer/exp_avg", optimizer.exp_avg),
+        ("optimizer/exp_avg_sq", optimizer.exp_avg_sq),
+    ):
+        named = [(name, param, tensor_of(name)) for name, param in trainer.named_parameters]
+        shards += param_shards(named, layout, rank, prefix=prefix)
+    return shards
+
+
+def _check_same(
+    metadata: dict[str, Any], trainer: Trainer, model_config: ModelConfig, path: Path
+) -> None:
+    saved, current = metadata["config"], _plain(trainer.config)
+    differences = []
+    if metadata["model"] != model_config.to_dict():
+        differences.append("model: another architecture")
+    for keys in _FIXED:
+        before, now = saved, current
+        for key in keys:
+            before, now = before[key], now[key]
+        if before != now:
+            differences.append(f"{'.'.join(keys)}: saved with {before}, now {now}")
+    if differences:
+        raise ResumeError(
+            f"{path} belongs to another run. Use the same configuration to continue it, or another "
+            "--out to start anew:\n  " + "\n  ".join(differences)
+        )
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))

@@ -1,0 +1,249 @@
+"""The trainer: one step is forward and backward of all micro-batches, reduce, clip, update."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mt_data import BatchSampler
+from mt_data_parallel import GradBuffer, reduce_partial_grads
+from mt_model import GPT, ModelConfig, flops_per_token
+from mt_optim import AdamW, LRSchedule, clip_grad_norm
+from mt_parallel_state import ParallelState
+from mt_pipeline import Executor, TensorSpec, make_schedule
+
+from mt_train.config import RunConfig
+from mt_train.hardware import memory_bytes, peak_flops
+from mt_train.metrics import Record
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+Batch = Mapping[str, torch.Tensor]
+
+
+class NonFiniteLossError(RuntimeError):
+    """Loss or gradient became NaN or infinite; no rank applied the step."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What a checkpoint must remember beside tensors.
+
+    Attributes:
+        step: Completed steps.
+        elapsed: Seconds spent in training steps, over all continuations of the run.
+    """
+
+    step: int = 0
+    elapsed: float = 0.0
+
+
+class Trainer:
+    """Trains one model on one layout; every rank holds one.
+
+    Args:
+        config: The run.
+        model_config: The layer list.
+        state: This rank's place in the layout.
+        sampler: Gives the micro-batches of any step.
+        on_event: Called with the name of each point reached (fault injection, profiling).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: ModelConfig,
+        state: ParallelState,
+        *,
+        sampler: BatchSampler,
+        on_event: Callable[[str], None] | None = None,
+    ) -> None:
+        training, parallel = config.training, config.parallel
+        self.config, self.state, self.sampler = config, state, sampler
+        self.progress = Progress()
+        self._on_event = on_event or (lambda name: None)
+        self.dtype = DTYPES[training.dtype]
+        self.model = GPT.build_stage(
+            model_config,
+            state,
+            sequence_parallel=parallel.sequence_parallel,
+            seed=training.seed,
+            dtype=self.dtype,
+            device=state.device,
+        )
+        self.named_parameters = list(self.model.named_parameters())
+        self.buffer = GradBuffer(
+            self.named_parameters, group=state.group("dp-cp"), bucket_size=parallel.bucket_size
+        )
+        optimizer = config.optimizer
+        self.optimizer = AdamW(
+            self.named_parameters,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.schedule = learning_rates(config)
+        self.stage = torch.compile(self.model) if training.compile else self.model
+        sharded = state.size("tp") if parallel.sequence_parallel else 1
+
+        def activation(batch: Batch) -> TensorSpec:
+            rows, length = batch["tokens"].shape
+            return TensorSpec((rows, length // sharded, model_config.hidden_size), self.dtype)
+
+        self._activation = activation
+        self._executors: dict[int, Executor] = {}
+        self._flops = flops_per_token(model_config, training.sequence_length)
+        self._peak = peak_flops(state.device, self.dtype)
+        self._stop_requested = False
+
+    def executor(self, num_microbatches: int) -> Executor:
+        """Return the pipeline executor for a number of micro-batches."""
+        if num_microbatches not in self._executors:
+            schedule = make_schedule(
+                self.config.parallel.schedule,
+                stages=self.state.size("pp"),
+                microbatches=num_microbatches,
+            )
+            self._executors[num_microbatches] = Executor(
+                schedule,
+                self.stage,
+                group=self.state.group("pp"),
+                activation=self._activation,
+                device=self.state.device,
+            )
+        return self._executors[num_microbatches]
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the steps, or the time budget, are used up."""
+        return self.schedule_position >= self.config.training.steps
+
+    @property
+    def schedule_position(self) -> float:
+        """Return how far the run is, in steps; the time budget may run ahead of the steps."""
+        training, progress = self.config.training, self.progress
+        if training.time_budget is None:
+            return progress.step
+        by_time = progress.elapsed / training.time_budget * training.steps
+        return max(progress.step, by_time)
+
+    def train_step(self) -> tuple[Record, bool]:
+        """Run one optimizer step.
+
+        Returns:
+            The step's metrics and whether a stop was requested on any rank; both are equal on
+            all ranks.
+
+        Raises:
+            NonFiniteLossError: On every rank, before any parameter has changed.
+        """
+        started = time.perf_counter()
+        lr = self.schedule.at(self.schedule_position + 1)
+        batches = to_device(self.sampler.step(self.progress.step), self.state.device)
+        self._on_event("train.forward_backward")
+        self.buffer.start(len(batches))
+        total = self._global_tokens(batches)
+        outputs = self.executor(len(batches)).run(
+            batches, objective=lambda output, _: output["lm"] / total
+        )
+        self.buffer.finish()
+        self._on_event("train.reduce")
+        reduce_partial_grads(self.named_parameters, self.state)
+        norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
+        loss_sum, stop, elapsed = self._agree(outputs, started)
+        loss, norm = loss_sum / total, float(norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteLossError(
+                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was not "
+                "applied and the last checkpoint is intact; lower optimizer.lr, lengthen "
+                "optimizer.warmup or lower training.grad_clip, then run the same command again"
+            )
+        self._on_event("train.update")
+        self.optimizer.step(lr)
+        self.progress.step += 1
+        self.progress.elapsed += elapsed
+        return self._record(loss, norm, lr, total, elapsed), stop
+
+    def _global_tokens(self, batches: Sequence[Batch]) -> float:
+        """Count the labelled tokens of the global batch; the loss is their mean."""
+        count = torch.tensor(
+            sum(int((batch["labels"] >= 0).sum()) for batch in batches), dtype=torch.float64
+        )
+        group = self.state.group("dp-cp")
+        if group is not None:
+            count = count.to(self.state.device)
+            dist.all_reduce(count, group=group)
+        return max(float(count), 1.0)
+
+    def _agree(self, outputs: list[Any], started: float) -> tuple[float, bool, float]:
+        """Sum the loss over ranks, and agree on a stop request and on the time."""
+        counts = self.state.is_last_stage and self.state.index("tp") == 0
+        loss = sum(float(output["lm"]) for output in outputs) if counts else 0.0
+        elapsed = time.perf_counter() - started if self.state.rank == 0 else 0.0
+        shared = torch.tensor([loss, float(self._stop_requested), elapsed], dtype=torch.float64)
+        group = self.state.group("tp-cp-dp-pp")
+        if group is not None:
+            shared = shared.to(self.state.device)
+            dist.all_reduce(shared, group=group)
+        loss, stop, elapsed = shared.tolist()
+        return loss, stop > 0, elapsed
+
+    def _record(self, loss: float, norm: float, lr: float, tokens: float, seconds: float) -> Record:
+        training = self.config.training
+        rate = tokens / seconds
+        tflops = rate * self._flops / 1e12
+        position = self.schedule_position
+        left = max(training.steps - position, 0.0)
+        world = self.state.layout.world_size
+        return {
+            "step": self.progress.step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_second": rate,
+            "tflops_per_second": tflops,
+            "mfu": None if self._peak is None else tflops * 1e12 / (self._peak * world),
+            "memory_bytes": memory_bytes(self.state.device),
+            "seconds": seconds,
+            "progress": min(position / training.steps, 1.0),
+            "eta_seconds": self.progress.elapsed * left / max(position, 1e-9),
+        }
+
+    def request_stop(self, signum: int | None = None, frame: FrameType | None = None) -> None:
+        """Ask for a stop after the running step; usable as a signal handler."""
+        self._stop_requested = True
+
+    def stop_on_sigterm(self) -> None:
+        """Turn SIGTERM and SIGINT into a stop request."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.request_stop)
+
+
+def learning_rates(config: RunConfig) -> LRSchedule:
+    """Build the learning-rate schedule of a run, in steps."""
+    optimizer, steps = config.optimizer, config.training.steps
+    return LRSchedule(
+        kind=optimizer.schedule,
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup=min(optimizer.warmup, steps),
+        decay=steps,
+        wsd_anneal=round(optimizer.anneal * steps),
+        wsd_shape=optimizer.anneal_shape,
+    )
+
+
+def to_device(batches: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[Batch]:
+    """Copy micro-batches of numpy arrays to this rank's device."""
+    return [
+        {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        for batch in batches
+    ]
