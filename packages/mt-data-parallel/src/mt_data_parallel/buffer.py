@@ -1,0 +1,285 @@
+"""Flat gradient buffers whose buckets are reduced while backward is still running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mt_data_parallel.grad import MAIN_GRAD
+from mt_data_parallel.layout import BufferLayout, plan_buckets
+
+# 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.
+DEFAULT_BUCKET_SIZE = 25 * 2**20 // 4
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One parameter, its view into the flat buffer and what arrived since `start`."""
+
+    name: str
+    param: Tensor
+    main_grad: Tensor
+    accumulated: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """One slice of a flat buffer: what a single all-reduce covers."""
+
+    grads: Tensor
+    slots: list[_Slot] = field(default_factory=list)
+    pending: int = 0
+
+
+class GradBuffer:
+    """Gradients of many parameters in flat buffers, summed over a group bucket by bucket.
+
+    Every parameter gets ``param.main_grad``, a view into one flat buffer per gradient dtype, in
+    reversed parameter order. A post-accumulate-grad hook adds each new ``param.grad`` into it
+    (the first one is copied, so nothing is zeroed) and drops ``param.grad``. A bucket whose
+    parameters have all seen their `start` number of backwards is all-reduced (SUM) at once,
+    asynchronously, while backward goes on. Buckets are always launched in buffer order, so ranks
+    whose parameters become ready in different orders still agree. The sum is never divided:
+    divide the loss by the global token count instead.
+
+    After `finish`, ``param.main_grad`` holds the sum over the group, and ``param.grad`` is the
+    same tensor where the dtypes are equal (so torch.optim and torch's clip_grad_norm_ work) and
+    None elsewhere. A parameter that got no gradient has a zero one.
+
+    Args:
+        named_params: Pairs of name and parameter in model order, as ``module.named_parameters()``
+            gives them; those with ``requires_grad=False`` are left out. The same on all ranks of
+            the group. All on one device.
+        group: Ranks that hold replicas of these parameters; None for one rank: no communication.
+        bucket_size: Elements after which a bucket closes; None puts everything in one bucket,
+            which leaves nothing to overlap.
+        grad_dtype: Dtype of the buffer; by default fp64 for fp64 parameters, else fp32.
+        overlap: Launch a bucket from inside backward; otherwise everything waits for `finish`.
+
+    Raises:
+        ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
+            mixed, or an argument is out of range.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> buffer = GradBuffer(model.named_parameters(), group=None)
+        >>> buffer.start(num_backwards=2)
+        >>> for _ in range(2):
+        ...     model(torch.ones(1, 4)).sum().backward()
+        >>> buffer.finish()
+        >>> model.weight.main_grad[0].tolist()
+        [2.0, 2.0, 2.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        named_params: Iterable[tuple[str, Tensor]],
+        *,
+        group: dist.ProcessGroup | None,
+        bucket_size: int | None = DEFAULT_BUCKET_SIZE,
+        grad_dtype: torch.dtype | None = None,
+        overlap: bool = True,
+    ) -> None:
+        if grad_dtype is not None and not grad_dtype.is_floating_point:
+            raise ValueError(f"grad_dtype must be a floating-point dtype, got {grad_dtype}")
+        params = _checked(named_params)
+        self._group = group if group is not None and group.size() > 1 else None
+        self._overlap = overlap
+        self._slots: dict[str, _Slot] = {}
+        self._layouts: dict[torch.dtype, BufferLayout] = {}
+        self._buckets = self._allocate(params, bucket_size, grad_dtype)
+        self._expected = 0
+        self._next = 0
+        self._works: list[dist.Work] = []
+        self._hooks: list[RemovableHandle] = []
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                setattr(slot.param, MAIN_GRAD, slot.main_grad)
+                hook = partial(self._accumulate, slot, bucket)
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def layouts(self) -> dict[torch.dtype, BufferLayout]:
+        """Where every parameter lies, per gradient dtype."""
+        return dict(self._layouts)
+
+    @property
+    def num_buckets(self) -> int:
+        """How many all-reduces one `start` to `finish` takes."""
+        return len(self._buckets)
+
+    def start(self, num_backwards: int) -> None:
+        """Forget the gradients and expect `num_backwards` backward passes before `finish`.
+
+        Args:
+            num_backwards: Gradient accumulations per step (micro-batches). A parameter that takes
+                no part in one of them is reduced by `finish`.
+
+        Raises:
+            RuntimeError: `finish` was not called since the last `start`.
+            ValueError: `num_backwards` is below 1.
+        """
+        if self._expected:
+            raise RuntimeError("GradBuffer.start() was called twice; call finish() in between")
+        if num_backwards < 1:
+            raise ValueError(f"num_backwards must be at least 1, got {num_backwards}")
+        self._expected = num_backwards
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.accumulated = 0
+                slot.param.grad = None
+
+    def finish(self) -> None:
+        """Reduce what is left and wait until every gradient is the sum over the group.
+
+        Raises:
+            RuntimeError: `start` was not called.
+        """
+        if not self._expected:
+            raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
+        while self._next < len(self._buckets):
+            self._launch()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._expected = 0
+        for slot in self._slots.values():
+            if slot.main_grad.dtype == slot.param.dtype:
+                slot.param.grad = slot.main_grad
+
+    def close(self) -> None:
+        """Remove the hooks and ``main_grad``; the parameters are plain again."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for slot in self._slots.values():
+            if getattr(slot.param, MAIN_GRAD, None) is slot.main_grad:
+                delattr(slot.param, MAIN_GRAD)
+        self._slots.clear()
+        self._buckets.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _allocate(
+        self, params: dict[str, Tensor], bucket_size: int | None, grad_dtype: torch.dtype | None
+    ) -> list[_Bucket]:
+        """Allocate the flat buffers and return their buckets in launch order."""
+        world_size = 1 if self._group is None else self._group.size()
+        by_dtype: dict[torch.dtype, dict[str, int]] = {}
+        for name, param in params.items():
+            dtype = grad_dtype or _default_grad_dtype(param.dtype)
+            by_dtype.setdefault(dtype, {})[name] = param.numel()
+        # A bucket is complete when its earliest parameter (in model order) is.
+        position = {name: i for i, name in enumerate(params)}
+        buckets: list[tuple[int, _Bucket]] = []
+        for dtype, numels in by_dtype.items():
+            layout = plan_buckets(numels, bucket_size=bucket_size, world_size=world_size)
+            self._layouts[dtype] = layout
+            device = params[next(iter(numels))].device
+            flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+            made = [_Bucket(grads=flat[b.start : b.end]) for b in layout.buckets]
+            for place in layout.params:
+                param = params[place.name]
+                view = flat[place.start : place.end].view(param.shape)
+                slot = _Slot(name=place.name, param=param, main_grad=view)
+                self._slots[place.name] = slot
+                made[place.bucket].slots.append(slot)
+            buckets += [(position[b.slots[-1].name], b) for b in made]
+        buckets.sort(key=lambda pair: pair[0], reverse=True)
+        return [bucket for _, bucket in buckets]
+
+    def _accumulate(self, slot: _Slot, bucket: _Bucket, param: Tensor) -> None:
+        """Move a fresh ``param.grad`` into the buffer (runs inside backward)."""
+        grad = param.grad
+        if grad is None:
+            return
+        if not self._expected:
+            raise RuntimeError(
+                f"gradient for {slot.name!r} outside of start() and finish(); call "
+                "GradBuffer.start(num_backwards) before the step's first backward"
+            )
+        if slot.accumulated == self._expected:
+            raise RuntimeError(
+                f"{slot.name!r} got more than {self._expected} gradients, the number that "
+                "start() was told to expect; pass start() the true number of backward passes"
+            )
+        # Autograd hands over the gradient it just made, so copying the first one and adding the
+        # others costs no more than accumulating in place, and the buffer needs no zeroing.
+        param.grad = None
+        if slot.accumulated == 0:
+            slot.main_grad.copy_(grad.detach())
+        else:
+            slot.main_grad.add_(grad.detach())
+        slot.accumulated += 1
+        if slot.accumulated == self._expected:
+            bucket.pending -= 1
+            while (
+                self._overlap
+                and self._next < len(self._buckets)
+                and self._buckets[self._next].pending == 0
+            ):
+                self._launch()
+
+    def _launch(self) -> None:
+        """Start the all-reduce of the next bucket."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        for slot in bucket.slots:
+            if slot.accumulated == 0:
+                slot.main_grad.zero_()
+        if self._group is not None:
+            work = dist.all_reduce(bucket.grads, group=self._group, async_op=True)
+            if work is not None:
+                self._works.append(work)
+
+
+def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _checked(named_params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the trainable parameters by name, refusing duplicates and mixed devices."""
+    params: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    for name, param in named_params:
+        if not param.requires_grad:
+            continue
+        if name in params:
+            raise ValueError(f"parameter {name!r} is listed twice; names must be unique")
+        if id(param) in names:
+            raise ValueError(
+                f"parameter {name!r} is listed twice, also as {names[id(param)]!r}; list a shared "
+                "parameter once, as module.named_parameters() does"
+            )
+        if hasattr(param, MAIN_GRAD):
+            raise ValueError(
+                f"parameter {name!r} already belongs to a GradBuffer; close() that one first"
+            )
+        params[name] = param
+        names[id(param)] = name
+    devices = {param.device for param in params.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"parameters lie on {sorted(map(str, devices))}; a GradBuffer holds one device, make "
+            "one buffer for each"
+        )
+    return params

@@ -1,0 +1,76 @@
+"""Gradients that arrive as partial sums over a model axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from mt_parallel_state import ParallelState, sharding_of
+from torch import Tensor
+
+from mt_data_parallel.grad import grad_of
+
+# Not an axis of the layout: the first and the last pipeline stage, which share tied embeddings.
+EMBEDDING = "embedding"
+
+
+def reduce_partial_grads(
+    named_params: Iterable[tuple[str, Tensor]], state: ParallelState
+) -> None:
+    """Sum every gradient over the axes named in its ``ParamSharding.partial_grad``, in place.
+
+    Norm weights under sequence parallelism see a part of the sequence on each tensor-parallel
+    rank; a tied embedding sees its lookup on the first pipeline stage and its head on the last.
+    Their gradients are partial sums, and which axes miss is written on the parameter, so this
+    function knows no layer. Gradients with the same axes and dtype travel in one all-reduce, in
+    the gradient's dtype. Call it after `GradBuffer.finish`; without a GradBuffer it reads and
+    writes ``param.grad``. Where a gradient is missing it becomes zero first, because the other
+    ranks count on this one.
+
+    Args:
+        named_params: This rank's names and parameters. Ranks of one group hold parameters of
+            equal names with these axes; parameters of other stages do not matter.
+        state: Process groups of the axes.
+    """
+    pieces: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
+    for name, param in named_params:
+        for axes in _reductions(param, state):
+            grad = _present_grad(param)
+            key = (axes == EMBEDDING, axes, str(grad.dtype))
+            pieces.setdefault(key, []).append((name, grad))
+    # Sorted, so that all ranks of a group issue their collectives in the same order; the mesh
+    # axes come first, then "embedding", in which only two stages take part.
+    for key in sorted(pieces):
+        group = state.group(key[1])
+        if group is not None:
+            grads = [grad for _, grad in sorted(pieces[key], key=lambda item: item[0])]
+            _all_reduce_coalesced(grads, group)
+
+
+def _reductions(param: Tensor, state: ParallelState) -> list[str]:
+    """Return the axes strings to sum over, those of size 1 left out."""
+    axes = sharding_of(param).partial_grad
+    mesh = [axis for axis in sorted(axes) if axis != EMBEDDING and state.size(axis) > 1]
+    found = ["-".join(mesh)] if mesh else []
+    if EMBEDDING in axes and state.size(EMBEDDING) > 1:
+        found.append(EMBEDDING)
+    return found
+
+
+def _present_grad(param: Tensor) -> Tensor:
+    grad = grad_of(param)
+    if grad is None:
+        grad = param.grad = torch.zeros_like(param)
+    return grad
+
+
+def _all_reduce_coalesced(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    if len(grads) == 1 and grads[0].is_contiguous():
+        dist.all_reduce(grads[0], group=group)
+        return
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([grad.numel() for grad in grads])
+    for grad, piece in zip(grads, pieces, strict=True):
+        grad.copy_(piece.view(grad.shape))
