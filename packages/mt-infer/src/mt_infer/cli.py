@@ -1,0 +1,106 @@
+"""The `mt-infer` command."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+
+@dataclass(kw_only=True)
+class Generate:
+    """Continue a prompt with the newest checkpoint of a run; prints the continuation alone."""
+
+    prompt: str
+    """The text to continue."""
+    max_tokens: int = 128
+    """Stop after this many tokens."""
+    greedy: bool = False
+    """Always take the likeliest token (temperature 0)."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens."""
+    top_p: float | None = None
+    """Keep the likeliest tokens that together reach this probability."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    dtype: Literal["fp64", "fp32", "bf16"] | None = None
+    """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
+    nproc: int = 1
+    """Tensor-parallel processes to start."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and generate; exits with its status."""
+    sys.exit(_main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    run, command = _parse(arguments)
+    from mt_ckpt import CheckpointError
+    from mt_data import DataError
+    from mt_parallel_state import detect_env, launch
+
+    from mt_infer.generation import PromptError
+    from mt_infer.loading import RunError
+
+    if command.max_tokens < 1 or command.nproc < 1:
+        sys.stderr.write("mt-infer: --max-tokens and --nproc must be 1 or more\n")
+        return 2
+    env = detect_env()
+    if command.nproc > 1 and env.world_size == 1:
+        return launch("mt_infer", arguments, command.nproc)
+    try:
+        text = _generate(run, command)
+    except (RunError, PromptError, CheckpointError, DataError, ValueError) as error:
+        sys.stderr.write(f"mt-infer: {error}\n")
+        return 2 if isinstance(error, ValueError) else 1
+    if env.rank == 0:
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+def _generate(run: Path, command: Generate) -> str:
+    import torch
+    import torch.distributed as dist
+    from mt_parallel_state import ParallelLayout, ParallelState, detect_env, init_process_group
+
+    from mt_infer.loading import load_run
+    from mt_infer.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=0.0 if command.greedy else command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        seed=command.seed,
+    )
+    env = detect_env()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if env.world_size > 1:
+        device = init_process_group(env)
+    try:
+        layout = ParallelLayout(tp=env.world_size)
+        with ParallelState(layout, rank=env.rank, device=device) as state:
+            generator = load_run(run, state, dtype=command.dtype)
+            return generator.generate(
+                command.prompt, max_tokens=command.max_tokens, sampling=sampling
+            )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _parse(arguments: list[str]) -> tuple[Path, Generate]:
+    import tyro
+
+    @dataclass(kw_only=True)
+    class Command(Generate):
+        __doc__ = Generate.__doc__
+        run: tyro.conf.Positional[Path]
+        """The --out folder of an mt-train run."""
+
+    choices = Annotated[Command, tyro.conf.subcommand("generate")]
+    command = tyro.cli(tyro.conf.OmitSubcommandPrefixes[choices], prog="mt-infer", args=arguments)
+    return command.run, command

@@ -1,0 +1,52 @@
+"""Open a run that mt-train left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mt_ckpt import latest_checkpoint, load_checkpoint, param_shards, read_metadata
+from mt_data import load_tokenizer
+from mt_model import GPT, ModelConfig
+from mt_parallel_state import ParallelState
+
+from mt_infer.generation import Generator
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class RunError(Exception):
+    """A folder is not a usable run."""
+
+
+def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) -> Generator:
+    """Load the newest checkpoint of a run on this rank's layout.
+
+    Args:
+        folder: A run folder, with `checkpoints/latest` and `tokenizer.json`.
+        state: This rank's place; only tensor parallelism is used.
+        dtype: `fp64`, `fp32` or `bf16`; by default fp32 on a CPU, bf16 on a GPU.
+
+    Raises:
+        RunError: The folder is no run, or has no committed checkpoint.
+        CheckpointError: The checkpoint is damaged.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder; pass the --out folder of an mt-train run")
+    tokenizer_path = folder / "tokenizer.json"
+    if not tokenizer_path.exists():
+        raise RunError(f"{tokenizer_path} is missing; pass the --out folder of an mt-train run")
+    path = latest_checkpoint(folder / "checkpoints")
+    if path is None:
+        raise RunError(
+            f"{folder / 'checkpoints'} has no committed checkpoint; let the run save one first"
+        )
+    config = ModelConfig.from_dict(read_metadata(path)["model"])
+    chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
+    model = GPT.build_stage(config, state, dtype=chosen, device=state.device)
+    model.eval()
+    # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
+    named = [(name, param, param.data) for name, param in model.named_parameters()]
+    shards = param_shards(named, state.layout, state.rank, prefix="model")
+    load_checkpoint(path, shards, cast=True, partial=True)
+    return Generator(model=model, config=config, tokenizer=load_tokenizer(tokenizer_path))

@@ -1,0 +1,69 @@
+"""Choose the next token from logits: greedy, temperature, top-k, top-p, reproducible by seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mt_parallel_state import hash_key, random_uniform
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Keep the k likeliest tokens (ties with the k-th are kept too); None keeps all.
+        top_p: Keep the smallest set of likeliest tokens whose probability reaches p.
+        seed: The same seed gives the same text, on any number of ranks.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature {self.temperature}: use 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k}: use 1 or more, or leave it out")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: use a number above 0 and at most 1")
+
+
+def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """Choose one token per row.
+
+    The random number is a function of the seed, the position and the row, so ranks that hold the
+    same logits choose the same token without talking.
+
+    Args:
+        logits: Unnormalised scores of the whole vocabulary.
+        sampling: How to choose.
+        position: Index of the token being chosen, in its sequence.
+
+    Shape:
+        logits `[B, vocab]`; returns `[B]`, int64.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    scores, order = (logits.double() / sampling.temperature).sort(-1, descending=True, stable=True)
+    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
+        smallest = scores[..., sampling.top_k - 1 : sampling.top_k]
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
+    probabilities = scores.softmax(-1)
+    if sampling.top_p is not None:
+        # The token that crosses p stays, so look at the mass before each token.
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    cumulative = probabilities.cumsum(-1)
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    key = hash_key("mt-infer", sampling.seed, position)
+    draw = random_uniform(key, rows, dtype=torch.float64)[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, draw, right=True)
+    # A draw that rounds up to the total would fall behind the last kept token.
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    return order.gather(-1, index.minimum(last)).squeeze(-1)
