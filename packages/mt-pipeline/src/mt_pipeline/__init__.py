@@ -1,3 +1,31 @@
-"""Pipeline schedules as values: generate, check and run them."""
+"""Pipeline schedules as values: generate, check, simulate and run them."""
 
-__all__: list[str] = []
+from mt_pipeline.checker import Violation, check
+from mt_pipeline.communication import forward_only, insert_communication
+from mt_pipeline.executor import Executor, Stage, StageError
+from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.placement import split_layers
+from mt_pipeline.schedules import make_schedule, one_forward_one_backward
+from mt_pipeline.simulator import Simulation, Span, simulate
+from mt_pipeline.transfer import TensorSpec, TransferError
+
+__all__ = [
+    "Action",
+    "Executor",
+    "Op",
+    "Schedule",
+    "Simulation",
+    "Span",
+    "Stage",
+    "StageError",
+    "TensorSpec",
+    "TransferError",
+    "Violation",
+    "check",
+    "forward_only",
+    "insert_communication",
+    "make_schedule",
+    "one_forward_one_backward",
+    "simulate",
+    "split_layers",
+]

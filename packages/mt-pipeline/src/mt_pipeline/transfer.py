@@ -1,0 +1,168 @@
+"""Moves activations and their gradients between the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_pipeline.ir import Action, Op, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of what one stage hands to the next.
+
+    Attributes:
+        shape: Local shape, as the stage returns it on this rank.
+        dtype: A floating dtype for anything that gradients flow through.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class TransferError(RuntimeError):
+    """A send or receive failed, which mostly means that the other rank is gone."""
+
+
+class Mailbox:
+    """The transfers of one run of one rank.
+
+    With `batched`, an exchange is one `batch_isend_irecv`, awaited before the next computation.
+    NCCL needs that: it matches transfers by the order in which a communicator is given them, so
+    two ranks that each send first would wait for each other for ever, unless the send and the
+    receive go in together. Otherwise every transfer is a message of its own (gloo): receives are
+    posted one exchange early, so data arrives during the computation before the one that needs
+    it, and a send has until the next exchange to end.
+
+    Args:
+        schedule: Says which rank is at the other end.
+        group: The ranks of the pipeline, in the schedule's order; None if there is one.
+        device: Where received tensors live.
+        spec: The spec of the activation of a micro-batch, by its index.
+        batched: One `batch_isend_irecv` for each exchange.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        spec: Callable[[int], TensorSpec],
+        batched: bool,
+    ) -> None:
+        self._schedule = schedule
+        self._group = group
+        self._device = device
+        self._spec = spec
+        self._batched = batched
+        self._outgoing: dict[Action, Tensor] = {}
+        self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
+        # A tensor that is being sent must stay alive until its send has ended.
+        self._sending: list[tuple[Action, Tensor, dist.Work | None]] = []
+
+    def put(self, send: Action, tensor: Tensor) -> None:
+        """Hand over what the send will send; between stages of one rank it arrives at once."""
+        if self._schedule.peer(send) is None:
+            self._arriving[self._schedule.other_end(send)] = (tensor, None)
+        else:
+            self._outgoing[send] = tensor.contiguous()
+
+    def take(self, receive: Action) -> Tensor | None:
+        """Wait for what a receive brings, and give it away.
+
+        Returns:
+            None where nothing comes: the gradient of an activation that has none.
+        """
+        tensor, work = self._arriving.pop(receive, (None, None))
+        self._wait(receive, work)
+        return tensor
+
+    def exchange(self, now: Iterable[Action], ahead: Iterable[Action]) -> None:
+        """Start the transfers of an exchange.
+
+        Args:
+            now: The sends and receives of this exchange.
+            ahead: Those of the next one, whose receives may be started already.
+        """
+        now = [action for action in now if self._carries(action)]
+        receives = [action for action in now if action.op.is_receive]
+        sends = [action for action in now if action.op.is_send]
+        if self._batched:
+            self._exchange_batch(sends, receives)
+            return
+        receives += [a for a in ahead if a.op.is_receive and self._carries(a)]
+        for receive in receives:
+            if receive not in self._arriving:
+                tensor = self._empty(receive)
+                work = dist.irecv(tensor, group=self._group, group_src=self._peer(receive))
+                self._arriving[receive] = (tensor, work)
+        self.finish()
+        for send in sends:
+            tensor = self._outgoing.pop(send)
+            work = dist.isend(tensor, group=self._group, group_dst=self._peer(send))
+            self._sending.append((send, tensor, work))
+
+    def finish(self) -> None:
+        """Wait for all sends, and let go of what they sent."""
+        for send, _, work in self._sending:
+            self._wait(send, work)
+        self._sending.clear()
+
+    def _exchange_batch(self, sends: list[Action], receives: list[Action]) -> None:
+        outgoing = {send: self._outgoing.pop(send) for send in sends}
+        incoming = {receive: self._empty(receive) for receive in receives}
+        transfers = [
+            dist.P2POp(
+                dist.isend if action.op.is_send else dist.irecv,
+                tensor,
+                group=self._group,
+                group_peer=self._peer(action),
+            )
+            for action, tensor in (outgoing | incoming).items()
+        ]
+        if not transfers:
+            return
+        for work in dist.batch_isend_irecv(transfers):
+            self._wait([*sends, *receives][0], work)
+        self._arriving.update({action: (tensor, None) for action, tensor in incoming.items()})
+
+    def _carries(self, action: Action) -> bool:
+        """Whether a message exists: what has no gradient gets none back."""
+        return action.op in (Op.SEND_F, Op.RECV_F) or self._spec(action.microbatch).has_gradient
+
+    def _empty(self, receive: Action) -> Tensor:
+        spec = self._spec(receive.microbatch)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+
+    def _peer(self, action: Action) -> int:
+        peer = self._schedule.peer(action)
+        assert peer is not None, f"{action} leads to no other rank"  # noqa: S101 (checked before)
+        return peer
+
+    def _wait(self, action: Action, work: dist.Work | None) -> None:
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            what = "activation" if action.op in (Op.SEND_F, Op.RECV_F) else "gradient"
+            way = "sending to" if action.op.is_send else "receiving from"
+            raise TransferError(
+                f"stage {action.stage}, micro-batch {action.microbatch}: {way} pipeline rank "
+                f"{self._peer(action)} failed ({what}): {error}. Look for the first error on that "
+                "rank; activation() must give the same spec on both ranks"
+            ) from error
