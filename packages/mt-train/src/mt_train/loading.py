@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
+from mt_data import load_tokenizer
 from mt_model import AttentionConfig, ModelConfig, gpt, preset
 from mt_parallel_state import ParallelLayout
 
@@ -93,8 +94,13 @@ class LoadedConfig:
 
     def check_world(self, world_size: int) -> None:
         """Check before starting processes that the layout fits them."""
-        layout = self.layout(world_size)
-        self.check_layout(self.model(self.config.model.vocab_size or layout.tp * 1024), layout)
+        self.check_layout(self.model(self._planned_vocab_size()), self.layout(world_size))
+
+    def _planned_vocab_size(self) -> int:
+        data = self.config.data
+        if data.tokenizer is None:
+            return data.vocab_size
+        return load_tokenizer(self.resolve(data.tokenizer)).vocab_size
 
     def check_layout(self, model: ModelConfig, layout: ParallelLayout) -> None:
         """Check what joins model, batch and layout."""
@@ -140,7 +146,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
         raise ConfigError(binder.problems)
     loaded = LoadedConfig(config=config, path=path, _binder=binder)
     loaded.check_files()
-    loaded.model(config.model.vocab_size or 257)
+    loaded.model(loaded._planned_vocab_size())
     return loaded
 
 

@@ -1,0 +1,196 @@
+"""Broken configurations: one clear message with file:line and a way out, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_train import ConfigError, load_config, to_yaml
+from mt_train.cli import main
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny.yaml"
+
+MINIMAL = """\
+model:
+  hidden_size: 64
+  num_layers: 2
+  num_heads: 4
+data:
+  corpus: standard-library
+training:
+  steps: 2
+  global_batch_size: 4
+  micro_batch_size: 2
+  sequence_length: 16
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems(folder: Path, text: str, overrides: list[str] | None = None) -> list[str]:
+    path = write(folder, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return [str(problem).replace(str(path), "run.yaml") for problem in caught.value.problems]
+
+
+def run_cli(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0), capsys.readouterr().err
+
+
+BROKEN = {
+    "typo": (
+        MINIMAL + "parallel:\n  tpp: 2\n",
+        "run.yaml:13: parallel.tpp: unknown key. Did you mean parallel.tp?",
+    ),
+    "wrong type": (
+        MINIMAL.replace("steps: 2", "steps: many"),
+        "run.yaml:8: training.steps: expected an integer, found 'many'",
+    ),
+    "missing file": (
+        MINIMAL.replace("standard-library", "no/such/folder"),
+        "run.yaml:6: data.corpus: ",
+    ),
+    "duplicate key": (
+        MINIMAL + "  steps: 3\n",
+        "run.yaml:12: training.steps: this key is already set on line 8; keep one of the two",
+    ),
+    "negative steps": (
+        MINIMAL.replace("steps: 2", "steps: -2"),
+        "run.yaml:8: training.steps: -2 is too small; use 1 or more",
+    ),
+    "tab": (
+        MINIMAL.replace("  steps: 2", "\tsteps: 2"),
+        "run.yaml:8: a tab is used for indentation; YAML allows spaces only; use two spaces",
+    ),
+    "empty file": ("", "run.yaml:1: the file is empty"),
+    "quoted number": (
+        MINIMAL.replace("steps: 2", "steps: '2'"),
+        "run.yaml:8: training.steps: expected an integer, found '2' (remove the quotes)",
+    ),
+    "alias": (
+        MINIMAL.replace("steps: 2", "steps: &n 2"),
+        "run.yaml:8: anchors and aliases (`n`) are not supported; write the value out",
+    ),
+    "tag": (MINIMAL.replace("steps: 2", "steps: !!int 2"), "run.yaml:8: the tag"),
+    "list root": ("- a\n", "run.yaml:1: expected a mapping of sections"),
+    "section is text": (
+        MINIMAL + "parallel: two\n",
+        "run.yaml:12: parallel: expected a mapping, found 'two'",
+    ),
+    "indivisible batch": (
+        MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 3"),
+        "run.yaml:10: training.micro_batch_size: 3 does not divide",
+    ),
+    "unknown choice": (
+        MINIMAL + "optimizer:\n  schedule: cosin\n",
+        "run.yaml:13: optimizer.schedule: 'cosin' is not one of constant, linear, cosine, "
+        "inverse-sqrt, wsd. Did you mean cosine?",
+    ),
+    "context parallel": (MINIMAL + "parallel:\n  cp: 2\n", "run.yaml:13: parallel.cp: 2 is not"),
+    "heads": (
+        MINIMAL.replace("num_heads: 4", "num_heads: 5"),
+        "run.yaml:4: model.num_heads: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_gives_one_message_with_place_and_way_out(name: str, tmp_path: Path) -> None:
+    text, expected = BROKEN[name]
+    found = problems(tmp_path, text)
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+
+
+def test_an_unknown_preset_is_suggested(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, MINIMAL.replace("hidden_size: 64", "preset: gpt2-124n"))
+    assert found.startswith("run.yaml:2: model.preset: ")
+    assert "gpt2-124m" in found
+
+
+def test_all_problems_are_reported_in_one_pass(tmp_path: Path) -> None:
+    text = MINIMAL.replace("steps: 2", "steps: -1").replace("num_heads: 4", "num_heds: 4")
+    found = problems(tmp_path, text + "optimizer:\n  lr: fast\n  epss: 1\n")
+    assert [line.split(": ")[1] for line in found] == [
+        "model.num_heds",
+        "training.steps",
+        "optimizer.lr",
+        "optimizer.epss",
+    ]
+
+
+def test_scientific_notation_is_a_float_and_no_is_not_a_bool(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "optimizer:\n  lr: 1e-4\n")).config
+    assert config.optimizer.lr == 1e-4
+    (found,) = problems(tmp_path, MINIMAL + "model_:\n".replace("model_", "parallel") + "  sequence_parallel: no\n")
+    assert "expected true or false, found 'no'" in found
+
+
+def test_overrides_replace_values_and_are_blamed_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    config = load_config(path, ["training.steps=7", "parallel.tp=2", "optimizer.betas=[0.8, 0.9]"]).config
+    assert (config.training.steps, config.parallel.tp) == (7, 2)
+    assert config.optimizer.betas == (0.8, 0.9)
+    (found,) = problems(tmp_path, MINIMAL, ["training.stpes=7"])
+    assert found.startswith("command line (training.stpes=7): training.stpes: unknown key")
+    (found,) = problems(tmp_path, MINIMAL, ["training.steps"])
+    assert "write section.key=value" in found
+
+
+def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config(TINY).config
+    again = write(tmp_path, to_yaml(config))
+    assert load_config(again).config == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nproc", "expected"),
+    [
+        (["parallel.tp=3"], 3, "parallel.tp: 3 does not divide model.vocab_size 512"),
+        (["parallel.tp=2", "parallel.dp=2"], 2, "needs 4 processes, but there are 2"),
+        (["parallel.tp=2"], 3, "parallel"),
+        (["parallel.pp=8"], 8, "8 stages for 4 layers"),
+        (["training.global_batch_size=6"], 4, "not divisible by micro_batch_size 2 x dp 4 = 8"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(
+    overrides: list[str], nproc: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, message = run_cli(["run", str(TINY), *overrides, "--nproc", str(nproc)], capsys)
+    assert code == 2
+    assert expected in message
+    assert len(message.strip().splitlines()) == 1
+
+
+def test_the_command_exits_with_2_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, MINIMAL + "parallel:\n  tpp: 2\n")
+    for command in ("run", "config"):
+        code, message = run_cli([command, str(path)], capsys)
+        assert code == 2
+        assert message.startswith(f"{path}:13: parallel.tpp: unknown key")
+        assert "Traceback" not in message
+
+
+def test_config_prints_yaml_with_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["config", str(TINY), "training.steps=3"])
+    assert caught.value.code == 0
+    assert "steps: 3" in capsys.readouterr().out
+
+
+def test_the_command_line_does_not_import_torch_to_answer_help() -> None:
+    import subprocess
+
+    code = "import sys, mt_train.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
