@@ -94,7 +94,7 @@ def plan_buckets(
     buckets: list[BucketRange] = []
     start = end = 0
     remaining = len(numels)
-    for name, numel in reversed(numels.items()):
+    for name, numel in reversed(list(numels.items())):
         if numel < 1:
             raise ValueError(f"parameter {name!r} has {numel} elements; only non-empty ones fit")
         first = _round_up(end, PARAM_ALIGNMENT)

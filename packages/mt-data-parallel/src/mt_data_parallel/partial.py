@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from mt_parallel_state import ParallelState, sharding_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_data_parallel.grad import grad_of
 
@@ -16,7 +16,7 @@ EMBEDDING = "embedding"
 
 
 def reduce_partial_grads(
-    named_params: Iterable[tuple[str, Tensor]], state: ParallelState
+    named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelState
 ) -> None:
     """Sum every gradient over the axes named in its ``ParamSharding.partial_grad``, in place.
 
@@ -48,7 +48,7 @@ def reduce_partial_grads(
             _all_reduce_coalesced(grads, group)
 
 
-def _reductions(param: Tensor, state: ParallelState) -> list[str]:
+def _reductions(param: nn.Parameter, state: ParallelState) -> list[str]:
     """Return the axes strings to sum over, those of size 1 left out."""
     axes = sharding_of(param).partial_grad
     mesh = [axis for axis in sorted(axes) if axis != EMBEDDING and state.size(axis) > 1]

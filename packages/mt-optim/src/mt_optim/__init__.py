@@ -1,3 +1,15 @@
 """AdamW over fp32 masters, layout-independent gradient norms, learning-rate schedules."""
 
-__all__: list[str] = []
+from mt_optim.adamw import AdamW, DecayFilter, default_decay_filter, supports_fused
+from mt_optim.clip import clip_grad_norm, grad_norm
+from mt_optim.schedule import LRSchedule
+
+__all__ = [
+    "AdamW",
+    "DecayFilter",
+    "LRSchedule",
+    "clip_grad_norm",
+    "default_decay_filter",
+    "grad_norm",
+    "supports_fused",
+]

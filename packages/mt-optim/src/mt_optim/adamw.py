@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 ENGINES = ("auto", "fused", "foreach")
-_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_FUSED_DEVICES = ("cpu", "cuda", "xpu")
 _MASTER_DTYPES = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -51,8 +51,6 @@ def supports_fused(param: Tensor) -> tuple[bool, str]:
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return False, f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"
-    if kind == "mps" and _MASTER_DTYPES.get(param.dtype) == torch.float64:
-        return False, "mps has no float64"
     return True, f"torch has a fused AdamW kernel for {kind}"
 
 
@@ -105,7 +103,7 @@ class AdamW:
         (1, torch.Size([2, 4]))
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of torch.optim.AdamW plus a filter and a mode
+    def __init__(
         self,
         named_params: Iterable[tuple[str, Tensor]],
         *,
