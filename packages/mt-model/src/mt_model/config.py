@@ -1,0 +1,213 @@
+"""What a model is: embeddings, a typed list of layers, and a head, as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from mt_model import schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """The normalisation in front of every mixer, feed-forward and head.
+
+    Attributes:
+        kind: `rms` (weight only) or `layer` (weight and bias).
+        eps: added to the mean square or variance before the inverse root.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        schema.check_fields(self)
+        schema.check_positive(self, "eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Causal softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
+        head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
+        rope_theta: base of the rotary embedding (half-split pairing); None turns no head.
+        qk_norm: RMSNorm over `head_dim` on queries and keys before the rotation.
+        qkv_bias: bias on the fused query, key and value projection.
+        out_bias: bias on the output projection.
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        schema.check_fields(self)
+        schema.check_positive(self, "num_heads", "num_kv_heads", "head_dim")
+        schema.check_probability(self, "dropout")
+        if self.num_heads % self.num_kv_heads:
+            good = schema.nearest(
+                self.num_kv_heads, schema.divisors(self.num_heads), "num_kv_heads"
+            )
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}: every key/value head serves the same number "
+                f"of query heads. {good}"
+            )
+        if self.rope_theta is not None:
+            schema.check_positive(self, "rope_theta")
+            if self.head_dim % 2:
+                raise ValueError(
+                    f"head_dim={self.head_dim} is odd, and rope_theta={self.rope_theta} turns "
+                    f"pairs of channels. Use an even head_dim, or rope_theta=None."
+                )
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Two projections with an activation between: `down(act(up x))`, or gated `act(g x) * up x`.
+
+    Attributes:
+        ffn_size: width between the projections.
+        activation: `silu`, `gelu` (exact, erf), `gelu_tanh` (GPT-2's) or `relu2` (squared ReLU).
+        gated: multiply the activation by a second projection (SwiGLU with `silu`).
+        bias: bias on both projections.
+    """
+
+    ffn_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        schema.check_fields(self)
+        schema.check_positive(self, "ffn_size")
+
+
+MixerConfig: TypeAlias = AttentionConfig
+FeedForwardConfig: TypeAlias = MLPConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` if there is one."""
+
+    mixer: MixerConfig
+    feed_forward: FeedForwardConfig | None = None
+
+    def __post_init__(self) -> None:
+        schema.check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder language model: embeddings, layers in order, final norm and head.
+
+    Attributes:
+        vocab_size: rows of the embedding and of the head (padded as the tokenizer's user likes).
+        hidden_size: width of the residual stream.
+        max_sequence_length: longest sequence; also the rows of a learned position table.
+        layers: one entry per layer; they may differ.
+        norm: kind and eps of every norm.
+        positions: `rope` (at least one layer turns its heads), `learned` (a table added to the
+            embedding) or `none`.
+        tied: the head is the embedding matrix.
+        dropout: probability of dropping an element of the embedding, mixer or feed-forward
+            output in training.
+        init_std: standard deviation of the initial weights; projections that write to the
+            residual stream use `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_sequence_length: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()
+    positions: Literal["rope", "learned", "none"] = "rope"
+    tied: bool = True
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        schema.check_fields(self)
+        schema.check_positive(self, "vocab_size", "hidden_size", "max_sequence_length", "init_std")
+        schema.check_probability(self, "dropout")
+        if not self.layers:
+            raise ValueError("layers is empty: a model needs at least one LayerConfig.")
+        rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rope_theta is not None]
+        if self.positions == "rope" and not rotating:
+            raise ValueError(
+                "positions='rope', but no layer has a rope_theta. Set rope_theta on the layers "
+                "that turn their heads, or use positions='learned' or 'none'."
+            )
+        if self.positions != "rope" and rotating:
+            raise ValueError(
+                f"positions={self.positions!r}, but layer {rotating[0]} has rope_theta="
+                f"{self.layers[rotating[0]].mixer.rope_theta}. Set it to None, or use "
+                f"positions='rope'."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Length of the layer list."""
+        return len(self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `ModelConfig.from_dict` of them is equal to this config."""
+        return schema.to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: a key is unknown or missing, or a value is of the wrong type or range;
+                the message names its path, such as `layers[3].mixer.num_heads`.
+        """
+        return schema.from_dict(cls, data)
+
+
+def validate_split(config: ModelConfig, tp: int, *, sequence_parallel: bool = False) -> None:
+    """Check that `tp` ranks can share every split dim of the model.
+
+    Raises:
+        ValueError: key/value heads, FFN width or vocabulary do not divide by `tp`; the message
+            names both and the nearest values that do.
+    """
+    if sequence_parallel and tp == 1:
+        return
+    if config.vocab_size % tp:
+        raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
+    for index, layer in enumerate(config.layers):
+        mixer, mlp = layer.mixer, layer.feed_forward
+        where = f" (layer {index})"
+        if mixer.num_heads % tp:
+            raise ValueError(_indivisible("num_heads", mixer.num_heads, tp) + where)
+        if mixer.num_kv_heads % tp:
+            raise ValueError(_indivisible("num_kv_heads", mixer.num_kv_heads, tp) + where)
+        if mlp is not None and mlp.ffn_size % tp:
+            raise ValueError(_indivisible("ffn_size", mlp.ffn_size, tp) + where)
+
+
+def _indivisible(name: str, value: int, tp: int) -> str:
+    below, above = value // tp * tp, (value // tp + 1) * tp
+    sizes = " or ".join(str(v) for v in (below, above) if v)
+    smaller = max(d for d in schema.divisors(value) if d <= tp)
+    return (
+        f"{name}={value} does not divide by tp={tp}. Nearest {name} that does: {sizes}; "
+        f"nearest tp for {name}={value}: {smaller}"
+    )

@@ -1,0 +1,52 @@
+"""Counts that follow from a config alone: parameters and floating point operations."""
+
+from __future__ import annotations
+
+from mt_model.config import ModelConfig, NormConfig
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Floating point operations of forward plus backward for one token of a full sequence.
+
+    A multiply-add counts as 2 and backward as twice forward. Projections of attention, MLP and
+    head are counted, and the causal half of the score and value products:
+    `6 h e ffn + 6 h (q + 2 kv) + 6 q h + 6 q s` per layer and `6 h V` for the head, with
+    `e = 3` gated, else 2. Embedding look-up, norms and softmax are not counted, nor is
+    recomputation, so that the number is the one MFU is defined on (Chowdhery et al., 2022).
+
+    Args:
+        config: the model.
+        sequence_length: tokens per sequence (`s`).
+    """
+    hidden = config.hidden_size
+    total = 6 * hidden * config.vocab_size
+    for layer in config.layers:
+        query = layer.mixer.num_heads * layer.mixer.head_dim
+        key = layer.mixer.num_kv_heads * layer.mixer.head_dim
+        total += 6 * hidden * (query + 2 * key) + 6 * query * hidden + 6 * query * sequence_length
+        if layer.feed_forward is not None:
+            matrices = 3 if layer.feed_forward.gated else 2
+            total += 6 * hidden * matrices * layer.feed_forward.ffn_size
+    return total
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Parameters of the whole model; a tied head counts once."""
+    hidden = config.hidden_size
+    norm = _norm_size(config.norm, hidden)
+    total = config.vocab_size * hidden * (1 if config.tied else 2) + norm
+    if config.positions == "learned":
+        total += config.max_sequence_length * hidden
+    for layer in config.layers:
+        mixer, mlp = layer.mixer, layer.feed_forward
+        query, key = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        total += norm + (query + 2 * key) * (hidden + mixer.qkv_bias)
+        total += hidden * (query + mixer.out_bias) + 2 * mixer.head_dim * mixer.qk_norm
+        if mlp is not None:
+            up = mlp.ffn_size * (2 if mlp.gated else 1)
+            total += norm + up * (hidden + mlp.bias) + hidden * (mlp.ffn_size + mlp.bias)
+    return total
+
+
+def _norm_size(norm: NormConfig, width: int) -> int:
+    return width * (2 if norm.kind == "layer" else 1)

@@ -1,0 +1,164 @@
+"""Builders of layer lists: a uniform GPT from its sizes, and named shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mt_model.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
+from mt_model.schema import did_you_mean
+
+
+def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    ffn_size: int | None = None,
+    max_sequence_length: int = 2048,
+    positions: Literal["rope", "learned", "none"] = "rope",
+    rope_theta: float = 10000.0,
+    qk_norm: bool = False,
+    norm: Literal["rms", "layer"] = "rms",
+    norm_eps: float = 1e-5,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+    gated: bool = True,
+    bias: bool = False,
+    tied: bool = True,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    init_std: float = 0.02,
+) -> ModelConfig:
+    """A decoder of `num_layers` equal layers.
+
+    Args:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        num_layers: number of equal layers.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; `num_heads` by default.
+        head_dim: `hidden_size // num_heads` by default.
+        ffn_size: by default 4 * hidden_size, or 8/3 of it rounded up to 64 when gated (equal
+            parameter count; Shazeer, 2020).
+        max_sequence_length: longest sequence.
+        positions: `rope`, `learned` or `none`.
+        rope_theta: base of the rotary embedding; read only with `positions="rope"`.
+        qk_norm: RMSNorm on queries and keys.
+        norm: `rms` or `layer`.
+        norm_eps: eps of every norm.
+        activation: of the feed-forward.
+        gated: gated feed-forward.
+        bias: bias on every projection of the layers.
+        tied: the head is the embedding matrix.
+        dropout: of embedding, attention and feed-forward outputs.
+        attention_dropout: of attention weights.
+        init_std: standard deviation of the initial weights.
+    """
+    if head_dim is None:
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size={hidden_size} does not divide by num_heads={num_heads}. "
+                f"Choose num_heads that divides it, or give head_dim."
+            )
+        head_dim = hidden_size // num_heads
+    if ffn_size is None:
+        ffn_size = -(-8 * hidden_size // (3 * 64)) * 64 if gated else 4 * hidden_size
+    layer = LayerConfig(
+        mixer=AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta if positions == "rope" else None,
+            qk_norm=qk_norm,
+            qkv_bias=bias,
+            out_bias=bias,
+            dropout=attention_dropout,
+        ),
+        feed_forward=MLPConfig(ffn_size=ffn_size, activation=activation, gated=gated, bias=bias),
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        max_sequence_length=max_sequence_length,
+        layers=(layer,) * num_layers,
+        norm=NormConfig(kind=norm, eps=norm_eps),
+        positions=positions,
+        tied=tied,
+        dropout=dropout,
+        init_std=init_std,
+    )
+
+
+_GPT2: Mapping[str, Any] = MappingProxyType(
+    {
+        "max_sequence_length": 1024,
+        "positions": "learned",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated": False,
+        "bias": True,
+    }
+)
+
+
+def _shape(vocab: int, hidden: int, layers: int, heads: int, **rest: Any) -> Mapping[str, Any]:
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_layers": layers, "num_heads": heads}
+    return MappingProxyType({**sizes, **rest})
+
+
+_LLAMA3: Mapping[str, Any] = MappingProxyType(
+    {"num_kv_heads": 8, "rope_theta": 500000.0, "max_sequence_length": 8192}
+)
+
+# GPT-2's 50257 tokens are padded to 50304 = 128 * 393 so that the vocabulary divides by tp.
+_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny": _shape(512, 64, 4, 4, num_kv_heads=2, ffn_size=192, max_sequence_length=256),
+        "gpt2-124m": _shape(50304, 768, 12, 12, **_GPT2),
+        "gpt2-355m": _shape(50304, 1024, 24, 16, **_GPT2),
+        "gpt2-1.5b": _shape(50304, 1600, 48, 25, **_GPT2),
+        "gpt-1.3b": _shape(50304, 2048, 24, 16, ffn_size=5504, max_sequence_length=2048),
+        "llama-2-7b": _shape(
+            32000, 4096, 32, 32, ffn_size=11008, max_sequence_length=4096, tied=False
+        ),
+        "llama-3-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_LLAMA3),
+        "llama-3-70b": _shape(128256, 8192, 80, 64, ffn_size=28672, tied=False, **_LLAMA3),
+        "llama-3.2-1b": _shape(128256, 2048, 16, 32, ffn_size=8192, **_LLAMA3),
+        "qwen3-0.6b": _shape(
+            151936,
+            1024,
+            28,
+            16,
+            num_kv_heads=8,
+            head_dim=128,
+            ffn_size=3072,
+            qk_norm=True,
+            rope_theta=1e6,
+            norm_eps=1e-6,
+            max_sequence_length=32768,
+        ),
+    }
+)
+
+PRESETS: tuple[str, ...] = tuple(_PRESETS)
+
+
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """The named shape, with any argument of `gpt` replaced.
+
+    Raises:
+        ValueError: the name or an override is unknown; the message suggests the nearest.
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
+    known = gpt.__kwdefaults__.keys() | _PRESETS[name].keys()
+    for key in overrides:
+        if key not in known:
+            raise ValueError(
+                f"preset {name!r}: unknown override {key!r}. {did_you_mean(key, sorted(known))}"
+            )
+    return gpt(**{**_PRESETS[name], **overrides})
