@@ -1,0 +1,89 @@
+"""What a checkpoint says about one array, and the names of the files that hold it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mt_ckpt.dtype import dtype_names, stored_dtype
+
+CRC_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """Shape, dtype and chunk grid of one array.
+
+    Attributes:
+        shape: Global shape.
+        dtype: Name of the tensor's dtype (bfloat16 is stored as float32).
+        chunks: Shape of a chunk; the last one of a dim may reach over the end, as in Zarr.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in dtype_names():
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(dtype_names())}")
+        sizes = (*self.shape, *self.chunks)
+        if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+            raise ValueError(f"shape {self.shape} or chunks {self.chunks} are not sizes")
+        if len(self.shape) != len(self.chunks) or 0 in self.chunks:
+            raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {"shape": list(self.shape), "dtype": self.dtype, "chunks": list(self.chunks)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> ArraySpec:
+        """Inverse of `to_json`; ValueError if `value` is not such an object."""
+        if not isinstance(value, dict) or sorted(value) != ["chunks", "dtype", "shape"]:
+            raise ValueError("an array needs exactly: chunks, dtype, shape")
+        if not isinstance(value["shape"], list) or not isinstance(value["chunks"], list):
+            raise ValueError("shape and chunks are lists")  # noqa: TRY004 - a value from a file
+        return cls(shape=tuple(value["shape"]), dtype=value["dtype"], chunks=tuple(value["chunks"]))
+
+    @property
+    def stored(self) -> np.dtype:
+        """The numpy dtype on disk."""
+        return stored_dtype(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk file."""
+        return math.prod(self.chunks) * self.stored.itemsize + CRC_BYTES
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunk files."""
+        return math.prod(-(-n // step) for n, step in zip(self.shape, self.chunks, strict=True))
+
+    def chunk_files(self, name: str) -> Iterator[str]:
+        """The chunk files of this array under the name `name`."""
+        counts = (-(-n // step) for n, step in zip(self.shape, self.chunks, strict=True))
+        for index in itertools.product(*map(range, counts)):
+            yield chunk_file(name, index)
+
+
+def chunk_file(name: str, index: tuple[int, ...]) -> str:
+    """Zarr's default chunk key with "." between the indices: one folder per array."""
+    return f"{name}/" + ".".join(["c", *map(str, index)])
+
+
+def group_names(names: Iterator[str] | list[str]) -> list[str]:
+    """The groups above the arrays, outermost first, without the root."""
+    groups = {
+        "/".join(parts[:end])
+        for n in names
+        for parts in [n.split("/")]
+        for end in range(1, len(parts))
+    }
+    return sorted(groups)

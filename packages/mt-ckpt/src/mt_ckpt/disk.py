@@ -1,0 +1,114 @@
+"""Files that are on the disk when they are said to be, and errors that name them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mt_ckpt.error import CheckpointError
+
+_THREADS = 8
+
+
+@contextlib.contextmanager
+def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the path and the space."""
+    try:
+        yield
+    except OSError as error:
+        where = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+        with contextlib.suppress(OSError):
+            needed = f"{needed}; {shutil.disk_usage(where).free} bytes are free"
+        raise CheckpointError(
+            f"cannot {action} {path}: {error.strerror or error}{needed}", file=str(path)
+        ) from error
+
+
+def write_file(path: Path, *parts: bytes | memoryview, total: int | None = None) -> None:
+    """Write a new file (not yet synced).
+
+    Args:
+        path: Must not exist.
+        parts: The content.
+        total: Bytes of the whole checkpoint, for the message if the disk is full.
+    """
+    size = sum(len(part) for part in parts)
+    needed = f" (needed {size} bytes for this file"
+    needed += ")" if total is None else f" and {total} bytes for the checkpoint)"
+    with disk_errors("write", path, needed=needed), path.open("xb") as file:
+        for part in parts:
+            file.write(part)
+
+
+def sync(path: Path) -> None:
+    """Fsync a file or a directory."""
+    with disk_errors("sync", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_all(paths: Iterable[Path]) -> None:
+    """Fsync many files or directories.
+
+    Threads let the file system put many of them into one journal commit: 40 times faster than one
+    by one on a busy disk.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(sync, paths):
+            pass
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory as far as possible, its leaf folders at the same time."""
+    leaves = [folder for folder, below, _ in os.walk(path) if not below]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(lambda leaf: shutil.rmtree(leaf, ignore_errors=True), leaves):
+            pass
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a small file atomically and durably."""
+    temp = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        write_file(temp, content)
+        sync(temp)
+        with disk_errors("replace", path):
+            temp.replace(path)
+    except CheckpointError:
+        temp.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def list_files(root: Path) -> tuple[set[str], dict[str, str]]:
+    """Every file below `root` as a relative posix path.
+
+    Returns:
+        The plain files, and the entries that are not allowed in a checkpoint with the reason.
+    """
+    plain: set[str] = set()
+    odd: dict[str, str] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        with disk_errors("list", root / folder), os.scandir(root / folder) as entries:
+            for entry in entries:
+                name = f"{folder}{entry.name}"
+                if entry.is_symlink():
+                    odd[name] = "is a symbolic link; a checkpoint holds plain files only"
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    plain.add(name)
+                else:
+                    odd[name] = "is not a plain file"
+    return plain, odd

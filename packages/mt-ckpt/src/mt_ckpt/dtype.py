@@ -1,0 +1,56 @@
+"""How torch dtypes are stored: as they are, except that bfloat16 becomes float32, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_STORED: dict[str, str] = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<f4",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "bool": "|b1",
+}
+
+
+def dtype_names() -> list[str]:
+    """The names of the dtypes that a checkpoint can hold."""
+    return list(_STORED)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(name: str) -> np.dtype:
+    """The little-endian numpy dtype in which a tensor of dtype `name` is stored."""
+    return np.dtype(_STORED[name])
+
+
+def to_stored(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's values on the CPU, in its stored dtype.
+
+    A bfloat16 is the upper half of a float32, so it is widened by a shift: every bit pattern,
+    NaN payloads included, comes back.
+    """
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        bits = tensor.view(torch.int16).numpy().view(np.uint16).astype("<u4")
+        return np.left_shift(bits, 16, dtype="<u4").view("<f4")
+    array = tensor.numpy()
+    return array.astype(stored_dtype(dtype_name(tensor.dtype)), copy=False)
+
+
+def from_stored(array: np.ndarray, name: str) -> torch.Tensor:
+    """Inverse of `to_stored`: a CPU tensor of dtype `name`."""
+    if name == "bfloat16":
+        bits = np.right_shift(array.view("<u4"), 16, dtype="<u4").astype(np.uint16)
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "W"))

@@ -1,0 +1,56 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LISTED = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong in a checkpoint directory.
+
+    Attributes:
+        file: Path of the file, relative to the checkpoint directory.
+        reason: What is wrong with it, in a sentence.
+        tensor: Name of the array the file belongs to, or None for shared files.
+    """
+
+    file: str
+    reason: str
+    tensor: str | None = None
+
+    def __str__(self) -> str:
+        owner = f" (tensor {self.tensor!r})" if self.tensor is not None else ""
+        return f"{self.file}{owner}: {self.reason}"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be saved, found or loaded as asked.
+
+    Attributes:
+        file: The file concerned, where there is one.
+        tensor: The array concerned, where there is one.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+
+    @classmethod
+    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> CheckpointError:
+        """One error out of one or more problems.
+
+        Args:
+            title: First line, without its colon.
+            problems: At least one; `file` and `tensor` of the error are those of the first.
+            advice: Last line: what to do.
+        """
+        shown = [str(problem) for problem in problems[:_LISTED]]
+        if len(problems) > _LISTED:
+            shown.append(f"... and {len(problems) - _LISTED} more")
+        message = "\n  ".join([f"{title}:", *shown]) + f"\n{advice}"
+        return cls(message, file=problems[0].file, tensor=problems[0].tensor)

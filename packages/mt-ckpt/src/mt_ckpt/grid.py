@@ -1,0 +1,156 @@
+"""Boxes, and the regular chunk grid in which every saved box is whole chunks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mt_ckpt.error import CheckpointError
+
+MAX_CHUNK_BYTES = 64 * 2**20
+_MAX_CHUNKS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of an array and the rank that holds it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    rank: int = 0
+
+    def __str__(self) -> str:
+        ends = zip(self.offsets, self.shape, strict=True)
+        return "[" + ", ".join(f"{start}:{start + size}" for start, size in ends) + "]"
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index of every dim."""
+        return tuple(o + s for o, s in zip(self.offsets, self.shape, strict=True))
+
+
+def plan_chunks(
+    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]
+) -> tuple[int, ...]:
+    """The chunk shape of an array that is written as `boxes`.
+
+    Per dim it divides every cut between boxes, so that a chunk never has two writers, and it is
+    then split until a chunk has at most `MAX_CHUNK_BYTES`.
+
+    Raises:
+        CheckpointError: The boxes leave a hole, overlap, or share no sensible chunk grid.
+    """
+    boxes = [box for box in boxes if math.prod(box.shape)]
+    cuts = [
+        sorted({edge for box in boxes for edge in (box.offsets[dim], box.ends[dim])} | {0, size})
+        for dim, size in enumerate(shape)
+    ]
+    # Without a cut inside, a dim of size n is one chunk of n (and at least 1, as Zarr asks).
+    steps = [
+        math.gcd(*edges[1:-1]) or max(1, size) for edges, size in zip(cuts, shape, strict=True)
+    ]
+    count = math.prod(-(-size // step) for size, step in zip(shape, steps, strict=True))
+    if count > _MAX_CHUNKS:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {shape}: the boxes are cut so unevenly that only chunks of "
+            f"shape {tuple(steps)} fit them all, {count} files. Cut it evenly: at multiples of one "
+            "size per dim",
+            tensor=name,
+        )
+    _check_cover(name, shape, cuts, boxes)
+    return _split(shape, steps, itemsize)
+
+
+def _check_cover(
+    name: str, shape: tuple[int, ...], cuts: list[list[int]], boxes: Sequence[Box]
+) -> None:
+    """Raise CheckpointError unless every element is in exactly one box."""
+    if math.prod(shape) == 0:
+        return
+    at = [{edge: index for index, edge in enumerate(edges)} for edges in cuts]
+    cover = np.zeros([len(edges) - 1 for edges in cuts], dtype=np.int32)
+    for box in boxes:
+        cover[
+            tuple(
+                slice(where[start], where[end])
+                for where, start, end in zip(at, box.offsets, box.ends, strict=True)
+            )
+        ] += 1
+    if (cover == 1).all():
+        return
+    cell = tuple(np.argwhere(cover != 1)[0])
+    start = tuple(edges[index] for edges, index in zip(cuts, cell, strict=True))
+    end = tuple(edges[index + 1] for edges, index in zip(cuts, cell, strict=True))
+    part = Box(offsets=start, shape=tuple(e - s for s, e in zip(start, end, strict=True)))
+    if cover[cell] == 0:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {shape}: nobody writes the part {part}. Every element needs "
+            "one shard with write=True; where the shards are on several ranks, all of them have "
+            "to call with the group of the savers",
+            tensor=name,
+        )
+    writers = [
+        box.rank
+        for box in boxes
+        if all(o <= s < e for o, s, e in zip(box.offsets, start, box.ends, strict=True))
+    ]
+    raise CheckpointError(
+        f"tensor {name!r} of shape {shape}: the part {part} has {len(writers)} writers, ranks "
+        f"{writers}. Data that several ranks hold is written by one: give the others write=False",
+        tensor=name,
+    )
+
+
+def _split(shape: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, ...]:
+    """Split the chunk `steps` down to MAX_CHUNK_BYTES, in the dim that keeps it largest."""
+    steps = list(steps)
+    while (nbytes := math.prod(steps) * itemsize) > MAX_CHUNK_BYTES:
+        target = [step * MAX_CHUNK_BYTES // nbytes for step in steps]
+        splits = [
+            _largest_part(step, max(1, limit), is_whole=step >= size)
+            for step, limit, size in zip(steps, target, shape, strict=True)
+        ]
+        fitting = [dim for dim in range(len(steps)) if 0 < splits[dim] <= target[dim]]
+        # No single dim may be enough: then cut the longest to the bone and look again.
+        dim = (
+            max(fitting, key=lambda d: splits[d] / steps[d])
+            if fitting
+            else max(range(len(steps)), key=lambda d: steps[d] // splits[d])
+        )
+        steps[dim] = splits[dim]
+    return tuple(steps)
+
+
+def _largest_part(step: int, limit: int, *, is_whole: bool) -> int:
+    """The largest chunk length up to `limit` that cuts `step` without crossing its end."""
+    if is_whole:  # nothing but the end of the array has to be met
+        return -(-step // -(-step // limit))
+    return next(step // k for k in range(-(-step // limit), step + 1) if step % k == 0)
+
+
+def chunk_indices(box: Box, chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The indices of all chunks that share an element with `box`."""
+    if 0 in box.shape:
+        return iter(())
+    return itertools.product(
+        *(
+            range(start // size, -(-end // size))
+            for start, end, size in zip(box.offsets, box.ends, chunks, strict=True)
+        )
+    )
+
+
+def overlap(
+    box: Box, index: tuple[int, ...], chunks: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where chunk `index` and `box` meet: slices into the box and slices into the chunk."""
+    in_box, in_chunk = [], []
+    for start, end, i, size in zip(box.offsets, box.ends, index, chunks, strict=True):
+        low, high = max(start, i * size), min(end, (i + 1) * size)
+        in_box.append(slice(low - start, high - start))
+        in_chunk.append(slice(low - i * size, high - i * size))
+    return tuple(in_box), tuple(in_chunk)

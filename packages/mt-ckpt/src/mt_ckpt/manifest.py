@@ -1,0 +1,205 @@
+"""The manifest: what a step directory holds, with the size and hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mt_ckpt.array import ArraySpec, group_names
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.shard import check_name
+
+MANIFEST = "mt-manifest.json"
+FORMAT_VERSION = 1
+_MAX_BYTES = 512 * 2**20
+_SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_HASH = re.compile(r"[0-9a-f]{64}")
+_ADVICE = "Load another step, or restore the file from a copy."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and content hash of a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        step: Training step.
+        metadata: What the caller of save gave.
+        arrays: Array name to its description.
+        files: Relative path to the record of every file but the manifest itself.
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    arrays: dict[str, ArraySpec]
+    files: dict[str, FileRecord]
+
+    def __post_init__(self) -> None:
+        for name in self.arrays:
+            check_name(name)
+        check_nesting(list(self.arrays))
+        groups = group_names(list(self.arrays))
+        # Counted before they are listed: a forged shape must not make us list 2**60 chunks.
+        count = 1 + len(groups) + sum(1 + spec.num_chunks for spec in self.arrays.values())
+        if count != len(self.files):
+            raise ValueError(f"the arrays have {count} files, but {len(self.files)} are recorded")
+        expected = {"zarr.json", *(f"{group}/zarr.json" for group in groups)}
+        for name, spec in self.arrays.items():
+            expected.add(f"{name}/zarr.json")
+            for path in spec.chunk_files(name):
+                expected.add(path)
+                if path in self.files and self.files[path].size != spec.chunk_bytes:
+                    raise ValueError(f"{path}: a chunk has {spec.chunk_bytes} bytes")
+        if odd := sorted(expected ^ set(self.files)):
+            raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
+
+    def tensor_of(self, path: str) -> str | None:
+        """The array to which a file belongs, if any."""
+        folder = path.rpartition("/")[0]
+        return folder if folder in self.arrays else None
+
+    def encode(self) -> bytes:
+        """The manifest file: one JSON object whose first line seals the rest with its hash."""
+        body = {
+            "format": "mt-ckpt",
+            "format_version": FORMAT_VERSION,
+            "versions": _versions(),
+            "step": self.step,
+            "metadata": self.metadata,
+            "arrays": {name: spec.to_json() for name, spec in self.arrays.items()},
+            "files": {path: [item.size, item.sha256] for path, item in self.files.items()},
+        }
+        rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
+        return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+
+
+def check_nesting(names: list[str]) -> None:
+    """ValueError if an array would have to be a group too."""
+    for group in group_names(names):
+        if group in set(names):
+            raise ValueError(f"{group!r} is an array, and other arrays are below it; rename one")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "mt-ckpt": version("mt-ckpt"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "zarr": version("zarr"),
+    }
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and check the manifest of a step directory.
+
+    Raises:
+        CheckpointError: It is missing, damaged, not ours, or newer than this mt-ckpt.
+    """
+    path = checkpoint / MANIFEST
+    body = _parse(path, _unseal(path, _read(checkpoint, path)))
+    try:
+        _check_version(path, body)
+        return Manifest(
+            step=_typed(body, "step", int),
+            metadata=_typed(body, "metadata", dict),
+            arrays={
+                name: ArraySpec.from_json(value)
+                for name, value in _typed(body, "arrays", dict).items()
+            },
+            files={
+                name: _record(name, value) for name, value in _typed(body, "files", dict).items()
+            },
+        )
+    except ValueError as error:
+        raise _damaged(path, f"is not a valid manifest: {error}") from error
+
+
+def _read(checkpoint: Path, path: Path) -> bytes:
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such checkpoint directory", file=str(checkpoint))
+    if path.is_symlink():
+        raise _damaged(path, "is a symbolic link; a checkpoint holds plain files only")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise _damaged(path, f"has more than {_MAX_BYTES} bytes")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: missing, so {checkpoint} is not a complete checkpoint. {_ADVICE}",
+            file=MANIFEST,
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", file=MANIFEST) from error
+
+
+def _unseal(path: Path, data: bytes) -> bytes:
+    seal = _SEAL.match(data)
+    if seal is None:
+        raise _damaged(path, "does not start as a manifest of mt-ckpt does")
+    found = hashlib.sha256(data[seal.end() :]).hexdigest()
+    if found.encode() != seal.group(1):
+        raise _damaged(path, f"its content has sha256 {found}, its first line says otherwise")
+    return data
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return value
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"is not valid JSON: {error}") from error
+
+
+def _check_version(path: Path, body: dict[str, Any]) -> None:
+    if body.get("format") != "mt-ckpt":
+        raise ValueError(f"format is {body.get('format')!r}, not 'mt-ckpt'")
+    found = _typed(body, "format_version", int)
+    if found > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: written in format version {found} by mt-ckpt "
+            f"{_typed(body, 'versions', dict).get('mt-ckpt')}; this is mt-ckpt "
+            f"{version('mt-ckpt')}, which reads format versions up to {FORMAT_VERSION}. "
+            "Upgrade mt-ckpt",
+            file=MANIFEST,
+        )
+
+
+def _typed(body: dict[str, Any], key: str, kind: type) -> Any:
+    value = body.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} must be a JSON {kind.__name__}, not {value!r:.60}")
+    return value
+
+
+def _record(name: str, value: Any) -> FileRecord:
+    safe = not name.startswith("/") and not set(name.split("/")) & {"", ".", ".."}
+    if not safe or "\\" in name or "\0" in name:
+        raise ValueError(f"path {name!r} leads out of the checkpoint")
+    match value:
+        case [int(size), str(digest)] if size >= 0 and _HASH.fullmatch(digest):
+            return FileRecord(size=size, sha256=digest)
+    raise ValueError(f"the record of {name!r} must be [size, sha256]")
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {reason}. {_ADVICE}", file=MANIFEST)

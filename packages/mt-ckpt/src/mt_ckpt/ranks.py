@@ -1,0 +1,107 @@
+"""Steps that all ranks take together, and that fail on all of them or on none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mt_ckpt.error import CheckpointError
+
+
+class Ranks:
+    """The ranks of a group; without a group, one rank that does not communicate.
+
+    Reports travel as JSON text in uint8 CPU tensors (the `*_object` collectives pickle), so the
+    group needs a CPU backend such as gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in `group`; only members save and load")
+
+    def phase(self, local: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+        """Run `local` on every rank, then `combine` on their values on rank 0.
+
+        Returns:
+            The value of `combine`, on every rank (a JSON value).
+
+        Raises:
+            CheckpointError: `local` failed somewhere, or `combine`; the same on every rank.
+        """
+        report, cause = _attempt(local)
+        reports = self._gather(report)
+        verdict: dict[str, Any] = {}
+        if self.rank == 0:
+            verdict = self._first_failure(reports)
+            if not verdict:
+                verdict, cause = _attempt(lambda: combine([item["value"] for item in reports]))
+        verdict = self._broadcast(verdict)
+        if "error" in verdict:
+            raise CheckpointError(
+                verdict["error"], file=verdict["file"], tensor=verdict["tensor"]
+            ) from cause
+        return verdict["value"]
+
+    def _first_failure(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        failures = [(rank, item) for rank, item in enumerate(reports) if "error" in item]
+        if not failures:
+            return {}
+        rank, first = failures[0]
+        if self.size > 1:
+            also = [other for other, _ in failures[1:]]
+            more = f"\n(ranks {also} failed too)" if also else ""
+            first = {**first, "error": f"rank {rank}: {first['error']}{more}"}
+        return first
+
+    def _gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """All values on rank 0; an empty list elsewhere."""
+        if self.size == 1:
+            return [value]
+        data = _encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        boxes = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, boxes, group=self.group, group_dst=0)
+        return [_decode(box[:n]) for box, n in zip(boxes or [], lengths, strict=False)]
+
+    def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's value on every rank."""
+        if self.size == 1:
+            return value
+        data = _encode(value)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, group=self.group, group_src=0)
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=self.group, group_src=0)
+        return _decode(data)
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
+    try:
+        return {"value": action()}, None
+    except CheckpointError as error:
+        return {"error": str(error), "file": error.file, "tensor": error.tensor}, error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait, so they have to be told
+        text = str(error)
+        if not isinstance(error, ValueError | TypeError):  # those say in full what is wrong
+            text = f"{type(error).__name__}: {text}"
+        return {"error": text, "file": None, "tensor": None}, error
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())

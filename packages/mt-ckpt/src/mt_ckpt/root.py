@@ -1,0 +1,122 @@
+"""A folder of step directories: which there are, which is the latest, which may go."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+
+from mt_ckpt.disk import disk_errors, remove_tree, replace_file, sync
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.manifest import MANIFEST
+
+LATEST = "latest"
+_STEP = re.compile(r"step_(\d{8,18})")
+_STALE = re.compile(r"\.(step_\d{8,18}|latest)\.(tmp|old)-[0-9a-f]{32}")
+
+
+def step_name(step: int) -> str:
+    """`20` -> `step_00000020`."""
+    return f"step_{step:08d}"
+
+
+def committed_steps(root: Path) -> dict[int, Path]:
+    """The committed step directories, oldest step first."""
+    if not root.is_dir():
+        return {}
+    found = {}
+    for path in root.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and step_name(int(match[1])) == path.name and (path / MANIFEST).exists():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def named_checkpoint(root: Path) -> Path | None:
+    """The checkpoint that the file `latest` names; None if there is no such file."""
+    path = root / LATEST
+    try:
+        with path.open("rb") as file:
+            content = file.read(64)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", file=LATEST) from error
+    steps = committed_steps(root).values()
+    named = {f"{step.name}\n".encode(): step for step in steps}
+    if content not in named:
+        have = ", ".join(step.name for step in steps) or "none"
+        raise CheckpointError(
+            f"{path}: its content {content!r} names no checkpoint in {root} (there: {have}). "
+            "Write the name of one of them and a newline into it, or delete it to resume from "
+            "the newest",
+            file=LATEST,
+        )
+    return named[content]
+
+
+def latest_checkpoint(root: str | Path) -> Path | None:
+    """The checkpoint to resume from.
+
+    It is the one that the file `latest` names, even if a newer step was committed: a save that
+    was killed just before it moved `latest` is repeated. Without a file `latest` (the very first
+    save was killed there) it is the newest committed step.
+
+    Returns:
+        The step directory, or None if there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: `latest` is unreadable or names no checkpoint.
+    """
+    root = Path(root)
+    newest = list(committed_steps(root).values())[-1:]
+    return named_checkpoint(root) or next(iter(newest), None)
+
+
+def clean(root: str | Path) -> list[Path]:
+    """Remove what saves that were killed left behind.
+
+    Call it on one rank when a run starts, never while a save is running in `root`.
+
+    Returns:
+        What was removed.
+    """
+    root = Path(root)
+    stale = [p for p in root.iterdir() if _STALE.fullmatch(p.name)] if root.is_dir() else []
+    for path in stale:
+        with disk_errors("remove", path):
+            if path.is_dir() and not path.is_symlink():
+                remove_tree(path)
+            else:
+                path.unlink()
+    return stale
+
+
+def hidden_name(root: Path, name: str, kind: str) -> Path:
+    """A fresh path for something that is not, or no longer, a checkpoint: `clean` removes it."""
+    return root / f".{name}.{kind}-{uuid.uuid4().hex}"
+
+
+def set_aside(path: Path) -> Path:
+    """Take a step directory out of sight in one move, so that no reader sees half of it."""
+    aside = hidden_name(path.parent, path.name, "old")
+    with disk_errors("rename", path):
+        path.rename(aside)
+    return aside
+
+
+def move_latest(root: Path, step: int) -> None:
+    """Make `latest` name the step, durably."""
+    replace_file(root / LATEST, f"{step_name(step)}\n".encode())
+
+
+def retain(root: Path, keep: int, step: int) -> None:
+    """Remove all but the newest `keep` of the steps up to `step`, which `latest` names.
+
+    Newer steps than `step` (of a run that went back) are left alone.
+    """
+    older = [path for number, path in committed_steps(root).items() if number <= step]
+    for path in older[:-keep]:
+        aside = set_aside(path)
+        sync(root)
+        remove_tree(aside)

@@ -1,0 +1,288 @@
+"""Saving: every rank writes its boxes, then one rank makes the whole appear at once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+
+from mt_ckpt.array import ArraySpec, chunk_file
+from mt_ckpt.disk import disk_errors, remove_tree, sync_all, write_file
+from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.grid import Box, chunk_indices, overlap, plan_chunks
+from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_nesting
+from mt_ckpt.metadata import zarr_documents
+from mt_ckpt.ranks import Ranks
+from mt_ckpt.root import (
+    LATEST,
+    committed_steps,
+    hidden_name,
+    move_latest,
+    named_checkpoint,
+    retain,
+    set_aside,
+    step_name,
+)
+from mt_ckpt.shard import TensorShard
+
+
+def save_checkpoint(
+    root: str | Path,
+    step: int,
+    shards: Sequence[TensorShard],
+    metadata: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+    on_event: Callable[[str], None] | None = None,
+) -> Path:
+    """Save the arrays of which the ranks of `group` hold the boxes.
+
+    Everything is written and synced under a hidden name, which is then renamed to
+    `root/step_00000020`; only then `root/latest` names it. Whenever a process is killed, the
+    checkpoint that `latest` names is complete. Two small gathers and broadcasts run over `group`;
+    no array data is sent.
+
+    Args:
+        root: Folder of the checkpoints, on a file system that all ranks share.
+        step: Training step. A committed directory of that step which `latest` does not name (a
+            save that was killed just before its end, or a run that went back) is replaced.
+        shards: This rank's boxes. Over all ranks, those with `write=True` must hold every element
+            of every array exactly once.
+        metadata: JSON values with string keys; rank 0's are stored. Tuples come back as lists.
+        group: All ranks that save; needs a CPU backend (gloo). None: this process saves alone.
+        keep: How many checkpoints to keep, counting this one. None: all.
+        on_event: Called with the points reached: on every rank `save.begin`, `save.arrays` (the
+            plan is agreed and the metadata on disk), `save.data` (this rank's chunks are synced);
+            on rank 0 then `save.manifest`, `save.before_rename`, `save.after_rename`,
+            `save.after_latest`.
+
+    Returns:
+        The step directory.
+
+    Raises:
+        CheckpointError: Any rank failed; the same error on every rank. The temporary directory
+            is removed and the earlier checkpoints are as before.
+    """
+    ranks = Ranks(group)
+    save = _Save(Path(root), step, list(shards), metadata, keep, on_event or _ignore)
+    try:
+        plan = ranks.phase(save.describe, save.prepare)
+        ranks.phase(lambda: save.write(plan), save.commit)
+    except BaseException:
+        save.discard()
+        raise
+    return save.root / step_name(step)
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+@dataclass
+class _Save:
+    root: Path
+    step: int
+    shards: list[TensorShard]
+    metadata: dict[str, Any]
+    keep: int | None
+    event: Callable[[str], None]
+    # Set on rank 0 only, which owns the temporary directory and what it replaces.
+    temp: Path | None = None
+    old: Path | None = None
+    arrays: dict[str, ArraySpec] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """Every rank: what it holds."""
+        if type(self.step) is not int or not 0 <= self.step < 10**18:
+            raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {self.step!r}")
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ValueError(f"keep must be None or an int of at least 1, not {self.keep!r}")
+        self.event("save.begin")
+        shards = [
+            {
+                "name": shard.name,
+                "dtype": dtype_name(shard.tensor.dtype),
+                "global_shape": list(shard.global_shape),
+                "offsets": list(shard.offsets),
+                "shape": list(shard.tensor.shape),
+                "write": shard.write,
+            }
+            for shard in self.shards
+        ]
+        return {"step": self.step, "shards": shards}
+
+    def prepare(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0: check all boxes, choose the chunks, make the folders and the metadata."""
+        _check_json(self.metadata)
+        steps = [report["step"] for report in reports]
+        if set(steps) != {self.step}:
+            raise CheckpointError(f"the ranks save different steps: {steps}")
+        self.arrays = _plan_arrays([report["shards"] for report in reports])
+        named = named_checkpoint(self.root)
+        if named is not None and named.name == step_name(self.step):
+            raise CheckpointError(
+                f"{named} is saved already, and {self.root / LATEST} names it. To save this step "
+                f"again, let {LATEST} name another step first, or save to another root",
+                file=str(named),
+            )
+        self.temp = hidden_name(self.root, step_name(self.step), "tmp")
+        total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
+        with disk_errors("create", self.temp):
+            self.temp.mkdir(parents=True)
+        for path, content in sorted(zarr_documents(self.arrays, step=self.step).items()):
+            with disk_errors("create", (self.temp / path).parent):
+                (self.temp / path).parent.mkdir(parents=True, exist_ok=True)
+            write_file(self.temp / path, content, total=total)
+            self.files[path] = _file_record(content)
+        chunks = {name: spec.chunks for name, spec in self.arrays.items()}
+        return {"temp": self.temp.name, "chunks": chunks, "total": total}
+
+    def write(self, plan: dict[str, Any]) -> dict[str, list[Any]]:
+        """Every rank: write and sync the chunks of its boxes."""
+        self.event("save.arrays")
+        temp = self.root / plan["temp"]
+        if not temp.is_dir():
+            raise CheckpointError(
+                f"{temp}, which rank 0 has created, is not visible on this rank: root has to be "
+                "on a file system that all ranks share",
+                file=str(temp),
+            )
+        written: dict[str, list[Any]] = {}
+        for shard in self.shards:
+            if shard.write:
+                chunks = tuple(plan["chunks"][shard.name])
+                written |= _write_shard(temp, shard, chunks, plan["total"])
+        sync_all(temp / path for path in written)
+        self.event("save.data")
+        return written
+
+    def commit(self, reports: list[dict[str, list[Any]]]) -> None:
+        """Rank 0: write the manifest, rename, move `latest`, drop old checkpoints."""
+        temp, final = self.temp, self.root / step_name(self.step)
+        assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
+        metadata_files = list(self.files)
+        for report in reports:
+            for path, (size, digest) in report.items():
+                self.files[path] = FileRecord(size=size, sha256=digest)
+        manifest = Manifest(
+            step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
+        )
+        write_file(temp / MANIFEST, manifest.encode())
+        folders = {parent for path in self.files for parent in Path(path).parents}
+        sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
+        self.event("save.manifest")
+        if self.step in committed_steps(self.root):
+            self.old = set_aside(final)
+        self.event("save.before_rename")
+        with disk_errors("rename", temp):
+            temp.rename(final)
+        sync_all([self.root, self.root.parent])
+        self.event("save.after_rename")
+        move_latest(self.root, self.step)
+        self.event("save.after_latest")
+        if self.old is not None:
+            shutil.rmtree(
+                self.old, ignore_errors=True
+            )  # out of sight already; `clean` gets the rest
+        if self.keep is not None:
+            retain(self.root, self.keep, self.step)
+
+    def discard(self) -> None:
+        """After a failure: remove the temporary directory, put back what it was to replace."""
+        if self.temp is not None:
+            remove_tree(self.temp)
+        final = self.root / step_name(self.step)
+        if self.old is not None and not final.exists():
+            with contextlib.suppress(OSError):
+                self.old.rename(final)
+
+
+def _check_json(metadata: dict[str, Any]) -> None:
+    """TypeError or ValueError unless `metadata` is a JSON object that is stored without loss."""
+
+    def walk(value: Any, where: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"{where}: key {key!r} is not a string")
+                walk(item, f"{where}[{key!r}]")
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                walk(item, f"{where}[{index}]")
+        elif not (value is None or type(value) in (bool, int, float, str)):
+            raise TypeError(f"{where}: a {type(value).__name__} is not a JSON value")
+        elif type(value) is float and not math.isfinite(value):
+            raise ValueError(f"{where}: {value} is not a JSON number; store it as a string")
+
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict, not {type(metadata).__name__}")
+    walk(metadata, "metadata")
+
+
+def _plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
+    """Agree on every array and check that its boxes tile it."""
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    boxes: dict[str, list[Box]] = {}
+    for rank, report in enumerate(reports):
+        for item in report:
+            name, kind = item["name"], (tuple(item["global_shape"]), item["dtype"])
+            if kinds.setdefault(name, kind) != kind:
+                raise CheckpointError(
+                    f"tensor {name!r}: rank {rank} says shape {kind[0]} and dtype {kind[1]}, "
+                    f"another says {kinds[name][0]} and {kinds[name][1]}",
+                    tensor=name,
+                )
+            boxes.setdefault(name, [])
+            if item["write"]:
+                place = {key: tuple(item[key]) for key in ("offsets", "shape")}
+                boxes[name].append(Box(rank=rank, **place))
+    check_nesting(list(kinds))
+    return {
+        name: ArraySpec(
+            shape=shape,
+            dtype=dtype,
+            chunks=plan_chunks(name, shape, stored_dtype(dtype).itemsize, boxes[name]),
+        )
+        for name, (shape, dtype) in sorted(kinds.items())
+    }
+
+
+def _write_shard(
+    temp: Path, shard: TensorShard, chunks: tuple[int, ...], total: int
+) -> dict[str, list[Any]]:
+    """Write the chunks that a box is made of: little-endian values, then their crc32c."""
+    import google_crc32c
+
+    values = to_stored(shard.tensor)
+    box = Box(offsets=shard.offsets, shape=tuple(values.shape))
+    written = {}
+    for index in chunk_indices(box, chunks):
+        part = values[overlap(box, index, chunks)[0]]
+        if part.shape != chunks:  # the end of the array: Zarr stores whole chunks
+            whole = np.zeros(chunks, dtype=part.dtype)
+            whole[tuple(map(slice, part.shape))] = part
+            part = whole
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        crc = google_crc32c.value(cast("bytes", data)).to_bytes(4, "little")
+        path = chunk_file(shard.name, index)
+        write_file(temp / path, data.data, crc, total=total)
+        record = _file_record(data.data, crc)
+        written[path] = [record.size, record.sha256]
+    return written
+
+
+def _file_record(*parts: bytes | memoryview) -> FileRecord:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return FileRecord(size=sum(map(len, parts)), sha256=digest.hexdigest())
