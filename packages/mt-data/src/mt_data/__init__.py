@@ -1,3 +1,45 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
-__all__: list[str] = []
+from mt_data.batch import BatchSampler, MicroBatch
+from mt_data.blend import BlendedDataset, blend_order
+from mt_data.corpus import CorpusStats, build_corpus
+from mt_data.document import Document, read_documents, standard_library_sources
+from mt_data.error import DataError, DataFileError, MissingExtraError
+from mt_data.gpt import PADDING, GPTDataset
+from mt_data.index import token_dtype
+from mt_data.indexed import IndexedDataset
+from mt_data.order import sample_index
+from mt_data.permutation import Permutation
+from mt_data.split import parse_split, split_files, split_ranges
+from mt_data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from mt_data.windows import SequentialWindows
+from mt_data.writer import IndexedWriter
+
+__all__ = [
+    "PADDING",
+    "BatchSampler",
+    "BlendedDataset",
+    "CorpusStats",
+    "DataError",
+    "DataFileError",
+    "Document",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedWriter",
+    "MicroBatch",
+    "MissingExtraError",
+    "Permutation",
+    "SequentialWindows",
+    "Tokenizer",
+    "blend_order",
+    "build_corpus",
+    "load_tokenizer",
+    "parse_split",
+    "read_documents",
+    "sample_index",
+    "split_files",
+    "split_ranges",
+    "standard_library_sources",
+    "token_dtype",
+    "train_tokenizer",
+]

@@ -1,0 +1,188 @@
+"""Mixing datasets in fixed proportions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mt_data.error import DataError
+
+BLOCK = 1 << 14
+MAX_DATASETS = 2**15 - 1
+
+
+class SampleSource(Protocol):
+    """A dataset that can be blended; `sample(i)` must answer for any i of 0 or more."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest that changes when the samples change."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Sample `index`, going on to another epoch past the end."""
+        ...
+
+
+class BlendOrder:
+    """Which dataset sample t comes from, by the largest shortfall.
+
+    With weights w (summing to 1) and n_d samples taken from dataset d before t, the dataset with
+    the largest w_d * max(t, 1) - n_d is next, the first of equals. After any number of samples
+    each dataset is within a sample or so of its share. This is Megatron-LM's rule.
+
+    Blocks of choices are computed when first needed, at about 3 us a sample, and kept at 2 bytes
+    a sample.
+
+    Args:
+        weights: [D] shares, normalised here.
+        limits: [D] samples each dataset has; a spent dataset is dropped. None means no limit.
+    """
+
+    def __init__(self, weights: ArrayLike, limits: ArrayLike | None = None) -> None:
+        shares = np.asarray(weights, np.float64)
+        if shares.ndim != 1 or not 1 <= len(shares) <= MAX_DATASETS:
+            raise DataError(f"a blend needs 1 to {MAX_DATASETS} weights, got shape {shares.shape}")
+        if not (np.isfinite(shares).all() and (shares > 0).all()):
+            at = int(np.argmin(np.isfinite(shares) & (shares > 0)))
+            raise DataError(
+                f"weight {at} is {shares[at]}; weights must be finite and above 0 "
+                "(leave the dataset out instead)"
+            )
+        self.weights = shares / shares.sum()
+        self._limits = None if limits is None else np.asarray(limits, np.int64)
+        self._blocks: list[NDArray[np.int16]] = []
+        self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
+
+    def __call__(self, index: int) -> tuple[int, int]:
+        """(dataset, sample in that dataset) of sample `index`."""
+        block, rank = divmod(index, BLOCK)
+        while len(self._blocks) <= block:
+            self._extend()
+        choices = self._blocks[block]
+        dataset = int(choices[rank])
+        before = int(np.count_nonzero(choices[:rank] == dataset))
+        return dataset, int(self._taken[block][dataset]) + before
+
+    def _extend(self) -> None:
+        start = len(self._blocks) * BLOCK
+        taken = self._taken[-1].copy()
+        size = BLOCK
+        if self._limits is not None:
+            size = min(BLOCK, int(self._limits.sum()) - start)
+        choices = np.empty(max(0, size), np.int16)
+        shortfall = np.empty_like(self.weights)
+        for step in range(len(choices)):
+            np.multiply(self.weights, max(start + step, 1), out=shortfall)
+            np.subtract(shortfall, taken, out=shortfall)
+            if self._limits is not None:
+                shortfall[taken >= self._limits] = -np.inf
+            dataset = shortfall.argmax()
+            taken[dataset] += 1
+            choices[step] = dataset
+        self._blocks.append(choices)
+        self._taken.append(taken)
+
+
+class BlendedDataset:
+    """Draws samples from several datasets in fixed proportions.
+
+    A dataset asked for more samples than its `len` goes on with its next epoch.
+
+    Args:
+        datasets: at least one.
+        weights: share of each dataset; None takes every sample of every dataset exactly once,
+            spread evenly.
+        num_samples: `len` of the blend; may be left out with weights=None.
+
+    Shape:
+        - `dataset[i]`: as the blended datasets give it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleSource],
+        weights: Sequence[float] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        if not datasets:
+            raise DataError("a blend needs at least one dataset")
+        sizes = [len(dataset) for dataset in datasets]
+        if weights is None:
+            self._order = BlendOrder(sizes, limits=sizes)
+            num_samples = sum(sizes) if num_samples is None else num_samples
+            if num_samples > sum(sizes):
+                raise DataError(
+                    f"num_samples is {num_samples}, but the datasets hold {sum(sizes)} and "
+                    "weights=None takes each once; give weights to draw more"
+                )
+        else:
+            if len(weights) != len(datasets):
+                raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
+            self._order = BlendOrder(weights)
+        if num_samples is None or num_samples < 1:
+            raise DataError(f"num_samples is {num_samples}; a weighted blend needs at least 1")
+        self.datasets = tuple(datasets)
+        self._length = num_samples
+        self._exhaustive = weights is None
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """Shares of the datasets, summing to 1."""
+        return self._order.weights
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the datasets and their shares."""
+        identity = [
+            [dataset.fingerprint for dataset in self.datasets],
+            self.weights.tolist(),
+            self._exhaustive,
+        ]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} does not exist; the blend has {len(self)}")
+        return self.sample(index % len(self))
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Sample `index`; past `len` a weighted blend goes on, an exhaustive one repeats."""
+        if self._exhaustive:
+            index %= sum(len(dataset) for dataset in self.datasets)
+        dataset, position = self._order(index)
+        return self.datasets[dataset].sample(position)
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """(dataset, sample in that dataset) of sample `index`."""
+        return self._order(index)
+
+
+def blend_order(
+    weights: ArrayLike, size: int, *, limits: ArrayLike | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Megatron-LM's two blending arrays, for comparison with its caches.
+
+    Shape:
+        - Output: [size] int16 dataset of each sample, [size] int64 sample in that dataset
+    """
+    order = BlendOrder(weights, limits)
+    if limits is not None and size > np.sum(limits):
+        raise DataError(f"size is {size}, but the limits sum to {np.sum(limits)}")
+    origins = [order(index) for index in range(size)]
+    pairs = np.array(origins, np.int64).reshape(size, 2)
+    return pairs[:, 0].astype(np.int16), pairs[:, 1]

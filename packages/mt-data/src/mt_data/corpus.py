@@ -1,0 +1,101 @@
+"""From documents to a token dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mt_data.document import Document
+from mt_data.error import DataError
+from mt_data.index import token_dtype
+from mt_data.tokenizer import Tokenizer
+from mt_data.writer import IndexedWriter
+
+BATCH_DOCUMENTS = 512
+BATCH_CHARACTERS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusStats:
+    """What was written.
+
+    Attributes:
+        documents: documents written.
+        tokens: tokens written, end-of-document tokens included.
+        bytes: text written, in bytes of UTF-8.
+        empty_documents: documents left out because they hold no text.
+    """
+
+    documents: int
+    tokens: int
+    bytes: int
+    empty_documents: int = 0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for each token; 0 for an empty corpus."""
+        return self.bytes / self.tokens if self.tokens else 0.0
+
+
+def build_corpus(
+    documents: Iterable[Document],
+    out_prefix: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    append_eod: bool = True,
+) -> CorpusStats:
+    """Tokenize documents into `<prefix>.bin`, `.idx` and `.json`.
+
+    The JSON file records the counts, the tokenizer's sha256 and vocabulary, and the sha256 of
+    both data files. Documents stay in order; empty ones are left out and counted.
+
+    Args:
+        documents: what to write; read once, in batches.
+        out_prefix: path without ending.
+        tokenizer: also decides the width of a stored token.
+        append_eod: put the end-of-document token after each document.
+    """
+    end = [tokenizer.eod_id] if append_eod else []
+    text_bytes = empty = 0
+    with IndexedWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for texts in _batches(documents):
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                if not text:
+                    empty += 1
+                    continue
+                text_bytes += len(text.encode())
+                writer.add_document(ids + end)
+        if writer.num_documents == 0:
+            raise DataError(f"{writer.prefix}: there are no documents to write")
+        stats = CorpusStats(
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            bytes=text_bytes,
+            empty_documents=empty,
+        )
+        writer.finalize(
+            {
+                "bytes": stats.bytes,
+                "empty_documents": stats.empty_documents,
+                "append_eod": append_eod,
+                "tokenizer_sha256": tokenizer.sha256,
+                "vocab_size": tokenizer.vocab_size,
+                "eod_id": tokenizer.eod_id,
+            }
+        )
+    return stats
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """Texts in batches that keep all cores busy and memory bounded."""
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if len(texts) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts

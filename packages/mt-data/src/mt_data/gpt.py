@@ -1,0 +1,151 @@
+"""Fixed-length training samples cut from a token dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.error import DataError
+from mt_data.order import OVERLAP, MegatronOrder, Order, StableOrder
+
+PADDING = -100
+
+
+class TokenSource(Protocol):
+    """What a `GPTDataset` reads from; `IndexedDataset` is one."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Stored token dtype."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.integer]:
+        """Tokens of each sequence."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest that changes when the data changes."""
+        ...
+
+    def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """Tokens [offset, offset + length) of one sequence."""
+        ...
+
+
+class GPTDataset:
+    """Samples of `sequence_length + 1` tokens, running across document ends.
+
+    The first `sequence_length` tokens of a sample are the input, the last `sequence_length` the
+    labels. Samples are found by arithmetic when they are asked for; no index is built or cached
+    on disk. Memory: 16 bytes for each document and epoch in use.
+
+    Args:
+        indexed: where tokens come from.
+        sequence_length: tokens a sample advances.
+        num_samples: `len` of the dataset; one epoch when None.
+        seed: with the epoch it decides the order, and nothing else does.
+        order: "stable" (see `StableOrder`) or "megatron" (see `MegatronOrder`), which equals
+            Megatron-LM's order for the same seed and num_samples.
+        sequences: use only these sequences, for example one of `split_ranges`.
+        keep_tail: draw the incomplete last sample of a stream too, filled up with `PADDING`.
+
+    Shape:
+        - `dataset[i]`: [sequence_length + 1] int64
+    """
+
+    def __init__(  # noqa: PLR0913 - one plain choice each
+        self,
+        indexed: TokenSource,
+        *,
+        sequence_length: int,
+        num_samples: int | None = None,
+        seed: int = 0,
+        order: Literal["stable", "megatron"] = "stable",
+        sequences: range | None = None,
+        keep_tail: bool = False,
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}; it must be at least 1")
+        if num_samples is not None and num_samples < 1:
+            raise DataError(f"num_samples is {num_samples}; it must be at least 1, or None")
+        if indexed.dtype.kind not in "iu":
+            raise DataError(
+                f"the dataset stores {indexed.dtype.name}; training samples need integer tokens"
+            )
+        self.indexed = indexed
+        self.sequence_length = sequence_length
+        self.sequences = self._checked_range(sequences, len(indexed.lengths))
+        lengths = indexed.lengths[self.sequences.start : self.sequences.stop]
+        self._order: Order
+        if order == "stable":
+            self._order = StableOrder(lengths, sequence_length, seed, keep_tail=keep_tail)
+        elif order == "megatron":
+            self._order = MegatronOrder(
+                lengths, sequence_length, seed, keep_tail=keep_tail, num_samples=num_samples
+            )
+        else:
+            raise DataError(f"order is {order!r}; choose 'stable' or 'megatron'")
+        self._length = num_samples or self._order.num_samples
+        self._identity = {
+            "sequence_length": sequence_length,
+            "seed": seed,
+            "order": order,
+            "sequences": [self.sequences.start, self.sequences.stop],
+            "keep_tail": keep_tail,
+            # Only here does the number asked for decide the order.
+            "num_samples": num_samples if order == "megatron" else None,
+        }
+
+    @staticmethod
+    def _checked_range(sequences: range | None, count: int) -> range:
+        sequences = range(count) if sequences is None else sequences
+        if sequences.step != 1 or not 0 <= sequences.start <= sequences.stop <= count:
+            raise DataError(f"sequences is {sequences}; it must lie in range(0, {count}), step 1")
+        if not sequences:
+            raise DataError("there are no sequences to draw samples from")
+        return sequences
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples before data repeats (with order="megatron": before the order repeats)."""
+        return self._order.num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the data and of everything that decides the order.
+
+        Equal fingerprints mean equal samples; save it with a checkpoint and compare on resume.
+        """
+        identity = {"data": self.indexed.fingerprint, **self._identity}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} does not exist; the dataset has {len(self)}")
+        return self.sample(index % len(self))
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Sample `index` of the endless stream of epochs; `len` is no limit here."""
+        if index < 0:
+            raise IndexError(f"sample {index} does not exist; an index is 0 or more")
+        stream, start = self._order.find(index)
+        tokens = np.full(self.sequence_length + OVERLAP, PADDING, np.int64)
+        done = 0
+        count = min(len(tokens), stream.num_tokens - start)
+        for document, offset, length in stream.pieces(start, count):
+            tokens[done : done + length] = self.indexed.read(
+                self.sequences[document], offset, length
+            )
+            done += length
+        return tokens

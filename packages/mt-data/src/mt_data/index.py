@@ -1,0 +1,246 @@
+"""The `.idx` file of a Megatron token dataset: its bytes, and every check on them.
+
+Little-endian layout, with S sequences and D = documents + 1:
+
+| offset | size | content |
+|---|---|---|
+| 0 | 9 | `MMIDIDX\\0\\0` |
+| 9 | 8 | uint64 version, 1 |
+| 17 | 1 | uint8 token dtype code |
+| 18 | 8 | uint64 S |
+| 26 | 8 | uint64 D |
+| 34 | 4 S | int32 sequence lengths in tokens |
+| 34 + 4 S | 8 S | int64 byte offset of each sequence in the `.bin` file |
+| 34 + 12 S | 8 D | int64 document index: 0, then the sequence count after each document |
+| 34 + 12 S + 8 D | S | int8 modes, in multimodal files only; no header field says so |
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mt_data.error import DataError, DataFileError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_BY_CODE: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
+UINT16_VOCABULARY_LIMIT = 65_500
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Token width for a vocabulary: uint16 below 65,500 ids (Megatron's rule), else int32."""
+    if vocab_size < 1:
+        raise DataError(f"vocab_size is {vocab_size}; it must be at least 1")
+    return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY_LIMIT else np.dtype("<i4")
+
+
+def storable_dtype(dtype: DTypeLike) -> np.dtype:
+    """The little-endian dtype the format stores, or an error that lists the choices."""
+    wanted = np.dtype(dtype).newbyteorder("<")
+    if wanted not in CODE_BY_DTYPE:
+        names = ", ".join(known.name for known in DTYPE_BY_CODE.values())
+        raise DataError(f"dtype {np.dtype(dtype).name} cannot be stored; choose one of {names}")
+    return wanted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Index:
+    """Content of an `.idx` file.
+
+    Shape:
+        - lengths: [S] int32; pointers: [S] int64 bytes; document_index: [D] int64
+        - modes: [S] int8, or None when the file is not multimodal
+    """
+
+    dtype: np.dtype
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    document_index: NDArray[np.int64]
+    modes: NDArray[np.int8] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        dtype: DTypeLike,
+        lengths: NDArray[np.int32],
+        document_index: NDArray[np.int64],
+        modes: NDArray[np.int8] | None = None,
+    ) -> Index:
+        """Derive the byte pointers of sequences stored back to back."""
+        dtype = storable_dtype(dtype)
+        return cls(
+            dtype=dtype,
+            lengths=lengths,
+            pointers=_byte_offsets(lengths, dtype.itemsize),
+            document_index=document_index,
+            modes=modes,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the `.bin` file."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes."""
+        header = HEADER.pack(
+            MAGIC,
+            VERSION,
+            CODE_BY_DTYPE[self.dtype],
+            len(self.lengths),
+            len(self.document_index),
+        )
+        parts = [
+            header,
+            self.lengths.astype("<i4").tobytes(),
+            self.pointers.astype("<i8").tobytes(),
+            self.document_index.astype("<i8").tobytes(),
+        ]
+        if self.modes is not None:
+            parts.append(self.modes.astype("i1").tobytes())
+        return b"".join(parts)
+
+
+def read_index(path: str, *, multimodal: bool = False) -> Index:
+    """Read and check an `.idx` file.
+
+    Nothing is allocated from a number in the file before that number has been checked against
+    the size of the file.
+
+    Raises:
+        DataFileError: names the file, the offset, what was expected and what was found.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        dtype, sequences, boundaries = _read_header(path, file, size)
+        _check_size(path, size, sequences, boundaries, multimodal=multimodal)
+        index = Index(
+            dtype=dtype,
+            lengths=_read_array(path, file, "<i4", sequences),
+            pointers=_read_array(path, file, "<i8", sequences),
+            document_index=_read_array(path, file, "<i8", boundaries),
+            modes=_read_array(path, file, "i1", sequences) if multimodal else None,
+        )
+    _check_content(path, index)
+    return index
+
+
+def _byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lengths), np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    offsets *= itemsize
+    return offsets
+
+
+def _read_header(path: str, file: IO[bytes], size: int) -> tuple[np.dtype, int, int]:
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise DataFileError(
+            path, f"has {size} bytes; the header at offset 0 alone is {HEADER.size} bytes"
+        )
+    magic, version, code, sequences, boundaries = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise DataFileError(
+            path, f"offset 0: expected the magic bytes {MAGIC!r}, found {magic!r}: not an .idx file"
+        )
+    if version != VERSION:
+        raise DataFileError(path, f"offset 9: expected version {VERSION}, found {version}")
+    if code not in DTYPE_BY_CODE:
+        raise DataFileError(path, f"offset 17: expected a token dtype code of 1 to 8, found {code}")
+    if boundaries < 1:
+        raise DataFileError(
+            path, "offset 26: the document index needs at least 1 entry, found a count of 0"
+        )
+    return DTYPE_BY_CODE[code], sequences, boundaries
+
+
+def _check_size(
+    path: str, size: int, sequences: int, boundaries: int, *, multimodal: bool
+) -> None:
+    plain = HEADER.size + 12 * sequences + 8 * boundaries
+    expected = plain + (sequences if multimodal else 0)
+    if size == expected:
+        return
+    hint = ""
+    if not multimodal and sequences and size == plain + sequences:
+        hint = "; a multimodal file has exactly this size: open it with multimodal=True"
+    elif multimodal and size == plain:
+        hint = "; a file without modes has exactly this size: open it with multimodal=False"
+    raise DataFileError(
+        path,
+        f"expected {expected} bytes for {sequences} sequences and {boundaries} document "
+        f"boundaries (offsets 18 and 26), found {size} bytes{hint}",
+    )
+
+
+def _read_array(path: str, file: IO[bytes], dtype: str, count: int) -> NDArray:
+    offset = file.tell()
+    array = np.fromfile(file, dtype=dtype, count=count)
+    if len(array) != count:
+        raise DataFileError(
+            path, f"offset {offset}: expected {count} entries of {dtype}, read {len(array)}"
+        )
+    return array
+
+
+def _check_content(path: str, index: Index) -> None:
+    sequences = len(index.lengths)
+    negative = index.lengths < 0
+    if negative.any():
+        at = int(negative.argmax())
+        raise DataFileError(
+            path,
+            f"offset {HEADER.size + 4 * at}: expected a length of 0 or more for sequence {at}, "
+            f"found {index.lengths[at]}",
+        )
+    expected = _byte_offsets(index.lengths, index.dtype.itemsize)
+    wrong = expected != index.pointers
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise DataFileError(
+            path,
+            f"offset {HEADER.size + 4 * sequences + 8 * at}: expected byte pointer {expected[at]} "
+            f"for sequence {at}, found {index.pointers[at]}",
+        )
+    _check_documents(path, index.document_index, sequences)
+
+
+def _check_documents(path: str, documents: NDArray[np.int64], sequences: int) -> None:
+    start = HEADER.size + 12 * sequences
+    if documents[0] != 0:
+        raise DataFileError(
+            path, f"offset {start}: expected the document index to begin with 0, "
+            f"found {documents[0]}"
+        )
+    falling = documents[1:] < documents[:-1]
+    if falling.any():
+        at = int(falling.argmax()) + 1
+        raise DataFileError(
+            path,
+            f"offset {start + 8 * at}: expected a document boundary of at least "
+            f"{documents[at - 1]}, found {documents[at]}",
+        )
+    if documents[-1] != sequences:
+        at = len(documents) - 1
+        raise DataFileError(
+            path,
+            f"offset {start + 8 * at}: expected the last document boundary to be the "
+            f"sequence count {sequences}, found {documents[-1]}",
+        )

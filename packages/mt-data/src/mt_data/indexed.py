@@ -1,0 +1,240 @@
+"""Token datasets on disk: `<prefix>.bin` (tokens back to back) and `<prefix>.idx` (where)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.error import DataError, DataFileError
+from mt_data.index import read_index
+
+
+class IndexedDataset:
+    """Reads a Megatron `.bin/.idx` pair.
+
+    Tokens are read with `pread` into arrays that the caller owns, so an array stays valid after
+    the dataset is closed, threads and forked workers may share one dataset, and a file cut short
+    while it is open is an error instead of a signal. The index is held in memory: 12 bytes for
+    each sequence and 8 for each document.
+
+    A flipped bit inside `.bin` is still a valid token, so the format itself cannot reveal it;
+    `verify` can, against the digests our writer leaves in `<prefix>.json`.
+
+    Args:
+        prefix: path without the `.bin` / `.idx` ending.
+        multimodal: the index carries a mode for each sequence (no header field says so).
+
+    Raises:
+        DataFileError: a file is truncated, oversized or inconsistent.
+        FileNotFoundError: a file is missing.
+
+    Shape:
+        - `dataset[i]`: [lengths[i]], the tokens of sequence i in the stored dtype.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, multimodal: bool = False) -> None:
+        self.prefix = check_prefix(prefix)
+        self.multimodal = multimodal
+        self.index_path = f"{self.prefix}.idx"
+        self.token_path = f"{self.prefix}.bin"
+        self._index = read_index(self.index_path, multimodal=multimodal)
+        self.dtype = self._index.dtype
+        self.num_tokens = self._index.num_tokens
+        self._descriptor = os.open(self.token_path, os.O_RDONLY)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self._check_token_file()
+        except DataFileError:
+            self.close()
+            raise
+
+    def _check_token_file(self) -> None:
+        expected = self.num_tokens * self.dtype.itemsize
+        actual = os.fstat(self._descriptor).st_size
+        if actual != expected:
+            raise DataFileError(
+                self.token_path,
+                f"expected {expected} bytes ({self.num_tokens} tokens of {self.dtype.name}, "
+                f"from {self.index_path}), found {actual} bytes; data ends or differs at offset "
+                f"{min(actual, expected)}: restore the pair or build it again",
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.prefix, self.multimodal)
+
+    def __enter__(self) -> IndexedDataset:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the token file. Arrays handed out before stay valid."""
+        self._finalizer()
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, [num_sequences]."""
+        return self._index.lengths
+
+    @property
+    def document_index(self) -> NDArray[np.int64]:
+        """Sequence number at which each document begins, and the total, [num_documents + 1]."""
+        return self._index.document_index
+
+    @property
+    def modes(self) -> NDArray[np.int8] | None:
+        """Mode of each sequence of a multimodal file, else None."""
+        return self._index.modes
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_index) - 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray:
+        return self.read(index)
+
+    def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """Tokens [offset, offset + length) of one sequence; to its end when length is None."""
+        index = _position(index, len(self), "sequence", self.index_path)
+        available = int(self.lengths[index])
+        length = available - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"{self.index_path}: tokens [{offset}, {offset + length}) of sequence {index} "
+                f"do not exist; it has {available} tokens"
+            )
+        start = int(self._index.pointers[index]) // self.dtype.itemsize + offset
+        return self._read_tokens(start, length)
+
+    def document(self, index: int) -> NDArray:
+        """All tokens of one document (its sequences lie back to back)."""
+        index = _position(index, self.num_documents, "document", self.index_path)
+        first, last = (int(value) for value in self.document_index[index : index + 2])
+        if first == last:
+            return np.empty(0, self.dtype)
+        start = int(self._index.pointers[first]) // self.dtype.itemsize
+        return self._read_tokens(start, int(self.lengths[first:last].sum(dtype=np.int64)))
+
+    def stream(self, start: int, length: int) -> NDArray:
+        """Tokens [start, start + length) of the whole file, across sequences."""
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise IndexError(
+                f"{self.token_path}: tokens [{start}, {start + length}) do not exist; "
+                f"the file has {self.num_tokens}"
+            )
+        return self._read_tokens(start, length)
+
+    def _read_tokens(self, start: int, length: int) -> NDArray:
+        if not self._finalizer.alive:
+            raise DataError(f"{self.token_path}: the dataset is closed; open it again to read")
+        tokens = np.empty(length, self.dtype)
+        if length == 0:
+            return tokens
+        view = memoryview(tokens).cast("B")
+        offset, done = start * self.dtype.itemsize, 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise DataFileError(
+                    self.token_path,
+                    f"offset {offset}: expected {len(view)} bytes, read {done}; "
+                    "the file was cut short while open",
+                )
+            done += count
+        return tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the index and the token count, to notice that a dataset was exchanged.
+
+        It reads no tokens; `verify` is the full check.
+        """
+        digest = hashlib.sha256(self.lengths.tobytes())
+        digest.update(self.document_index.tobytes())
+        digest.update(f"{self.dtype.str}:{self.num_tokens}".encode())
+        recorded = self.metadata()
+        if recorded is not None:
+            digest.update(str(recorded.get("bin_sha256")).encode())
+        return digest.hexdigest()
+
+    def metadata(self) -> dict[str, object] | None:
+        """Content of `<prefix>.json`, or None when another tool wrote the dataset."""
+        path = f"{self.prefix}.json"
+        if not os.path.exists(path):
+            return None
+        return read_json_object(path)
+
+    def verify(self) -> None:
+        """Compare both files with the digests that were recorded when they were written.
+
+        Raises:
+            DataFileError: a digest differs or was never recorded.
+        """
+        recorded = self.metadata()
+        if recorded is None:
+            raise DataFileError(
+                f"{self.prefix}.json",
+                "not found, so there is no digest to compare with; datasets written by "
+                "IndexedWriter have one",
+            )
+        for path, key in ((self.token_path, "bin_sha256"), (self.index_path, "idx_sha256")):
+            expected, actual = recorded.get(key), _file_sha256(path)
+            if expected != actual:
+                raise DataFileError(
+                    path, f"content has changed: expected sha256 {expected}, found {actual}"
+                )
+
+
+def check_prefix(prefix: str | os.PathLike[str]) -> str:
+    """A prefix as a string, refusing the common slip of passing one of the two files."""
+    text = os.fspath(prefix)
+    if text.endswith((".bin", ".idx")):
+        raise DataError(f"{text!r} names one file of the pair; pass the prefix {text[:-4]!r}")
+    if not os.path.basename(text):
+        raise DataError(f"{text!r} has no file name; pass something like {text + 'corpus'!r}")
+    return text
+
+
+def read_json_object(path: str) -> dict[str, object]:
+    """A JSON file that holds an object, or an error that names it."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataFileError(path, f"is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise DataFileError(path, f"expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _reopen(prefix: str, multimodal: bool) -> IndexedDataset:  # noqa: FBT001 - unpickling hook
+    return IndexedDataset(prefix, multimodal=multimodal)
+
+
+def _position(index: int, count: int, noun: str, path: str) -> int:
+    index = operator.index(index)
+    if not -count <= index < count:
+        raise IndexError(f"{path}: {noun} {index} does not exist; there are {count}")
+    return index % count
+
+
+def _file_sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,242 @@
+"""In which order documents are read and samples are drawn, epoch after epoch.
+
+A *stream* is a row of documents read one after the other. Samples are cut from it every
+`sequence_length` tokens; each holds one token more than it advances, so that the last input has
+a label, and neighbours overlap by that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.error import DataError
+from mt_data.permutation import Permutation
+
+OVERLAP = 1
+FINAL_EPOCH_SHARE = 0.8
+EPOCHS_IN_MEMORY = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stream:
+    """Documents in reading order.
+
+    Shape:
+        - documents: [P] document ids; ends: [P] tokens up to and including each, int64
+    """
+
+    documents: NDArray[np.integer]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, documents: NDArray[np.integer], lengths: NDArray[np.integer]) -> Stream:
+        """The stream that reads the given documents in order."""
+        return cls(documents=documents, ends=np.cumsum(lengths[documents], dtype=np.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def locate(self, token: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Position in `documents` that holds each token of the stream, and its offset there."""
+        position = np.searchsorted(self.ends, token, side="right")
+        begins = np.where(position > 0, self.ends[position - 1], 0)
+        return position, token - begins
+
+    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(document, offset, length) of the reads that give tokens [start, start + count)."""
+        position = int(np.searchsorted(self.ends, start, side="right"))
+        stop = start + count
+        while start < stop:
+            end = int(self.ends[position])
+            begin = int(self.ends[position - 1]) if position else 0
+            length = min(end, stop) - start
+            if length:
+                yield int(self.documents[position]), start - begin, length
+            start += length
+            position += 1
+
+
+def sample_count(tokens: int, sequence_length: int, *, overlap: int, keep_tail: bool) -> int:
+    """Samples in a stream, in exact integer arithmetic."""
+    room = max(0, tokens - overlap)
+    return -(-room // sequence_length) if keep_tail else room // sequence_length
+
+
+def sample_index(
+    lengths: NDArray[np.integer],
+    document_order: NDArray[np.integer],
+    sequence_length: int,
+    *,
+    overlap: int = OVERLAP,
+    keep_tail: bool = False,
+) -> NDArray[np.int64]:
+    """Megatron's sample index: where each sample begins, and where the last one ends.
+
+    One cumulative sum and one binary search for each sample, no loop over documents.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        document_order: [P] document ids in reading order; ids may repeat (epochs).
+        sequence_length: tokens a sample advances.
+        overlap: tokens a sample holds beyond that (0 or 1).
+        keep_tail: count the incomplete last sample too.
+
+    Returns:
+        Row j is (position in `document_order`, offset in that document) of the first token of
+        sample j; row j + 1 is where sample j ends, its last `overlap` tokens included.
+
+    Shape:
+        - Output: [samples + 1, 2] int64
+    """
+    stream = Stream.of(np.asarray(document_order), np.asarray(lengths))
+    tokens = stream.num_tokens
+    count = sample_count(tokens, sequence_length, overlap=overlap, keep_tail=keep_tail)
+    begins = np.minimum(
+        np.arange(count + 1, dtype=np.int64) * sequence_length, max(0, tokens - overlap)
+    )
+    rows = np.zeros((count + 1, 2), np.int64)
+    # With no overlap a boundary is named as the end of the document before it.
+    shift = 1 - overlap
+    position, offset = stream.locate(begins[1:] - shift)
+    rows[1:, 0], rows[1:, 1] = position, offset + shift
+    return rows
+
+
+class Order(Protocol):
+    """Finds the stream and the first token of sample `index`."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples before the order begins again (or all there are)."""
+        ...
+
+    def find(self, index: int) -> tuple[Stream, int]:
+        """The stream that holds sample `index` (any index of 0 or more), and its start token."""
+        ...
+
+
+class StableOrder:
+    """Each epoch on its own: documents and samples shuffled by a key of (seed, epoch).
+
+    Sample i is number i mod n of epoch i div n, where n is the samples of one epoch. Nothing
+    depends on how many samples will be drawn in all, so a longer run sees the same beginning.
+    Up to `sequence_length` tokens at the end of an epoch's stream are left out of that epoch
+    (other ones each epoch, as the documents are shuffled) unless the tail is kept.
+    """
+
+    def __init__(
+        self, lengths: NDArray[np.integer], sequence_length: int, seed: int, *, keep_tail: bool
+    ) -> None:
+        self._lengths, self._sequence_length, self._seed = lengths, sequence_length, seed
+        tokens = int(lengths.sum(dtype=np.int64))
+        self.num_samples = sample_count(
+            tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
+        )
+        if self.num_samples == 0:
+            raise DataError(
+                f"{tokens} tokens do not hold one sample of sequence_length + 1 = "
+                f"{sequence_length + 1}; use a shorter sequence_length, more data, or "
+                "keep_tail=True"
+            )
+        self._epochs: dict[int, tuple[Stream, Permutation]] = {}
+
+    def find(self, index: int) -> tuple[Stream, int]:
+        """See `Order.find`."""
+        epoch, rank = divmod(index, self.num_samples)
+        stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
+        return stream, shuffle(rank) * self._sequence_length
+
+    def _build(self, epoch: int) -> tuple[Stream, Permutation]:
+        count = len(self._lengths)
+        documents = Permutation(count, self._seed, epoch, "documents")(np.arange(count))
+        built = (
+            Stream.of(documents, self._lengths),
+            Permutation(self.num_samples, self._seed, epoch, "samples"),
+        )
+        # A batch may straddle two epochs, never three, so two are kept.
+        kept = list(self._epochs.items())[1 - EPOCHS_IN_MEMORY :]
+        self._epochs = dict([*kept, (epoch, built)])
+        return built
+
+
+class MegatronOrder:
+    """Megatron-LM's order: all epochs joined into one stream and shuffled together.
+
+    One `numpy.random.RandomState(seed)` shuffles first the documents, then the samples. The
+    number of samples asked for decides the number of epochs and so the order of everything: a
+    longer run sees another beginning. Use it to reproduce a Megatron run.
+    """
+
+    def __init__(
+        self,
+        lengths: NDArray[np.integer],
+        sequence_length: int,
+        seed: int,
+        *,
+        keep_tail: bool,
+        num_samples: int | None,
+    ) -> None:
+        tokens = int(lengths.sum(dtype=np.int64))
+        wanted = 0 if num_samples is None else num_samples * sequence_length + OVERLAP
+        if tokens == 0:
+            raise DataError("there are no tokens to draw samples from")
+        epochs = max(1, -(-wanted // tokens))
+        split = self._split(tokens, sequence_length, epochs, num_samples)
+        random = np.random.RandomState(seed)  # noqa: NPY002 - the order is defined by it
+        self.document_order = self._shuffle_documents(
+            random, len(lengths), epochs, separate=split is not None
+        )
+        self._stream = Stream.of(self.document_order, lengths)
+        self._sequence_length = sequence_length
+        self.num_samples = sample_count(
+            epochs * tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
+        )
+        if self.num_samples == 0:
+            raise DataError(
+                f"{tokens} tokens do not hold one sample of sequence_length + 1 = "
+                f"{sequence_length + 1}; use a shorter sequence_length or more data"
+            )
+        self.shuffle = self._shuffle_samples(random, self.num_samples, split)
+
+    @staticmethod
+    def _split(
+        tokens: int, sequence_length: int, epochs: int, num_samples: int | None
+    ) -> int | None:
+        """First sample of the last epoch if it is shuffled apart, because little of it is used."""
+        if epochs == 1 or num_samples is None:
+            return None
+        before = ((epochs - 1) * tokens - OVERLAP) // sequence_length
+        each = (tokens - OVERLAP) // sequence_length
+        return before if num_samples - before < int(FINAL_EPOCH_SHARE * each) else None
+
+    @staticmethod
+    def _shuffle_documents(
+        random: np.random.RandomState, count: int, epochs: int, *, separate: bool
+    ) -> NDArray[np.int32]:
+        parts = [epochs - 1, 1] if separate else [epochs]
+        orders = [np.tile(np.arange(count, dtype=np.int32), part) for part in parts]
+        for order in orders:
+            random.shuffle(order)
+        return np.concatenate(orders)
+
+    @staticmethod
+    def _shuffle_samples(
+        random: np.random.RandomState, count: int, split: int | None
+    ) -> NDArray[np.integer]:
+        shuffle = np.arange(count, dtype=np.uint32 if count < 2**32 - 2 else np.int64)
+        split = count if split is None else split
+        random.shuffle(shuffle[:split])
+        if split < count:
+            random.shuffle(shuffle[split:])
+        return shuffle
+
+    def find(self, index: int) -> tuple[Stream, int]:
+        """See `Order.find`; past the end the same samples come again."""
+        return self._stream, int(self.shuffle[index % self.num_samples]) * self._sequence_length

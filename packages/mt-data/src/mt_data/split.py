@@ -1,0 +1,94 @@
+"""Dividing data into training, validation and test parts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from mt_data.error import DataError
+
+PART = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", re.ASCII)
+PARTS = 3
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Fractions of a split string such as `969,30,1`: train, validation, test.
+
+    One to three numbers of 0 or more, separated by commas; missing ones are 0. Anything else is
+    an error (Megatron picks the digits out of any string, so that it reads `-5` as 5).
+
+    Returns:
+        Three fractions that sum to 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not PART.fullmatch(part)]
+    if wrong or len(parts) > PARTS:
+        raise DataError(
+            f"split {text!r} must be one to three numbers of 0 or more, separated by commas, "
+            f"like '969,30,1'" + (f"; {wrong[0]!r} is not one" if wrong else "")
+        )
+    weights = [float(part) for part in parts] + [0.0] * (PARTS - len(parts))
+    total = sum(weights)
+    if not 0 < total < float("inf"):
+        raise DataError(f"split {text!r} sums to {total}; it must be finite and above 0")
+    train, validation, test = (weight / total for weight in weights)
+    return train, validation, test
+
+
+def split_ranges(text: str, count: int) -> list[range | None]:
+    """Divide `count` sequences by a split string, in order and without overlap.
+
+    Returns:
+        Three ranges; None for a part of fraction 0.
+    """
+    fractions = parse_split(text)
+    bounds = [round(total * count) for total in accumulate(fractions, initial=0.0)]
+    return [
+        range(begin, end) if fraction else None
+        for fraction, begin, end in zip(fractions, bounds, bounds[1:], strict=False)
+    ]
+
+
+def split_files(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    fraction: float = 0.05,
+    seed: int = 0,
+    root: str | os.PathLike[str] | None = None,
+) -> tuple[list[Path], list[Path]]:
+    """Hold out a share of the files, each by a hash of its name.
+
+    A file's side depends on its name relative to `root` and the seed alone: adding or removing
+    files does not move another one. (Only where one side would be empty, the file nearest to it
+    is moved there.)
+
+    Args:
+        paths: the files; both results keep their order.
+        fraction: expected share of the files held out, between 0 and 1 exclusive.
+        seed: another seed holds out other files.
+        root: folder the names are relative to; the paths' common folder when None.
+
+    Returns:
+        (kept, held out)
+    """
+    if not 0 < fraction < 1:
+        raise DataError(f"fraction is {fraction}; it must lie between 0 and 1")
+    files = [Path(path) for path in paths]
+    if len(files) < 2:  # noqa: PLR2004 - two sides
+        raise DataError(f"cannot hold out a part of {len(files)} files; give at least 2")
+    base = Path(root) if root is not None else Path(os.path.commonpath([f.parent for f in files]))
+    places = [_place(file.relative_to(base).as_posix(), seed) for file in files]
+    threshold = min(max(fraction, min(places)), max(places))
+    held = [place <= threshold and place < max(places) for place in places]
+    kept = [file for file, out in zip(files, held, strict=True) if not out]
+    return kept, [file for file, out in zip(files, held, strict=True) if out]
+
+
+def _place(name: str, seed: int) -> float:
+    """A number in [0, 1) that is as good as random, from a name and a seed."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(errors="surrogateescape"), digest_size=7)
+    return int.from_bytes(digest.digest(), "big") / 2**56
