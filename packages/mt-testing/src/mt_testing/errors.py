@@ -1,0 +1,87 @@
+"""What a call on ranks can raise."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+__all__ = ["PoolError", "RankDied", "RankFailure", "RankTimeout"]
+
+
+class PoolError(RuntimeError):
+    """The pool itself could not do its work: its fork server did not start, or died."""
+
+
+class RankFailure(Exception):
+    """A rank raised. `str()` names the rank, carries its traceback and lists the other ranks.
+
+    Attributes:
+        rank: the rank that failed first.
+        world_size: number of ranks of the call.
+        error_type: name of the exception class raised on that rank, or "" when it did not raise.
+        tracebacks: traceback text by rank, for every rank that raised before the call ended.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        world_size: int,
+        error_type: str = "",
+        tracebacks: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.world_size = world_size
+        self.error_type = error_type
+        self.tracebacks = dict(tracebacks or {})
+
+
+class RankDied(RankFailure):
+    """A rank's process ended before it returned.
+
+    Attributes:
+        signal_name: such as "SIGKILL", or None when the process exited by itself.
+        exit_code: the exit code, or None when a signal ended the process.
+        point: the named point at which a `KillAt` ended the process, if it did.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        world_size: int,
+        status: int,
+        point: str | None = None,
+        tracebacks: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, world_size=world_size, tracebacks=tracebacks)
+        self.signal_name = signal_name(-status) if status < 0 else None
+        self.exit_code = None if status < 0 else status
+        self.point = point
+
+
+class RankTimeout(RankFailure):
+    """Ranks were still running when the call's time was over.
+
+    Attributes:
+        running: the ranks that had not returned.
+        stacks: what each of them was doing: the stacks of all its threads.
+    """
+
+    def __init__(
+        self, message: str, *, world_size: int, stacks: Mapping[int, str]
+    ) -> None:
+        super().__init__(message, rank=min(stacks), world_size=world_size)
+        self.running = tuple(sorted(stacks))
+        self.stacks = dict(stacks)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as "SIGKILL"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

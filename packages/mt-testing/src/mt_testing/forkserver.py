@@ -1,0 +1,292 @@
+"""A process that has torch and our packages imported and forks ranks from itself.
+
+Unlike `multiprocessing`'s fork server it reports packages that fail to import, never imports the
+parent's `__main__` again, tells how each rank ended, and ends all of them (and their children)
+when its parent goes away for whatever reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mt_testing.errors import PoolError, signal_name
+
+__all__ = ["ForkServer", "serve"]
+
+# What a rank would otherwise import on first use; dynamo alone takes seconds and torch.optim
+# asks for it.
+TORCH_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.optim",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "pytest",
+)
+PACKAGE_PREFIX = "mt_"
+
+# One thread per process keeps the server safe to fork. The CUDA check through NVML lets a package
+# ask `torch.cuda.is_available()` at import without creating a context no child could use.
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "from mt_testing.forkserver import serve; "
+    "serve(int(sys.argv[1]), json.loads(sys.argv[3]))"
+)
+
+
+class ForkServer:
+    """The parent's handle of the server process.
+
+    Args:
+        preload: modules to import beside torch and every installed `mt_*` package.
+
+    Attributes:
+        control: readable when the server has a message for `pump`.
+        ended: how ended ranks ended, by process id: an exit code, or minus a signal's number.
+        preload_errors: traceback text by module that failed to import.
+    """
+
+    def __init__(self, preload: Iterable[str] = ()) -> None:
+        if os.name != "posix":
+            raise PoolError(f"the rank pool forks processes and needs Linux or macOS, not {os.name}")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+                [
+                    sys.executable,
+                    "-c",
+                    _BOOT,
+                    str(theirs.fileno()),
+                    json.dumps(sys.path),
+                    json.dumps(list(preload)),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **SERVER_ENVIRONMENT},
+                start_new_session=True,
+            )
+        self.control = Connection(ours.detach())
+        self.ended: dict[int, int] = {}
+        self.preload_errors: dict[str, str] = {}
+        self._forked: int | None = None
+        self._owner = os.getpid()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until everything is imported.
+
+        Raises:
+            PoolError: the server ended, or took longer than `timeout` seconds.
+        """
+        if not self.control.poll(timeout):
+            raise PoolError(f"the fork server did not import torch within {timeout:.0f} s")
+        self._receive()
+
+    def pump(self, timeout: float = 0.0) -> None:
+        """Take the server's messages; wait at most `timeout` seconds for the first.
+
+        Raises:
+            PoolError: the server has ended.
+        """
+        while self.control.poll(timeout):
+            self._receive()
+            timeout = 0.0
+
+    def fork(self, fds: Iterable[int], *, timeout: float = 60.0) -> int:
+        """Fork a rank that gets these descriptors and return its process id.
+
+        Raises:
+            PoolError: the server has ended or does not answer.
+        """
+        self._forked = None
+        try:
+            self.control.send(("fork",))
+            for fd in fds:
+                reduction.send_handle(self.control, fd, self._process.pid)
+        except OSError as error:
+            raise self._gone() from error
+        deadline = time.monotonic() + timeout
+        while self._forked is None:
+            if time.monotonic() > deadline:
+                raise PoolError(f"the fork server did not fork a rank within {timeout:.0f} s")
+            self.pump(deadline - time.monotonic())
+        return self._forked
+
+    def signal(self, pid: int, number: int, *, whole_group: bool = False) -> None:
+        """Send a signal to a rank, or to it and all its descendants.
+
+        Raises:
+            PoolError: the server has ended.
+        """
+        try:
+            self.control.send(("signal", pid, number, whole_group))
+        except OSError as error:
+            raise self._gone() from error
+
+    def _receive(self) -> None:
+        try:
+            kind, *values = self.control.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if kind == "exit":
+            self.ended[values[0]] = values[1]
+        elif kind == "forked":
+            self._forked = values[0]
+        else:
+            self.preload_errors = values[0]
+
+    def _gone(self) -> PoolError:
+        code = self._process.wait(timeout=10)
+        fate = signal_name(-code) if code < 0 else f"exit code {code}"
+        return PoolError(f"the fork server ended with {fate}; its last words are on stderr")
+
+    def close(self) -> None:
+        """End the server and every process it forked; safe to call twice."""
+        if os.getpid() != self._owner:  # a fork of the parent owns none of this
+            return
+        self.control.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(control_fd: int, preload: list[str]) -> None:
+    """Run the server until the parent closes the control connection."""
+    control = Connection(control_fd)
+    errors = _preload([*TORCH_MODULES, *_our_packages(), *preload])
+    wake_read, wake_write = socket.socketpair()
+    wake_read.setblocking(False)
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno())
+    gc.collect()
+    gc.freeze()  # a collection in a rank then does not copy the pages of every imported module
+    children: set[int] = set()
+    with contextlib.suppress(EOFError, OSError):
+        control.send(("ready", errors))
+        while True:
+            ready = wait([control, wake_read])
+            if wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    wake_read.recv(4096)
+                for pid, status in _reap(children):
+                    control.send(("exit", pid, status))
+            if control in ready:
+                _obey(control, children, (control_fd, wake_read.fileno(), wake_write.fileno()))
+    for pid in children:
+        _signal_group(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _obey(control: Connection, children: set[int], private_fds: tuple[int, ...]) -> None:
+    kind, *values = control.recv()
+    if kind == "signal":
+        pid, number, whole_group = values
+        if pid in children:  # an ended child is reaped here only, so the number is still its own
+            if whole_group:
+                _signal_group(pid, number)
+            else:
+                os.kill(pid, number)
+        return
+    connection_fd, notes_fd = reduction.recv_handle(control), reduction.recv_handle(control)
+    pid = os.fork()
+    if pid == 0:
+        _become_rank(connection_fd, notes_fd, private_fds)
+    os.close(connection_fd)
+    os.close(notes_fd)
+    children.add(pid)
+    control.send(("forked", pid))
+
+
+def _become_rank(connection_fd: int, notes_fd: int, private_fds: tuple[int, ...]) -> None:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in private_fds:
+            os.close(fd)
+        os.setsid()  # its own process group, so that its children can be ended with it
+        _die_with_parent()
+        from mt_testing.worker import run_worker
+
+        run_worker(Connection(connection_fd), notes_fd)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the last frame of a forked process
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _reap(children: set[int]) -> list[tuple[int, int]]:
+    ended = []
+    for pid in list(children):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            children.discard(pid)
+            _signal_group(pid, signal.SIGKILL)  # what the rank left running
+            ended.append((pid, os.waitstatus_to_exitcode(status)))
+    return ended
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _our_packages() -> list[str]:
+    found = {module.name for module in pkgutil.iter_modules(sys.path) if module.ispkg}
+    return sorted(name for name in found if name.startswith(PACKAGE_PREFIX))
+
+
+def _preload(names: list[str]) -> dict[str, str]:
+    errors = {}
+    for name in names:
+        threads = threading.active_count()
+        try:
+            importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - a broken package must not cost the pool
+            errors[name] = traceback.format_exc()
+            continue
+        if threading.active_count() > threads:
+            errors[name] = f"importing {name} starts threads, which do not survive in the ranks"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        errors["torch.cuda"] = "a preloaded module initialised CUDA; no rank can use it any more"
+    return errors

@@ -1,0 +1,321 @@
+"""A pool of rank processes that lives as long as the test session."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import pickle  # noqa: S403 - the pipe's other end is a process this one started
+import signal
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any, Literal, TypeVar
+
+from mt_testing.errors import PoolError, RankFailure
+from mt_testing.forkserver import ForkServer
+from mt_testing.protocol import FINISH, Call
+from mt_testing.report import Outcome, trim_stack
+from mt_testing.shipping import dump_call
+
+__all__ = ["RankPool"]
+
+T = TypeVar("T")
+MAX_WORLD_SIZE = 32
+GRACE = 1.0  # seconds in which the peers of a failed rank may end or fail by themselves
+STACK_WAIT = 1.0  # seconds in which a hanging rank has to write its stacks
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worker:
+    rank: int
+    pid: int
+    connection: Connection
+    notes: IO[bytes]
+
+    def read_notes(self) -> str:
+        size = os.fstat(self.notes.fileno()).st_size
+        return os.pread(self.notes.fileno(), size, 0).decode(errors="replace")
+
+
+@dataclass(kw_only=True)
+class _Processes:
+    """What has to be ended: the server and the workers it forked."""
+
+    server: ForkServer
+    workers: list[_Worker] = field(default_factory=list)
+
+    def forget_workers(self) -> None:
+        for worker in self.workers:
+            worker.connection.close()
+            worker.notes.close()
+        self.workers.clear()
+
+    def close(self) -> None:
+        self.forget_workers()
+        self.server.close()
+
+
+class RankPool:
+    """Runs functions on N ranks, each a process with its own process group member.
+
+    The first call starts a fork server (the only slow step: it imports torch once); processes are
+    forked when a call needs them and kept for the next call. Use it as a context manager, or call
+    `close`; processes are ended at interpreter exit in any case.
+
+    Args:
+        preload: modules to import once in the fork server, beside torch and every installed
+            `mt_*` package.
+        start_timeout: seconds that the imports may take.
+
+    Example:
+        >>> with RankPool() as ranks:
+        ...     ranks(2, lambda: torch.distributed.get_rank())
+        [0, 1]
+    """
+
+    def __init__(self, *, preload: Sequence[str] = (), start_timeout: float = 300.0) -> None:
+        self._preload = tuple(preload)
+        self._start_timeout = start_timeout
+        self._processes: _Processes | None = None
+        self._finalizer: weakref.finalize | None = None
+        self._store: Any = None
+        self._calls = itertools.count()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def preload_errors(self) -> dict[str, str]:
+        """Traceback text by module that could not be preloaded; empty before the first call."""
+        return {} if self._processes is None else dict(self._processes.server.preload_errors)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks that are alive, by rank."""
+        return () if self._processes is None else tuple(w.pid for w in self._processes.workers)
+
+    def __call__(
+        self,
+        world_size: int,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout: float = 60.0,
+        backend: Literal["gloo", "nccl"] = "gloo",
+    ) -> list[T]:
+        """Run `fn(*args)` on every rank of a fresh world and return the results by rank.
+
+        Args:
+            world_size: number of ranks, 1 to 32.
+            fn: any function, closures and lambdas too; it is sent by value.
+            *args: sent to every rank.
+            timeout: seconds until ranks still running are reported and ended.
+            backend: "gloo", or "nccl" for "cpu:gloo,cuda:nccl" with one GPU per rank.
+
+        Raises:
+            RankFailure: a rank raised.
+            RankDied: a rank's process ended.
+            RankTimeout: ranks were still running after `timeout` seconds.
+            PoolError: no processes could be started.
+        """
+        __tracebackhide__ = True
+        _validate(world_size, timeout, backend)
+        payload = dump_call(fn, args)
+        workers = self._workers(world_size)
+        message = pickle.dumps(self._call(payload, world_size, timeout, backend))
+        outcome = Outcome(world_size=world_size)
+        try:
+            _send(workers, message)
+            self._collect(workers, outcome, time.monotonic() + timeout)
+            failure = self._failure(workers, outcome, timeout)
+        except BaseException:
+            self.kill()
+            raise
+        if failure is None or outcome.is_settled:
+            _send(workers, FINISH)
+        else:
+            self.kill()
+        if failure is not None:
+            raise failure
+        return [pickle.loads(outcome.results[rank]) for rank in range(world_size)]  # noqa: S301
+
+    def close(self) -> None:
+        """End all processes; a later call starts new ones."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._processes = self._finalizer = self._store = None
+
+    def kill(self) -> None:
+        """End the ranks, hanging or not, and keep the fork server for the next call."""
+        processes = self._processes
+        if processes is None:
+            return
+        server = processes.server
+        alive = {worker.pid for worker in processes.workers}
+        try:
+            for pid in alive:
+                server.signal(pid, signal.SIGKILL, whole_group=True)
+            processes.forget_workers()
+            deadline = time.monotonic() + 10
+            while not alive <= server.ended.keys() and time.monotonic() < deadline:
+                server.pump(deadline - time.monotonic())
+        except PoolError:
+            self.close()
+        else:
+            if not alive <= server.ended.keys():
+                self.close()
+            server.ended.clear()
+
+    def _start(self) -> _Processes:
+        from torch.distributed import TCPStore
+
+        server = ForkServer(self._preload)
+        processes = _Processes(server=server)
+        self._finalizer = weakref.finalize(self, processes.close)
+        try:
+            # The port is chosen by the kernel and stays bound for as long as the pool lives.
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            server.wait_ready(self._start_timeout)
+        except BaseException:
+            self.close()
+            raise
+        for name, text in server.preload_errors.items():
+            _LOG.warning("could not preload %s into the rank pool:\n%s", name, text)
+        self._processes = processes
+        return processes
+
+    def _workers(self, count: int) -> list[_Worker]:
+        if self._processes is not None:
+            self._discard_ended(self._processes)
+        processes = self._processes or self._start()
+        while len(processes.workers) < count:
+            processes.workers.append(_fork(processes.server, len(processes.workers)))
+        return processes.workers[:count]
+
+    def _discard_ended(self, processes: _Processes) -> None:
+        """Start over when the server or an idle rank has ended since the last call."""
+        try:
+            processes.server.pump()
+        except PoolError:
+            self.close()
+            return
+        if any(worker.pid in processes.server.ended for worker in processes.workers):
+            self.kill()
+
+    def _call(self, payload: bytes, world_size: int, timeout: float, backend: str) -> object:
+        environ = dict(os.environ)
+        environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        if sys.platform in _LOOPBACK:  # no look-up of the host's name, no firewall
+            environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
+        return Call(
+            payload=payload,
+            world_size=world_size,
+            backend=backend,
+            store=("127.0.0.1", self._store.port),
+            name=f"call{next(self._calls)}",
+            # Longer than the call's own limit, so that a hang is reported with its stacks and not
+            # as gloo's or the store's time-out on some peer.
+            timeout=timeout + 30.0,
+            environ=environ,
+            directory=os.getcwd(),
+            sys_path=list(sys.path),
+        )
+
+    def _collect(self, workers: list[_Worker], outcome: Outcome, deadline: float) -> None:
+        """Gather answers until all have come, or the time or a failed call's grace is over."""
+        server = self._server
+        waiting = {worker.connection: worker for worker in workers}
+        while outcome.running:
+            sources = [server.control, *waiting]
+            ready = wait(sources, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for connection, worker in list(waiting.items()):
+                if connection not in ready:
+                    continue
+                del waiting[connection]
+                # No answer means that the process ended; how, comes from the server.
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    outcome.answered(worker.rank, pickle.loads(connection.recv_bytes()))  # noqa: S301
+            server.pump()
+            for worker in workers:
+                if worker.pid in server.ended:
+                    outcome.died(worker.rank, server.ended[worker.pid])
+            if outcome.has_failed:
+                deadline = min(deadline, time.monotonic() + GRACE)
+
+    def _failure(
+        self, workers: list[_Worker], outcome: Outcome, timeout: float
+    ) -> RankFailure | None:
+        if outcome.has_failed:
+            return outcome.failure({worker.rank: worker.read_notes() for worker in workers})
+        if outcome.running:
+            return outcome.timed_out(timeout, self._stacks(workers, outcome.running))
+        return None
+
+    def _stacks(self, workers: list[_Worker], running: set[int]) -> dict[int, str]:
+        """Have the running ranks write what they are doing."""
+        hanging = [worker for worker in workers if worker.rank in running]
+        for worker in hanging:
+            self._server.signal(worker.pid, signal.SIGUSR2)
+        deadline = time.monotonic() + STACK_WAIT
+        before: dict[int, str] = {}
+        while True:
+            time.sleep(0.05)
+            stacks = {worker.rank: worker.read_notes() for worker in hanging}
+            if time.monotonic() > deadline or (all(stacks.values()) and stacks == before):
+                return {rank: trim_stack(text) for rank, text in stacks.items()}
+            before = stacks
+
+    @property
+    def _server(self) -> ForkServer:
+        if self._processes is None:
+            raise PoolError("the rank pool was closed during a call")
+        return self._processes.server
+
+
+def _fork(server: ForkServer, rank: int) -> _Worker:
+    ours, theirs = Pipe()
+    notes = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
+    try:
+        with theirs:
+            pid = server.fork([theirs.fileno(), notes.fileno()])
+    except BaseException:
+        ours.close()
+        notes.close()
+        raise
+    ours.send_bytes(pickle.dumps(rank))
+    return _Worker(rank=rank, pid=pid, connection=ours, notes=notes)
+
+
+def _send(workers: list[_Worker], message: bytes) -> None:
+    for worker in workers:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended; the server says how
+            worker.connection.send_bytes(message)
+
+
+def _validate(world_size: int, timeout: float, backend: str) -> None:
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(
+            f"world_size must be an int, not {type(world_size).__name__}; "
+            "call ranks(world_size, fn, *args)"
+        )
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(
+            f"world_size is {world_size}; a pool runs 1 to {MAX_WORLD_SIZE} ranks. "
+            "For rank arithmetic at larger worlds use fake_world(size)"
+        )
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout} s; it must be positive")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend is {backend!r}; use 'gloo' or 'nccl'")

@@ -1,0 +1,25 @@
+"""What the pool and its ranks say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FINISH", "NOTES_VARIABLE", "Call"]
+
+FINISH = b""  # every rank has answered: the process group may go
+NOTES_VARIABLE = "MT_TESTING_NOTES_FD"  # file descriptor that outlives the rank: last words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call as sent to every rank; `payload` is the serialised function and arguments."""
+
+    payload: bytes
+    world_size: int
+    backend: str
+    store: tuple[str, int]
+    name: str
+    timeout: float
+    environ: dict[str, str]
+    directory: str
+    sys_path: list[str]
