@@ -101,6 +101,7 @@ class DataSection:
     glob: str = "**/*.py"
     max_files: int | None = None
     vocab_size: int = 4096
+    pattern: Literal["gpt2", "code"] = "gpt2"
     validation_fraction: float = 0.05
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -143,7 +144,6 @@ class TrainingSection:
     seed: int = 1234
     time_budget: float | None = None
     compile: bool = False
-    check_collectives: bool = False
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
@@ -213,12 +213,12 @@ class EvaluationSection:
 
     every: int | None = None
     micro_batch_size: int | None = None
-    max_batches: int | None = None
+    max_windows: int | None = None
     stride: int | None = None
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
-        checks.at_least(1, "every", "micro_batch_size", "max_batches", "stride")
+        checks.at_least(1, "every", "micro_batch_size", "max_windows", "stride")
         checks.done()
 
 

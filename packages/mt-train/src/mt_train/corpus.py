@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mt_data import (
@@ -79,29 +79,34 @@ def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
     Returns:
         Training documents and held-out documents.
     """
-    data = loaded.config.data
+    data, seed = loaded.config.data, loaded.config.training.seed
     assert data.corpus is not None
     if data.corpus == STANDARD_LIBRARY:
-        paths = standard_library_sources()[: data.max_files]
-        documents = [document for path in paths for document in read_documents(path)]
+        source = standard_library_sources()[: data.max_files]
+        documents = list(read_documents(source))
     else:
-        source = loaded.resolve(data.corpus)
-        documents = list(read_documents(source, glob=data.glob))[: data.max_files]
-    names = [document.path for document in documents]
-    train_names, held_out_names = split_files(
-        names, fraction=data.validation_fraction, seed=loaded.config.training.seed
-    )
-    if not train_names or not held_out_names:
-        raise loaded.error(
-            "data.validation_fraction",
-            f"{data.validation_fraction} of {len(documents)} documents leaves one side empty; "
-            "use more documents or another fraction",
-        )
-    held_out = set(held_out_names)
-    return (
-        [document for document in documents if document.path not in held_out],
-        [document for document in documents if document.path in held_out],
-    )
+        documents = list(read_documents(loaded.resolve(data.corpus), glob=data.glob))
+        documents = documents[: data.max_files]
+    if not documents:
+        raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
+    if len(documents) == 1:
+        return _cut(documents[0], data.validation_fraction)
+    # Documents of one .jsonl file share a path, so the line belongs to the name.
+    names = [f"{document.path}:{document.line or 0}" for document in documents]
+    _, held_out_names = split_files(names, fraction=data.validation_fraction, seed=seed)
+    held_out = {str(name) for name in held_out_names}
+    train, validation = [], []
+    for name, document in zip(names, documents, strict=True):
+        (validation if name in held_out else train).append(document)
+    return train, validation
+
+
+def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+    """Hold out the end of a single text, from a line start on."""
+    text = document.text
+    cut = text.rfind("\n", 0, round(len(text) * (1 - fraction))) + 1
+    cut = cut or round(len(text) * (1 - fraction))
+    return [replace(document, text=text[:cut])], [replace(document, text=text[cut:])]
 
 
 def _is_built(folder: Path, description: dict[str, object]) -> bool:
@@ -120,7 +125,8 @@ def _build(loaded: LoadedConfig, folder: Path, description: dict[str, object]) -
     if data.tokenizer is not None:
         tokenizer = load_tokenizer(loaded.resolve(data.tokenizer))
     else:
-        tokenizer = train_tokenizer((document.text for document in train), data.vocab_size)
+        texts = (document.text for document in train)
+        tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)
     tokenizer.save(scratch / "tokenizer.json")
     build_corpus(train, scratch / "train", tokenizer)
     build_corpus(held_out, scratch / "validation", tokenizer)
@@ -135,15 +141,14 @@ def open_training_data(
     """Open the training tokens as samples of `sequence_length + 1` tokens, blended if several."""
     indexed = [IndexedDataset(prefix) for prefix in corpus.train]
     weights = corpus.weights or tuple(float(dataset.num_tokens) for dataset in indexed)
-    total = sum(weights)
     datasets = [
         GPTDataset(
             dataset,
             sequence_length=sequence_length,
-            num_samples=-(-num_samples * weight // total),
+            num_samples=num_samples,
             seed=seed,
         )
-        for dataset, weight in zip(indexed, weights, strict=True)
+        for dataset in indexed
     ]
     if len(datasets) == 1:
         return datasets[0]

@@ -21,35 +21,35 @@ class HeldOut:
         windows: Every token once as a label.
         num_bytes: UTF-8 bytes of the whole held-out text.
         micro_batch_size: Rows per forward pass.
-        max_batches: Stop after this many forward passes over all ranks, None for all.
+        max_windows: Use the first windows only; None for all.
     """
 
     windows: SequentialWindows
     num_bytes: int
     micro_batch_size: int
-    max_batches: int | None
+    max_windows: int | None
 
 
 def evaluate(trainer: Trainer, held_out: HeldOut) -> Record:
     """Evaluate on all data-parallel ranks together.
 
     Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
-    does not depend on the tokenizer; with `max_batches` the bytes are counted in proportion.
+    does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion.
 
     Returns:
         `step`, `val_loss` (nats per token), `bits_per_byte`; equal on all ranks.
     """
-    state = trainer.state
-    rows = held_out.micro_batch_size
-    # Every data-parallel rank runs the same number of forward passes; a short rank repeats
-    # nothing, it just has fewer.
-    count = -(-len(held_out.windows) // rows)
-    if held_out.max_batches is not None:
-        count = min(count, held_out.max_batches)
-    mine = range(state.index("dp"), count, state.size("dp"))
-    batches = to_device([held_out.windows.batch(i, rows) for i in mine], state.device)
+    state, windows = trainer.state, held_out.windows
+    batches = list(
+        windows.batches(
+            held_out.micro_batch_size,
+            dp_rank=state.index("dp"),
+            dp_size=state.size("dp"),
+            limit=held_out.max_windows,
+        )
+    )
     trainer.model.eval()
-    outputs = trainer.executor(len(batches)).evaluate(batches) if batches else []
+    outputs = trainer.executor.evaluate(to_device(batches, state.device))
     trainer.model.train()
     counts = state.is_last_stage and state.index("tp") == 0
     total = torch.tensor(
@@ -64,7 +64,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record:
         total = total.to(state.device)
         dist.all_reduce(total, group=group)
     nats, tokens = total.tolist()
-    num_bytes = held_out.num_bytes * tokens / held_out.windows.num_tokens
+    num_bytes = held_out.num_bytes * tokens / windows.num_labels
     return {
         "step": trainer.progress.step,
         "val_loss": nats / max(tokens, 1),

@@ -50,8 +50,9 @@ def run(
     """
     layout = loaded.layout(env.world_size)
     with ExitStack() as stack:
-        device = torch.device("cpu")
-        if env.world_size > 1 or torch.cuda.is_available():
+        if dist.is_initialized():  # the caller's process group, or a test's
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        else:
             device = init_process_group(env)
             if dist.is_initialized():
                 stack.callback(dist.destroy_process_group)
@@ -101,11 +102,12 @@ class _Session:
                 windows=SequentialWindows(
                     IndexedDataset(corpus.validation),
                     training.sequence_length,
-                    evaluation.stride or training.sequence_length,
+                    evaluation.stride,
+                    start_id=tokenizer.eod_id,
                 ),
                 num_bytes=validation_bytes(corpus, tokenizer),
                 micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
-                max_batches=evaluation.max_batches,
+                max_windows=evaluation.max_windows,
             )
         self.resumed_from = self._resume(loaded)
 
@@ -122,7 +124,7 @@ class _Session:
     def go(self, stack: ExitStack) -> Record | None:
         """Train to the end; rank 0 also reports."""
         config, trainer = self.config, self.trainer
-        trainer.stop_on_sigterm()
+        stack.enter_context(trainer.stopping_on_signals())
         metrics, board, console = self._reporting(stack)
         self._announce(console)
         saved_step = trainer.progress.step if self.resumed_from else -1

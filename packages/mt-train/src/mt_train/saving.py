@@ -21,7 +21,6 @@ from mt_train.trainer import Progress, Trainer
 
 # Changing one of these between two parts of a run would repeat or skip data, or change the model.
 _FIXED = (
-    ("data",),
     ("training", "global_batch_size"),
     ("training", "sequence_length"),
     ("training", "seed"),
@@ -34,7 +33,7 @@ class ResumeError(Exception):
 
 def find_checkpoint(folder: Path) -> Path | None:
     """Find the newest checkpoint of a run folder, or accept a step folder itself."""
-    if (folder / "zarr.json").exists():
+    if (folder / "zarr.json").is_file():
         return folder
     return latest_checkpoint(folder / "checkpoints")
 
@@ -54,13 +53,14 @@ def save(trainer: Trainer, root: Path, model_config: ModelConfig) -> Path:
             # seed and the step are the whole state of the generators.
             "rng": {"seed": config.training.seed, "step": trainer.progress.step},
             "optimizer_step": trainer.optimizer.step_count,
+            "data": trainer.data_fingerprint,
             "model": model_config.to_dict(),
             "config": _plain(config),
             "layout": dataclasses.asdict(trainer.state.layout),
         },
         group=trainer.state.group("tp-cp-dp-pp"),
         keep=config.checkpoint.keep,
-        on_event=trainer._on_event,
+        on_event=trainer.on_event,
     )
 
 
@@ -73,7 +73,7 @@ def resume(trainer: Trainer, path: Path, model_config: ModelConfig) -> None:
     """
     metadata = read_metadata(path)
     _check_same(metadata, trainer, model_config, path)
-    load_checkpoint(path, _shards(trainer))
+    load_checkpoint(path, _shards(trainer), group=trainer.state.group("tp-cp-dp-pp"))
     trainer.optimizer.step_count = metadata["optimizer_step"]
     trainer.optimizer.sync_params()
     trainer.progress = Progress(step=metadata["step"], elapsed=metadata["elapsed"])
@@ -82,14 +82,15 @@ def resume(trainer: Trainer, path: Path, model_config: ModelConfig) -> None:
 def _shards(trainer: Trainer) -> list[TensorShard]:
     """List the fp32 (fp64) weights and both moments of this rank, in model space."""
     optimizer, layout, rank = trainer.optimizer, trainer.state.layout, trainer.state.rank
+    params = dict(trainer.named_parameters)
     shards: list[TensorShard] = []
     for prefix, tensor_of in (
         ("model", optimizer.master),
         ("optimizer/exp_avg", optimizer.exp_avg),
         ("optimizer/exp_avg_sq", optimizer.exp_avg_sq),
     ):
-        named = [(name, param, tensor_of(name)) for name, param in trainer.named_parameters]
-        shards += param_shards(named, layout, rank, prefix=prefix)
+        named = [(name, tensor_of(name)) for name in params]
+        shards += param_shards(named, layout, rank, prefix=prefix, params=params)
     return shards
 
 
@@ -100,6 +101,8 @@ def _check_same(
     differences = []
     if metadata["model"] != model_config.to_dict():
         differences.append("model: another architecture")
+    if metadata["data"] != trainer.data_fingerprint:
+        differences.append("data: other training tokens, or another order of them")
     for keys in _FIXED:
         before, now = saved, current
         for key in keys:

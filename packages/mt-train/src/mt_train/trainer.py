@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import GPT, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
 from mt_parallel_state import ParallelState
-from mt_pipeline import Executor, TensorSpec, make_schedule
+from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
 
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
@@ -67,12 +69,15 @@ class Trainer:
     ) -> None:
         training, parallel = config.training, config.parallel
         self.config, self.state, self.sampler = config, state, sampler
+        self.data_fingerprint = sampler.dataset.fingerprint
         self.progress = Progress()
-        self._on_event = on_event or (lambda name: None)
+        self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
-        self.model = GPT.build_stage(
+        stages = split_layers(len(model_config.layers), state.size("pp"))
+        self.model = GPT(
             model_config,
             state,
+            layers=stages[state.index("pp")],
             sequence_parallel=parallel.sequence_parallel,
             seed=training.seed,
             dtype=self.dtype,
@@ -91,35 +96,26 @@ class Trainer:
             weight_decay=optimizer.weight_decay,
         )
         self.schedule = learning_rates(config)
-        self.stage = torch.compile(self.model) if training.compile else self.model
-        sharded = state.size("tp") if parallel.sequence_parallel else 1
-
-        def activation(batch: Batch) -> TensorSpec:
-            rows, length = batch["tokens"].shape
-            return TensorSpec((rows, length // sharded, model_config.hidden_size), self.dtype)
-
-        self._activation = activation
-        self._executors: dict[int, Executor] = {}
+        self.executor = Executor(
+            make_schedule(
+                parallel.schedule,
+                stages=state.size("pp"),
+                microbatches=sampler.num_microbatches,
+            ),
+            torch.compile(self.model) if training.compile else self.model,
+            group=state.group("pp"),
+            activation=self._activation,
+            device=state.device,
+        )
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop_requested = False
 
-    def executor(self, num_microbatches: int) -> Executor:
-        """Return the pipeline executor for a number of micro-batches."""
-        if num_microbatches not in self._executors:
-            schedule = make_schedule(
-                self.config.parallel.schedule,
-                stages=self.state.size("pp"),
-                microbatches=num_microbatches,
-            )
-            self._executors[num_microbatches] = Executor(
-                schedule,
-                self.stage,
-                group=self.state.group("pp"),
-                activation=self._activation,
-                device=self.state.device,
-            )
-        return self._executors[num_microbatches]
+    def _activation(self, batch: Batch) -> TensorSpec:
+        """Say what one stage hands to the next for a micro-batch."""
+        rows, length = batch["tokens"].shape
+        sharded = self.state.size("tp") if self.config.parallel.sequence_parallel else 1
+        return TensorSpec((rows, length // sharded, self.model.config.hidden_size), self.dtype)
 
     @property
     def finished(self) -> bool:
@@ -148,14 +144,12 @@ class Trainer:
         started = time.perf_counter()
         lr = self.schedule.at(self.schedule_position + 1)
         batches = to_device(self.sampler.step(self.progress.step), self.state.device)
-        self._on_event("train.forward_backward")
+        self.on_event("train.forward_backward")
         self.buffer.start(len(batches))
         total = self._global_tokens(batches)
-        outputs = self.executor(len(batches)).run(
-            batches, objective=lambda output, _: output["lm"] / total
-        )
+        outputs = self.executor.run(batches, objective=lambda output, _: output["lm"] / total)
         self.buffer.finish()
-        self._on_event("train.reduce")
+        self.on_event("train.reduce")
         reduce_partial_grads(self.named_parameters, self.state)
         norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
         loss_sum, stop, elapsed = self._agree(outputs, started)
@@ -166,7 +160,7 @@ class Trainer:
                 "applied and the last checkpoint is intact; lower optimizer.lr, lengthen "
                 "optimizer.warmup or lower training.grad_clip, then run the same command again"
             )
-        self._on_event("train.update")
+        self.on_event("train.update")
         self.optimizer.step(lr)
         self.progress.step += 1
         self.progress.elapsed += elapsed
@@ -217,14 +211,23 @@ class Trainer:
             "eta_seconds": self.progress.elapsed * left / max(position, 1e-9),
         }
 
-    def request_stop(self, signum: int | None = None, frame: FrameType | None = None) -> None:
-        """Ask for a stop after the running step; usable as a signal handler."""
-        self._stop_requested = True
+    @contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """Turn SIGTERM and SIGINT into a stop after the running step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
 
-    def stop_on_sigterm(self) -> None:
-        """Turn SIGTERM and SIGINT into a stop request."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.request_stop)
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            self._stop_requested = True
+
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = [signal.signal(number, request_stop) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, previous, strict=True):
+                signal.signal(number, handler)
 
 
 def learning_rates(config: RunConfig) -> LRSchedule:
