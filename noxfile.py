@@ -1,0 +1,137 @@
+"""The workspace's verbs, for people and for CI: `uv run nox -l` lists them.
+
+Packages are found under `packages/`, never listed. Sessions that hold a package to what it declares
+have an environment of their own; the others run in the development environment of `uv run`.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+SOURCES = [f"packages/{package}/src" for package in PACKAGES]
+DEV = ["uv", "run", "--frozen"]
+QUICK = "not gpu and not campaign"
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"  # `uv sync --exact` removes what does not belong in a reused one
+nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "docs"]
+
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # without .pyc files `import torch` takes twice as long
+
+
+@nox.session(python=False)
+def lint(session: nox.Session) -> None:
+    """Format, lint, import contracts, workspace rules, and the tests of the tools."""
+    session.run(*DEV, "ruff", "format", "--check", ".")
+    session.run(*DEV, "ruff", "check", ".")
+    session.run(*DEV, "lint-imports", "--no-timings")
+    session.run(*DEV, "python", "tools/check_workspace.py")
+    session.run(*DEV, "pytest", "tools/tests", *session.posargs)
+
+
+@nox.session(python=False)
+def typecheck(session: nox.Session) -> None:
+    """Pyright over the sources of every package and the tools."""
+    tools = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tools/*.py"))
+    session.run(*DEV, "pyright", *SOURCES, *tools, "noxfile.py")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests with only what it declares: itself, all its extras, its `test` group."""
+    sync(session, package, "--all-extras", "--group", "test")
+    pytest(session, f"packages/{package}/tests", "-m", QUICK)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """The tests that join packages."""
+    sync(session, "mt-integration")
+    pytest(session, "tests-integration/tests", "-m", QUICK)
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build every wheel as it would be released, install the wheels alone, import every module."""
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    build = ["uv", "build", "--all-packages", "--wheel", "--no-sources", "--quiet"]
+    session.run(*build, "--out-dir", str(dist))
+    locked = dist / "locked.txt"  # third parties as locked; the siblings as their wheels demand
+    export = ["uv", "export", "--frozen", "--all-packages", "--no-emit-workspace", "--no-hashes"]
+    session.run(*export, "--quiet", "--output-file", str(locked), silent=True)
+    built = sorted(str(wheel) for wheel in dist.glob("*.whl"))
+    session.install("--quiet", "--constraint", str(locked), *built)
+    session.run("uv", "pip", "check")
+    with bytecode(session):
+        modules = [package.replace("-", "_") for package in PACKAGES]
+        session.run("python", "tools/walk_imports.py", *modules)
+
+
+@nox.session(python=False)
+def docs(session: nox.Session) -> None:
+    """Run every fenced command and snippet of the READMEs and docs pages, and every example."""
+    session.run(*DEV, "python", "tools/run_docs.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks; they print ratios and are never a gate."""
+    sync(session, "mt", "--group", "dev", "--group", "bench")
+    with bytecode(session):
+        for script in sorted(ROOT.glob("*/**/benchmarks/*.py")):
+            session.run("python", str(script.relative_to(ROOT)), *session.posargs)
+
+
+@nox.session(python=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device; never in CI."""
+    session.run(*DEV, "pytest", *test_folders(), "-m", "gpu", *session.posargs)
+
+
+@nox.session(python=False)
+def campaign(session: nox.Session) -> None:
+    """The exhaustive and long tests."""
+    session.run(*DEV, "pytest", *test_folders(), "-m", "campaign and not gpu", *session.posargs)
+
+
+def test_folders() -> list[str]:
+    """Every folder of tests, packages first."""
+    return [f"packages/{package}/tests" for package in PACKAGES] + ["tests-integration/tests"]
+
+
+def sync(session: nox.Session, package: str, *options: str) -> None:
+    """Make the session's environment hold exactly `package` with what `options` ask for."""
+    session.run_install(
+        *("uv", "sync", "--frozen", "--exact", "--quiet", "--no-default-groups"),
+        *("--package", package, *options),
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with one thread a process: tests run several ranks on few cores."""
+    with bytecode(session):
+        session.run("pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@contextmanager
+def bytecode(session: nox.Session) -> Iterator[None]:
+    """Share compiled bytecode with the development environment, so that torch is compiled once."""
+    share = ["python", "tools/share_bytecode.py"]
+    session.run(*share, sys.prefix, session.virtualenv.location, silent=True)
+    try:
+        yield
+    finally:
+        session.run(*share, session.virtualenv.location, sys.prefix, silent=True)
