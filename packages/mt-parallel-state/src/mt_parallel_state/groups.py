@@ -10,7 +10,7 @@ A name that follows from the ranks is the way out, and torch offers it only in t
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -41,7 +41,7 @@ def create_group(
         list(ranks),
         backend,
         store,
-        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        cast("Any", name),  # a NewType of str in newer versions of torch
         timeout=c10d._get_default_timeout(backend) if timeout is None else timeout,
         group_desc=name,
     )

@@ -128,7 +128,7 @@ class ParallelLayout:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of ``rank`` on every axis of both views: tp, cp, dp, pp, etp, ep, edp."""
         self._check_rank(rank)
-        result = dict.fromkeys((*_DENSE, "etp", "ep", "edp"), 0)
+        result: dict[str, int] = {}
         for strides in (self._strides(expert=False), self._strides(expert=True)):
             for axis, stride in strides.items():
                 result[axis] = rank // stride % self._axis_size(axis)

@@ -25,7 +25,6 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _WORD = 2**64
-_CHUNK = 1 << 15  # elements per block: the few scratch buffers of one block stay in L2
 _BITS = {torch.float32: 24, torch.float64: 53}
 
 
@@ -63,9 +62,10 @@ def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float3
         raise TypeError(f"index must be int64, got {index.dtype}")
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     source, target = index.reshape(-1), out.view(-1)
-    for start in range(0, source.numel(), _CHUNK):
-        part = source[start : start + _CHUNK]
-        target[start : start + _CHUNK] = _uniform_bits(key, part, _BITS[dtype])
+    chunk = _chunk(index.device)
+    for start in range(0, source.numel(), chunk):
+        part = source[start : start + chunk]
+        target[start : start + chunk] = _uniform_bits(key, part, _BITS[dtype])
     return out.mul_(2.0 ** -_BITS[dtype])
 
 
@@ -100,9 +100,9 @@ def fill_normal_(
         target = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
         bases, run = _runs(tuple(tensor.shape), shape, starts, tensor.device)
         rows = target.view(bases.numel(), run)
-        width = min(run, _CHUNK)
-        height = max(1, _CHUNK // max(width, 1))
-        for col in range(0, run, max(width, 1)):
+        width = max(1, min(run, _chunk(tensor.device)))
+        height = max(1, _chunk(tensor.device) // width)
+        for col in range(0, run, width):
             columns = torch.arange(col, min(col + width, run), device=tensor.device)
             for row in range(0, bases.numel(), height):
                 index = bases[row : row + height, None] + columns
@@ -139,6 +139,11 @@ def initialize_(
         offsets=offsets_of(param, layout, rank),
     )
     return param
+
+
+def _chunk(device: torch.device) -> int:
+    """Elements per block: on a CPU the scratch of one block stays in each thread's L2 cache."""
+    return torch.get_num_threads() << 15 if device.type == "cpu" else 1 << 24
 
 
 def _signed(value: int) -> int:
