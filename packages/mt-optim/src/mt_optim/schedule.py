@@ -44,7 +44,7 @@ class LRSchedule:
         warmup: Units of warm-up, 0 for none.
         decay: Unit at which the decay ends, counted from 0 (warm-up included). Needed by linear,
             cosine and wsd; inverse-sqrt without it never ends; constant does not use it.
-        wsd_anneal: Units of the final decay of wsd.
+        wsd_anneal: Units of the final decay of wsd; the other kinds do not use it.
         wsd_shape: Its shape: linear, cosine, exponential or minus-sqrt.
 
     Raises:
@@ -117,20 +117,18 @@ class LRSchedule:
                     f"kind {self.kind!r} needs decay, the number of units after which min_lr is "
                     "reached (often the length of the run)"
                 )
-        elif self.decay < 1 or (self.kind != "constant" and self.decay <= self.warmup):
+        elif self.decay < max(self.warmup, 1):
             raise ValueError(
-                f"decay must be above warmup={self.warmup} (it is counted from 0, the warm-up "
-                f"included), got {self.decay}"
+                f"decay must be at least warmup={self.warmup}, and 1 (it is counted from 0, the "
+                f"warm-up included); got {self.decay}"
             )
 
     def _check_anneal(self) -> None:
         if self.kind != "wsd":
-            if self.wsd_anneal is not None:
-                raise ValueError(f"wsd_anneal is for kind 'wsd' only; the kind is {self.kind!r}")
             return
         longest = (self.decay or 0) - self.warmup
-        if self.wsd_anneal is None or not 1 <= self.wsd_anneal <= longest:
+        if self.wsd_anneal is None or not 0 <= self.wsd_anneal <= longest:
             raise ValueError(
-                f"kind 'wsd' needs wsd_anneal between 1 and decay - warmup = {longest}, "
+                f"kind 'wsd' needs wsd_anneal between 0 and decay - warmup = {longest}, "
                 f"got {self.wsd_anneal}"
             )
