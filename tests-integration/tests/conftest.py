@@ -1,0 +1,131 @@
+"""What the integration tests share: a small corpus, a small run and ways to start it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TINY = """\
+model:
+  hidden_size: 32
+  num_layers: 4
+  num_heads: 4
+  num_kv_heads: 2
+  ffn_size: 64
+  qk_norm: true
+data:
+  train: [{data}/train]
+  validation: {data}/validation
+  tokenizer: {data}/tokenizer.json
+training:
+  steps: 20
+  global_batch_size: 8
+  micro_batch_size: 8
+  sequence_length: 32
+  dtype: fp32
+optimizer:
+  lr: 3e-3
+  warmup: 5
+evaluation:
+  max_windows: 16
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Starts the tiny run on pool ranks or as the real command."""
+
+    config: Path
+    ranks: Callable[..., list[object]]
+
+    def train(self, out: Path, *overrides: str, nproc: int = 1, on_event=None) -> Path:
+        """Train on pool ranks; every rank runs what the command runs."""
+        config = self.config
+
+        def body() -> None:
+            import torch.distributed as dist
+            from mt_parallel_state import DistributedEnv
+            from mt_train import load_config, run
+
+            env = DistributedEnv(
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                local_rank=dist.get_rank(),
+                local_world_size=dist.get_world_size(),
+            )
+            run(load_config(config, list(overrides)), env, out, on_event=on_event)
+
+        self.ranks(nproc, body, timeout=120)
+        return out
+
+    def command(self, out: Path, *overrides: str, nproc: int = 1) -> list[str]:
+        """The command line of the same run."""
+        run = [sys.executable, "-m", "mt_train", "run", str(self.config), *overrides]
+        return [*run, "--out", str(out), "--nproc", str(nproc)]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
+    from mt_data import build_corpus, read_documents, standard_library_sources, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    data = folder / "data"
+    data.mkdir()
+    documents = list(read_documents(standard_library_sources()[:24]))
+    tokenizer = train_tokenizer((document.text for document in documents), 384)
+    tokenizer.save(data / "tokenizer.json")
+    build_corpus(documents[:20], data / "train", tokenizer)
+    build_corpus(documents[20:], data / "validation", tokenizer)
+    config = folder / "tiny.yaml"
+    config.write_text(TINY.format(data=data))
+    return Runner(config=config, ranks=ranks)
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def losses() -> Callable[[Path], dict[int, float]]:
+    return lambda run: {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
+
+
+@pytest.fixture(scope="session")
+def held_out() -> Callable[[Path], float]:
+    return lambda run: next(row["val_loss"] for row in metrics(run) if "val_loss" in row)
+
+
+@pytest.fixture(scope="session")
+def arrays() -> Callable[..., dict[str, np.ndarray]]:
+    """Read a step's arrays with stock zarr-python, by their global names."""
+
+    def read(run: Path, step: int = 20, prefix: str = "model/") -> dict[str, np.ndarray]:
+        import zarr
+
+        group = zarr.open_group(run / "checkpoints" / f"step_{step:08d}", mode="r")
+        members = dict(group.members(max_depth=None))
+        return {
+            name: array[...]
+            for name, array in members.items()
+            if isinstance(array, zarr.Array) and name.startswith(prefix)
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    def call(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        command = [str(argument) for argument in arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    return call

@@ -1,0 +1,68 @@
+"""Damaged files are named; they never give wrong data."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory) -> Path:
+    return tiny.train(tmp_path_factory.mktemp("run"), "training.steps=2")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_truncated_token_file_is_named(ending, tiny, tmp_path, cli) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny.config.parent / "data", data)
+    path = data / f"train{ending}"
+    path.write_bytes(path.read_bytes()[:-3])
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        tiny.config.read_text().replace(str(tiny.config.parent / "data"), str(data))
+    )
+    result = cli("mt-train", "run", config, "--out", tmp_path / "out")
+    assert result.returncode == 1
+    assert f"train{ending}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(seed, run, tiny, tmp_path, cli) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    rng = random.Random(seed)
+    step = copy / "checkpoints" / "step_00000002"
+    path = rng.choice([p for p in sorted(step.rglob("*")) if p.is_file() and "c/" in str(p)])
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    result = cli(*tiny.command(copy, "training.steps=4"))
+    assert result.returncode == 1
+    tensor = path.relative_to(step).as_posix().split("/c")[0]
+    assert tensor in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_stock_zarr_finds_parameters_and_both_moments(run, tiny, arrays) -> None:
+    parameters = arrays(run, step=2)
+    assert parameters["model/embedding.weight"].shape == (384, 32)
+    assert parameters["model/layers.3.attention.qkv.weight"].shape == (2, 4, 8, 32)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        moments = arrays(run, step=2, prefix=f"optimizer/{moment}/")
+        names = {name.removeprefix(f"optimizer/{moment}/") for name in moments}
+        assert names == {name.removeprefix("model/") for name in parameters}
+        for name, value in moments.items():
+            twin = parameters["model/" + name.removeprefix(f"optimizer/{moment}/")]
+            assert value.shape == twin.shape
+
+
+def test_no_file_of_a_run_holds_a_pickle(run) -> None:
+    for path in run.rglob("*"):
+        if path.is_file():
+            head = path.read_bytes()[:2]
+            assert head[:1] != b"\x80", f"{path} starts like a pickle"
+            assert head != b"PK", f"{path} is a zip, as torch.save writes"

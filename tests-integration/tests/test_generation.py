@@ -1,0 +1,81 @@
+"""mt-infer continues what mt-train saved, the same at every layout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPT = "import os\n"
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory) -> Path:
+    return tiny.train(
+        tmp_path_factory.mktemp("run"), "training.steps=60", "training.sequence_length=64",
+        "training.dtype=bf16",
+    )
+
+
+@pytest.fixture(scope="module")
+def generate(cli):
+    def call(run: Path, *options: object) -> str:
+        result = cli(sys.executable, "-m", "mt_infer", "generate", run, "--prompt", PROMPT, *options)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return call
+
+
+def without_cache(run: Path, max_tokens: int) -> str:
+    """Greedy by recomputing the whole sequence for every token."""
+    import torch
+    from mt_infer import load_run
+    from mt_parallel_state import ParallelLayout, ParallelState
+
+    with torch.inference_mode(), ParallelState(ParallelLayout(), device="cpu") as state:
+        generator = load_run(run, state)
+        tokens = generator.tokenizer.encode(PROMPT)
+        start = len(tokens)
+        while len(tokens) < start + max_tokens:
+            logits = generator.model.logits(torch.tensor([tokens]))[0, -1]
+            token = int(logits[: generator.tokenizer.vocab_size].argmax())
+            if token == generator.tokenizer.eod_id:
+                break
+            tokens.append(token)
+        return generator.tokenizer.decode(tokens[start:])
+
+
+def test_greedy_is_the_same_at_tp_1_and_2_and_without_a_cache(run, generate) -> None:
+    alone = generate(run, "--max-tokens", 40, "--greedy")
+    assert alone == generate(run, "--max-tokens", 40, "--greedy", "--nproc", 2)
+    assert alone == without_cache(run, 40) + "\n"
+    assert len(alone) > 10
+
+
+def test_sampling_repeats_with_its_seed_and_on_two_ranks(run, generate) -> None:
+    options = ("--max-tokens", 30, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95)
+    first = generate(run, *options, "--seed", 3)
+    assert first == generate(run, *options, "--seed", 3, "--nproc", 2)
+    assert first != generate(run, *options, "--seed", 4)
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"), [("nowhere", "is not a folder"), (".", "tokenizer.json is missing")]
+)
+def test_a_folder_that_is_no_run_is_one_message(folder, expected, tmp_path, cli) -> None:
+    result = cli(
+        sys.executable, "-m", "mt_infer", "generate", tmp_path / folder, "--prompt", "x"
+    )
+    assert result.returncode == 1
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(run, cli) -> None:
+    result = cli(
+        sys.executable, "-m", "mt_infer", "generate", run, "--prompt", "word " * 200
+    )
+    assert result.returncode == 2
+    assert "the model's context 64" in result.stderr

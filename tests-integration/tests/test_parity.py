@@ -1,0 +1,116 @@
+"""The layout never changes the numbers: every layout against one process, from one YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# name: (processes, data-parallel size, overrides)
+LAYOUTS = {
+    "tp2": (2, 1, ["parallel.tp=2"]),
+    "pp2": (2, 1, ["parallel.pp=2"]),
+    "dp2": (2, 2, []),
+    "tp2-pp2": (4, 1, ["parallel.tp=2", "parallel.pp=2"]),
+    "tp2-dp2": (4, 2, ["parallel.tp=2"]),
+    "tp2-pp2-dp2": (8, 2, ["parallel.tp=2", "parallel.pp=2"]),
+}
+SEQUENCE_PARALLEL = "parallel.sequence_parallel=true"
+ROWS = [(name, sequence_parallel) for name in LAYOUTS for sequence_parallel in (False, True)]
+ROWS = [(name, sp) for name, sp in ROWS if not sp or "tp2" in name]
+# Per-step relative loss tolerance, and absolute tolerance of final parameters.
+TOLERANCE = {"fp32": (1e-5, 1e-4), "fp64": (1e-10, 1e-9)}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, tmp_path_factory):
+    """One process, the whole batch in one micro-batch."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def get(dtype: str, tied: bool) -> Path:
+        if (dtype, tied) not in made:
+            out = tmp_path_factory.mktemp("reference")
+            options = [f"training.dtype={dtype}", f"model.tied={str(tied).lower()}"]
+            made[dtype, tied] = tiny.train(out, *options)
+        return made[dtype, tied]
+
+    return get
+
+
+def assert_same_run(run, expected, dtype, losses, held_out, arrays) -> None:
+    rtol, atol = TOLERANCE[dtype]
+    ours, theirs = losses(run), losses(expected)
+    assert ours.keys() == theirs.keys()
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=rtol)
+    np.testing.assert_allclose(held_out(run), held_out(expected), rtol=10 * rtol)
+    parameters, wanted = arrays(run), arrays(expected)
+    assert parameters.keys() == wanted.keys()
+    for name, value in parameters.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("layout", "sequence_parallel"), ROWS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_every_layout_trains_like_one_process(  # noqa: PLR0917
+    dtype, layout, sequence_parallel, tied, accumulation, tiny, reference, tmp_path, losses,
+    held_out, arrays,
+) -> None:
+    nproc, dp, overrides = LAYOUTS[layout]
+    run = tiny.train(
+        tmp_path,
+        *overrides,
+        f"training.dtype={dtype}",
+        f"model.tied={str(tied).lower()}",
+        f"training.micro_batch_size={8 // dp // accumulation}",
+        *([SEQUENCE_PARALLEL] if sequence_parallel else []),
+        nproc=nproc,
+    )
+    assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
+
+
+@pytest.mark.parametrize("option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"])
+def test_model_options_keep_parity(option, tiny, tmp_path, losses, held_out, arrays) -> None:
+    expected = tiny.train(tmp_path / "one", option, "training.dtype=fp64")
+    run = tiny.train(
+        tmp_path / "eight", option, "training.dtype=fp64", "training.micro_batch_size=2",
+        "parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL, nproc=8,
+    )
+    assert_same_run(run, expected, "fp64", losses, held_out, arrays)
+
+
+def test_bf16_layouts_agree_to_bf16_accuracy(tiny, tmp_path, losses) -> None:
+    one = losses(tiny.train(tmp_path / "one", "training.dtype=bf16"))
+    four = losses(
+        tiny.train(
+            tmp_path / "four", "training.dtype=bf16", "parallel.tp=2", "parallel.pp=2",
+            "training.micro_batch_size=2", nproc=4,
+        )
+    )
+    np.testing.assert_allclose(list(four.values()), list(one.values()), rtol=2e-2)
+
+
+def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
+    tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    saved = tiny.train(
+        tmp_path / "saved", "parallel.tp=2", "parallel.pp=2", "training.steps=10",
+        "optimizer.schedule=constant", nproc=4,
+    )
+    whole = tiny.train(tmp_path / "whole", "optimizer.schedule=constant")
+    for nproc in (1, 2):
+        run = tiny.train(
+            tmp_path / f"resumed{nproc}", "optimizer.schedule=constant",
+            f"training.micro_batch_size={8 // nproc}", f"checkpoint.load={saved}", nproc=nproc,
+        )
+        steps = losses(run)
+        assert list(steps) == list(range(11, 21))
+        expected = losses(whole)
+        np.testing.assert_allclose(
+            list(steps.values()), [expected[step] for step in steps], rtol=1e-5
+        )
+        wanted = arrays(whole)
+        for name, value in arrays(run).items():
+            np.testing.assert_allclose(value, wanted[name], rtol=0, atol=1e-4, err_msg=name)

@@ -1,0 +1,129 @@
+"""Killed at any moment, the same command ends in the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mt_testing import KillAt, RankDied
+
+OPTIONS = ("parallel.tp=2", "checkpoint.every=4", "training.micro_batch_size=2")
+POINTS = {
+    "train.forward_backward": 20,
+    "train.reduce": 20,
+    "train.update": 20,
+    "save.begin": 5,
+    "save.arrays": 5,
+    "save.data": 5,
+    "save.manifest": 5,
+    "save.before_rename": 5,
+    "save.after_rename": 5,
+    "save.after_latest": 5,
+}
+RANK_ZERO_ONLY = {
+    "save.manifest", "save.before_rename", "save.after_rename", "save.after_latest", "save.arrays",
+}
+
+
+def seeded_kills(count: int, seed: int) -> list[tuple[str, int, int]]:
+    """Every named point once, then at random: (point, how often it was reached, rank)."""
+    rng = random.Random(seed)
+    points = [*POINTS, *rng.choices(list(POINTS), k=max(0, count - len(POINTS)))][:count]
+    return [
+        (point, rng.randint(1, POINTS[point]), 0 if point in RANK_ZERO_ONLY else rng.randint(0, 1))
+        for point in points
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> Path:
+    return tiny.train(tmp_path_factory.mktemp("undisturbed"), *OPTIONS, nproc=2)
+
+
+def assert_equal_bits(run: Path, expected: Path, arrays, losses) -> None:
+    ours, theirs = arrays(run, prefix=""), arrays(expected, prefix="")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+    assert losses(run) == losses(expected)
+
+
+@pytest.mark.parametrize(("point", "nth", "rank"), seeded_kills(20, seed=7))
+def test_a_killed_rank_continues_to_the_same_bits(  # noqa: PLR0917
+    point, nth, rank, tiny, undisturbed, tmp_path, arrays, losses
+) -> None:
+    with pytest.raises(RankDied, match=f"rank {rank}"):
+        tiny.train(tmp_path, *OPTIONS, nproc=2, on_event=KillAt(point, rank=rank, nth=nth))
+    tiny.train(tmp_path, *OPTIONS, nproc=2)
+    assert_equal_bits(tmp_path, undisturbed, arrays, losses)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_once(command: list[str], out: Path, rng: random.Random) -> bool:
+    """Start the real command and SIGKILL one of its ranks at a random moment of training."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.8))
+    ranks = children(process.pid) if process.poll() is None else []
+    if ranks:
+        os.kill(rng.choice(ranks), signal.SIGKILL)
+    message = process.communicate(timeout=60)[1]
+    if process.returncode:
+        assert "was killed by SIGKILL" in message
+    return process.returncode != 0
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))])
+def test_kill_9_of_the_real_command_continues_to_the_same_bits(
+    seed, tiny, undisturbed, tmp_path, arrays, losses, cli
+) -> None:
+    command = tiny.command(tmp_path, *OPTIONS, nproc=2)
+    rng = random.Random(seed)
+    kill_once(command, tmp_path, rng)
+    finished = cli(*command)
+    assert finished.returncode == 0, finished.stderr
+    assert_equal_bits(tmp_path, undisturbed, arrays, losses)
+
+
+def test_sigterm_saves_and_exits_with_0(tiny, tmp_path, losses, cli, arrays) -> None:
+    command = tiny.command(tmp_path, "training.steps=100000", "parallel.tp=2", nproc=2)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "stopped by a signal" in output
+    step = max(losses(tmp_path))
+    assert arrays(tmp_path, step)
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_finished_run_does_nothing_when_started_again(tiny, undisturbed, losses, cli) -> None:
+    before = losses(undisturbed)
+    finished = cli(*tiny.command(undisturbed, *OPTIONS, nproc=2))
+    assert finished.returncode == 0, finished.stderr
+    assert losses(undisturbed) == before
+
+
+def test_another_batch_size_is_refused_in_the_same_folder(tiny, undisturbed, cli) -> None:
+    command = tiny.command(undisturbed, "training.global_batch_size=16", "training.steps=40")
+    finished = cli(*command)
+    assert finished.returncode == 1
+    assert "training.global_batch_size: saved with 8, now 16" in finished.stderr
+    assert "Traceback" not in finished.stderr
