@@ -123,9 +123,7 @@ def _check_ids(rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int)
         )
 
 
-def _check_sizes(
-    global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> None:
+def _check_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
     sizes = {
         "global_batch_size": global_batch_size,
         "micro_batch_size": micro_batch_size,

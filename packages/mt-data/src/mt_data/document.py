@@ -133,6 +133,9 @@ def _line_text(line: bytes, where: str, policy: _Policy) -> str:
         record = json.loads(
             content, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
         )
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
+        raise DataFileError(where, problem) from None
     except (ValueError, RecursionError) as error:
         raise DataFileError(where, f"not valid JSON: {error}") from None
     if not isinstance(record, dict):
@@ -142,9 +145,7 @@ def _line_text(line: bytes, where: str, policy: _Policy) -> str:
         raise DataFileError(where, f"no key {policy.key!r}; the object has {keys}")
     text = record[policy.key]
     if not isinstance(text, str):
-        raise DataFileError(
-            where, f"{policy.key!r} must be a string, found {type(text).__name__}"
-        )
+        raise DataFileError(where, f"{policy.key!r} must be a string, found {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -171,9 +171,7 @@ def _read_header(path: str, file: IO[bytes], size: int) -> tuple[np.dtype, int, 
     return DTYPE_BY_CODE[code], sequences, boundaries
 
 
-def _check_size(
-    path: str, size: int, sequences: int, boundaries: int, *, multimodal: bool
-) -> None:
+def _check_size(path: str, size: int, sequences: int, boundaries: int, *, multimodal: bool) -> None:
     plain = HEADER.size + 12 * sequences + 8 * boundaries
     expected = plain + (sequences if multimodal else 0)
     if size == expected:
@@ -226,8 +224,8 @@ def _check_documents(path: str, documents: NDArray[np.int64], sequences: int) ->
     start = HEADER.size + 12 * sequences
     if documents[0] != 0:
         raise DataFileError(
-            path, f"offset {start}: expected the document index to begin with 0, "
-            f"found {documents[0]}"
+            path,
+            f"offset {start}: expected the document index to begin with 0, found {documents[0]}",
         )
     falling = documents[1:] < documents[:-1]
     if falling.any():
