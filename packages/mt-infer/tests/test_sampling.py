@@ -1,0 +1,75 @@
+"""Sampling against closed-form probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mt_infer import Sampling, choose
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+PROBABILITIES = [0.6439, 0.2369, 0.0871, 0.0321]
+
+
+def counts(sampling: dict, draws: int = 4000) -> list[float]:
+    rows = LOGITS.expand(draws, 4)
+    tokens = choose(rows, Sampling(seed=5, **sampling), position=9)
+    return (torch.bincount(tokens, minlength=4) / draws).tolist()
+
+
+def test_temperature_zero_is_greedy() -> None:
+    assert choose(LOGITS.flip(-1), Sampling(temperature=0), 0).tolist() == [3]
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    assert counts({}) == pytest.approx(PROBABILITIES, abs=0.03)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.88, 2), (0.89, 3), (1.0, 4), (0.01, 1)])
+def test_top_p_keeps_the_token_that_crosses_p(top_p: float, kept: int) -> None:
+    seen = counts({"top_p": top_p})
+    assert [share > 0 for share in seen] == [index < kept for index in range(4)]
+
+
+def test_top_k_keeps_ties_with_the_kth() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(500, 4)
+    tokens = choose(logits, Sampling(top_k=2), 0)
+    assert sorted(set(tokens.tolist())) == [0, 1, 2]
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    assert counts({"top_k": 1}) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_low_temperature_sharpens() -> None:
+    cold = torch.softmax(LOGITS[0] / 0.5, 0).tolist()
+    assert counts({"temperature": 0.5}) == pytest.approx(cold, abs=0.03)
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).expand(300, 4)
+    assert set(choose(logits, Sampling(), 0).tolist()) == {0, 2}
+
+
+def test_a_seed_repeats_and_position_and_row_change_the_draw() -> None:
+    rows = torch.zeros(64, 1000)
+    first = choose(rows, Sampling(seed=1), 0)
+    assert torch.equal(first, choose(rows, Sampling(seed=1), 0))
+    assert not torch.equal(first, choose(rows, Sampling(seed=1), 1))
+    assert not torch.equal(first, choose(rows, Sampling(seed=2), 0))
+    assert len(set(first.tolist())) > 50
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0: use 0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"top_k": 0}, "top_k 0: use 1 or more"),
+        ({"top_p": 0.0}, "top_p 0.0: use a number above 0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**values)
