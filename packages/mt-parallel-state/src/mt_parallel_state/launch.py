@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore
@@ -19,6 +20,7 @@ __all__ = ["launch"]
 _POLL_SECONDS = 0.02
 _FAILURE_GRACE_SECONDS = 3.0
 _STOP_GRACE_SECONDS = 120.0
+_RANK_PROCESS = str(Path(__file__).with_name("rank_process.py"))
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -76,7 +78,7 @@ def _start(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(_cores() // nproc or 1),
     }
     return subprocess.Popen(  # noqa: S603 - the command is the caller's own module
-        [sys.executable, "-m", "mt_parallel_state.rank_process", str(os.getpid()), module, *args],
+        [sys.executable, _RANK_PROCESS, str(os.getpid()), module, *args],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         # In a session of its own a rank gets Ctrl-C once, from us, and not also from the terminal.

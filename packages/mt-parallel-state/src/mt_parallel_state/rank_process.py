@@ -1,6 +1,7 @@
-"""What ``launch`` starts for each rank: ``python -m mt_parallel_state.rank_process PID MODULE``.
+"""What ``launch`` starts for each rank: ``python rank_process.py PID MODULE ARGS``.
 
-It ties the rank's life to the launcher's, then becomes ``python -m MODULE ...``.
+It ties the rank's life to the launcher's, then becomes ``python -m MODULE ARGS``. It is run as a
+file, not as a module of this package, so that it starts before torch is imported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main() -> None:
     """Runs the module named on the command line as ``__main__``."""
     _die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # what -m puts there
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

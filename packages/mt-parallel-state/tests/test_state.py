@@ -1,0 +1,125 @@
+"""ParallelState over gloo: groups by name, made by members only, shared when equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_parallel_state import ParallelLayout, ParallelState
+
+
+def _sum_of_ranks(group: dist.ProcessGroup | None) -> float:
+    value = torch.tensor(float(dist.get_rank()))
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def test_one_rank_needs_no_torch_distributed() -> None:
+    with ParallelState(ParallelLayout()) as state:
+        assert state.group("tp") is None
+        assert state.group("dp-cp-tp-pp") is None
+        assert (state.rank, state.size("dp"), state.index("tp")) == (0, 1, 0)
+        assert state.is_first_stage
+        assert state.is_last_stage
+        with pytest.raises(RuntimeError, match=r"needs torch\.distributed"):
+            state.device_mesh("tp")
+
+
+def test_several_ranks_without_a_world_say_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match=r"has 2 ranks.*init_process_group\(detect_env\(\)\)"):
+        ParallelState(ParallelLayout(tp=2))
+
+
+def test_groups_reduce_over_the_ranks_of_the_layout(ranks) -> None:
+    def body() -> None:
+        layout = ParallelLayout(tp=2, pp=2)
+        with ParallelState(layout) as state:
+            for axes in ("tp", "pp", "tp-pp", "dp", "embedding"):
+                assert _sum_of_ranks(state.group(axes)) == sum(state.ranks(axes))
+                assert state.ranks(axes)[state.index(axes)] == dist.get_rank()
+                assert state.size(axes) == len(state.ranks(axes))
+            assert state.is_first_stage == (dist.get_rank() < 2)
+            assert state.is_last_stage == (dist.get_rank() >= 2)
+
+    ranks(4, body)
+
+
+def test_equal_rank_lists_share_one_group(ranks) -> None:
+    def body() -> None:
+        with ParallelState(ParallelLayout(tp=2, dp=2)) as state:
+            assert state.group("tp") is state.group("tp-cp") is state.group("tp")
+            assert state.group("dp-tp") is state.group("etp-edp-ep")
+            assert state.group("cp") is None
+
+    ranks(4, body)
+
+
+def test_ranks_with_different_numbers_of_groups_still_agree_on_names(ranks) -> None:
+    """The trap of ``new_group(use_local_synchronization=True)``: inner stages made fewer groups."""
+
+    def body() -> None:
+        with ParallelState(ParallelLayout(pp=4)) as state:
+            ends = state.group("embedding")
+            assert (ends is None) == (dist.get_rank() in (1, 2))
+            _sum_of_ranks(ends)
+            assert _sum_of_ranks(state.group("pp")) == 6
+
+    ranks(4, body)
+
+
+def test_two_states_with_two_layouts_live_in_one_process(ranks) -> None:
+    def body() -> None:
+        wide, deep = ParallelState(ParallelLayout(tp=4)), ParallelState(ParallelLayout(tp=2, dp=2))
+        twin = ParallelState(ParallelLayout(tp=4))
+        rank = dist.get_rank()
+        assert _sum_of_ranks(deep.group("tp")) == (1 if rank < 2 else 5)
+        assert _sum_of_ranks(wide.group("tp")) == 6
+        assert _sum_of_ranks(twin.group("tp")) == 6
+        assert twin.group("tp") is not wide.group("tp")
+        wide.close()
+        assert _sum_of_ranks(twin.group("tp")) == 6
+        deep.close()
+        twin.close()
+        again = ParallelState(ParallelLayout(tp=4))
+        assert _sum_of_ranks(again.group("tp")) == 6
+        dist.destroy_process_group()
+        again.close()  # its world is gone already
+
+    ranks(4, body)
+
+
+def test_a_layout_that_does_not_fill_the_world_names_the_sizes(ranks) -> None:
+    def body() -> None:
+        with pytest.raises(
+            ValueError, match=r"needs 4 ranks \(tp=4 x cp=1 x dp=1 x pp=1\).* has 2"
+        ):
+            ParallelState(ParallelLayout(tp=4))
+        other = 1 - dist.get_rank()
+        with pytest.raises(ValueError, match=f"rank={other} was given"):
+            ParallelState(ParallelLayout(tp=2), rank=other)
+        alone = ParallelState(ParallelLayout())  # one rank of a larger world, on its own
+        assert alone.group("tp") is None
+
+    ranks(2, body)
+
+
+def test_a_device_mesh_carries_dtensors_over_our_groups(ranks) -> None:
+    def body() -> None:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        with ParallelState(ParallelLayout(tp=2, dp=2), device="cpu") as state:
+            mesh = state.device_mesh("dp-tp")
+            assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+            assert mesh.get_group("tp") is state.group("tp")
+            whole = torch.arange(16.0).view(4, 4)
+            sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+            dp, tp = state.index("dp"), state.index("tp")
+            assert torch.equal(sharded.to_local(), whole.view(2, 2, 2, 2)[dp, :, tp])
+            assert torch.equal(sharded.full_tensor(), whole)
+            line = state.device_mesh("tp")
+            assert line.mesh.tolist() == state.ranks("tp")
+            assert torch.equal(distribute_tensor(whole, line, [Replicate()]).to_local(), whole)
+            assert state.device_mesh("tp-cp").mesh.tolist() == [[r] for r in state.ranks("tp")]
+
+    ranks(4, body)
