@@ -19,7 +19,7 @@ def make(shape, *, partial=(), spec=None, dtype=torch.float32, grad=None):
 def test_only_marked_gradients_are_summed_over_their_axes(ranks, buffered):
     def body():
         with ParallelState(ParallelLayout(tp=2, dp=2)) as state:
-            value = float(10 ** state.rank)
+            value = float(10**state.rank)
             params = {
                 "norm.weight": make(3, partial=("tp",)),
                 "out.bias": make((2, 2), partial=("tp",), dtype=torch.float64),

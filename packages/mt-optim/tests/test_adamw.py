@@ -123,8 +123,10 @@ def test_loading_the_state_then_stepping_equals_the_uninterrupted_run(dtype):
         set_grads(straight, step)
         optimizer.step(LRS[step])
     saved = {
-        name: [t.clone() for t in (optimizer.master(name), optimizer.exp_avg(name),
-                                   optimizer.exp_avg_sq(name))]
+        name: [
+            t.clone()
+            for t in (optimizer.master(name), optimizer.exp_avg(name), optimizer.exp_avg_sq(name))
+        ]
         for name in optimizer.names
     }
     resumed = make_params(dtype, seed=7)

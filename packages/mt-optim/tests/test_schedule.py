@@ -117,7 +117,10 @@ def test_it_rises_then_falls_within_its_bounds(
     ("fields", "message"),
     [
         ({"kind": "cos"}, "one of constant, linear, cosine, inverse-sqrt, wsd; got 'cos'"),
-        ({"kind": "wsd", "wsd_shape": "sqrt"}, "linear, cosine, exponential, minus-sqrt; got 'sqrt'"),
+        (
+            {"kind": "wsd", "wsd_shape": "sqrt"},
+            "linear, cosine, exponential, minus-sqrt; got 'sqrt'",
+        ),
         ({"max_lr": 0.0}, "max_lr must be positive"),
         ({"max_lr": math.inf}, "max_lr must be positive and finite"),
         ({"min_lr": 2e-3}, r"min_lr must be in \[0, max_lr=0.001\], got 0.002"),
