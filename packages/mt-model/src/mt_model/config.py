@@ -181,15 +181,13 @@ class ModelConfig:
         return schema.from_dict(cls, data)
 
 
-def validate_split(config: ModelConfig, tp: int, *, sequence_parallel: bool = False) -> None:
+def validate_split(config: ModelConfig, tp: int) -> None:
     """Check that `tp` ranks can share every split dim of the model.
 
     Raises:
         ValueError: key/value heads, FFN width or vocabulary do not divide by `tp`; the message
             names both and the nearest values that do.
     """
-    if sequence_parallel and tp == 1:
-        return
     if config.vocab_size % tp:
         raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
     for index, layer in enumerate(config.layers):

@@ -1,0 +1,168 @@
+"""Causal self-attention with grouped key/value heads, split over the tensor-parallel group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mt_model.config import AttentionConfig
+from mt_model.dropout import DropoutSite, score_index
+from mt_model.matmul_attention import matmul_attention
+from mt_model.norm import RMSNorm
+from mt_model.placement import Pass, Placement
+from mt_model.rotary import rotate
+
+MATMUL_MAX_LENGTH = 1024
+
+
+def matmul_attention_obstacle(qkv: Tensor) -> str | None:
+    """Why `matmul_attention` should not be used for these projections; None if it should.
+
+    Shape:
+        qkv: [B, S, G, Q + 2, D].
+    """
+    if qkv.device.type != "cpu":
+        return f"on {qkv.device.type} the fused attention of torch is faster"
+    if qkv.shape[1] > MATMUL_MAX_LENGTH:
+        return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
+    return None
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: DropoutSite | None = None,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in plain operations; the last query sees every key.
+
+    Args:
+        query: rotated queries.
+        key: rotated keys; each serves `N // G` consecutive query heads.
+        value: values.
+        dropout: drops attention weights.
+        index: global index of each attention weight, for `dropout`.
+
+    Shape:
+        query: [B, N, S, D]; key, value: [B, G, T, D]; index: [B, N, S, T]. Returns [B, N, S, D].
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    seen = causal_mask(query.shape[2], key.shape[2], query.device)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    probs = torch.softmax(wide.masked_fill(~seen, float("-inf")), dim=-1).to(scores.dtype)
+    if dropout is not None:
+        probs = dropout(probs, index)
+    return probs @ value
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where a query sees a key, the last query being at the last key.
+
+    Shape:
+        Returns [queries, keys].
+    """
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class Attention(nn.Module):
+    """Fused query/key/value projection, optional norms and rotation, attention, projection back.
+
+    Parameters: `qkv.weight` [kv_heads, q_per_kv + 2, head_dim, hidden], split over "tp" in its
+    first dim: in a group the queries come first, then the key, then the value. `out.weight`
+    [hidden, kv_heads, q_per_kv, head_dim], split in its second. Norm weights [head_dim] are whole
+    on each rank with partial gradients. Collectives are those of the two linear layers.
+
+    Args:
+        config: sizes.
+        hidden_size: width of input and output.
+        norm_eps: eps of the query and key norms.
+        layer: global index.
+        placement: of this rank.
+
+    Shape:
+        forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        *,
+        norm_eps: float,
+        layer: int,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        groups, queries = config.num_kv_heads, config.queries_per_group
+        self.queries_per_group, self.head_dim = queries, config.head_dim
+        self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
+        self.num_kv_heads = groups // placement.tp
+        self.first_head = placement.tp_index * self.num_kv_heads * queries
+        linear = placement.linear_arguments()
+        self.qkv = ColumnParallelLinear(
+            hidden_size, (groups, queries + 2, config.head_dim), bias=config.qkv_bias, **linear
+        )
+        self.out = RowParallelLinear(
+            (groups, queries, config.head_dim), hidden_size, bias=config.out_bias, **linear
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            where = {"dtype": placement.dtype, "device": placement.device}
+            self.q_norm = RMSNorm(config.head_dim, eps=norm_eps, **where)
+            self.k_norm = RMSNorm(config.head_dim, eps=norm_eps, **where)
+            for norm in (self.q_norm, self.k_norm):
+                placement.mark_replicated(norm, partial=True)
+        self.dropout = DropoutSite.at(
+            config.dropout, seed=placement.seed, layer=layer, name="scores"
+        )
+
+    def forward(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
+        """Attend over the sequence; `layer` is the index in the stage, for the cache."""
+        qkv = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
+            qkv = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=3)
+        table = None
+        if self.rope_theta is not None:
+            table = shared.tables[self.head_dim, self.rope_theta]
+        drops = shared.sample_ids is not None and self.dropout.probability > 0
+        if shared.cache is None and not drops and matmul_attention_obstacle(qkv) is None:
+            out = matmul_attention(qkv, table, self.head_dim**-0.5)
+        else:
+            out = self._attend_by_head(qkv, table, shared, layer=layer)
+        return self.out(out.unflatten(-1, (-1, self.queries_per_group, self.head_dim)))
+
+    def _attend_by_head(
+        self, qkv: Tensor, table: Tensor | None, shared: Pass, *, layer: int
+    ) -> Tensor:
+        query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        if table is not None:
+            query, key = rotate(query, table), rotate(key, table)
+        query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
+        if shared.cache is not None:
+            key, value = shared.cache.append(layer, key, value, shared.start)
+        out = self._softmax(query, key, value, shared)
+        return out.transpose(1, 2).flatten(2)
+
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
+        if shared.sample_ids is not None and self.dropout.probability > 0:
+            heads = torch.arange(query.shape[1], device=query.device) + self.first_head
+            index = score_index(shared.sample_ids, heads, self.num_heads, query.shape[2])
+            return reference_attention(query, key, value, dropout=self.dropout, index=index)
+        queries, keys = query.shape[2], key.shape[2]
+        is_causal = queries == keys and queries > 1
+        mask = None if is_causal or queries == 1 else causal_mask(queries, keys, query.device)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            enable_gqa=self.queries_per_group > 1,
+        )

@@ -1,0 +1,76 @@
+"""Dropout whose mask is a function of the sample, the position and the element alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mt_parallel_state import hash_key, random_uniform
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutSite:
+    """One place in the model where elements are dropped.
+
+    The mask is `random_uniform(key, index)` with the global index of the element: the same for
+    every split of batch, sequence, heads or layers over ranks. Sample ids are unique per training
+    sample, so a sample seen again under another id is dropped differently.
+
+    Attributes:
+        probability: chance of an element to be dropped; kept ones are divided by its complement.
+        key: of the random values; `DropoutSite.at` makes it.
+    """
+
+    probability: float
+    key: int
+
+    @classmethod
+    def at(cls, probability: float, *, seed: int, layer: int, name: str) -> DropoutSite:
+        """The site `name` of a layer (-1 for the embedding) in the run with this seed."""
+        return cls(probability=probability, key=hash_key("dropout", seed, layer, name))
+
+    def __call__(self, x: Tensor, index: Tensor | None) -> Tensor:
+        """Drop elements of `x`; the identity when the probability or the index is absent.
+
+        Shape:
+            x, index: equal. Returns the same.
+        """
+        if index is None or not self.probability:
+            return x
+        keep = random_uniform(self.key, index) >= self.probability
+        return x * keep.to(x.dtype).div_(1 - self.probability)
+
+
+def hidden_index(sample_ids: Tensor, positions: Tensor, length: int, hidden_size: int) -> Tensor:
+    """Global index of every element of hidden states.
+
+    Args:
+        sample_ids: one per sequence.
+        positions: of this rank's tokens in the sequence.
+        length: sequences are numbered apart by this many positions.
+        hidden_size: elements per position.
+
+    Shape:
+        sample_ids: [B]; positions: [S]. Returns [B, S, hidden_size].
+    """
+    tokens = sample_ids[:, None] * length + positions[None, :]
+    return tokens[..., None] * hidden_size + torch.arange(hidden_size, device=tokens.device)
+
+
+def score_index(sample_ids: Tensor, heads: Tensor, num_heads: int, length: int) -> Tensor:
+    """Global index of every attention weight of a sequence.
+
+    Args:
+        sample_ids: one per sequence.
+        heads: global indices of this rank's query heads.
+        num_heads: query heads of all ranks.
+        length: tokens in the sequence.
+
+    Shape:
+        sample_ids: [B]; heads: [N]. Returns [B, N, length, length].
+    """
+    position = torch.arange(length, device=sample_ids.device)
+    pair = position[:, None] * length + position[None, :]
+    planes = sample_ids[:, None] * num_heads + heads[None, :]
+    return planes[..., None, None] * (length * length) + pair

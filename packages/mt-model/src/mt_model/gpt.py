@@ -1,0 +1,393 @@
+"""GPT: the layers of one pipeline stage, with the embedding and the head where they belong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TypedDict, cast
+
+import torch
+from mt_parallel_state import (
+    ParallelLayout,
+    ParallelState,
+    PartitionSpec,
+    initialize_,
+    shard_param,
+    sharding_of,
+)
+from mt_tensor_parallel import (
+    Gemm,
+    TorchGemm,
+    VocabParallelEmbedding,
+    all_gather,
+    copy_to_group,
+    gather_from_group,
+    scatter_to_group,
+)
+from torch import Tensor, nn
+
+from mt_model.cache import KVCache
+from mt_model.config import ModelConfig, validate_split
+from mt_model.dropout import DropoutSite, hidden_index
+from mt_model.layer import TransformerLayer
+from mt_model.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from mt_model.norm import build_norm
+from mt_model.placement import Pass, Placement
+from mt_model.rotary import rotary_table
+
+
+class LossOutput(TypedDict):
+    """What the last stage returns: sums, to be divided by the global count once, by the trainer.
+
+    Attributes:
+        lm: sum of the per-token cross entropies, fp32 (fp64 for an fp64 model).
+        tokens: number of labels that are not -100.
+    """
+
+    lm: Tensor
+    tokens: Tensor
+
+
+class GPT(nn.Module):
+    """One pipeline stage of a decoder language model; with `layers=None` the whole model.
+
+    Parameters have global names and every rank's shard records how it is cut (`sharding_of`), so
+    nothing else needs to know this class: `embedding.weight`, `position_embedding.weight`,
+    `layers.17.attention_norm.weight`, `layers.17.attention.qkv.weight`, ...,
+    `final_norm.weight`, `head.weight`. Initial values depend on name, seed and global index
+    only. The stage that starts at layer 0 has the embedding, the one that ends at the last layer
+    the final norm and the head. A tied head on another stage than the embedding is a second
+    `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
+
+    Args:
+        config: the model.
+        state: this rank's place; None is a single process.
+        layers: global indices of this stage's layers.
+        sequence_parallel: split activations between the parallel regions over the sequence.
+        seed: of initial values and dropout.
+        gemm: computes the linear layers.
+        dtype: of parameters and activations.
+        device: of parameters; the state's by default.
+
+    Raises:
+        ValueError: heads, FFN width or vocabulary do not divide by tp; `layers` is no range of
+            the model's; or it is None and the layout has several pipeline stages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        state: ParallelState | None = None,
+        *,
+        layers: range | None = None,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        gemm: Gemm | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        state = ParallelState(ParallelLayout()) if state is None else state
+        self.config, self.layer_range = config, _stage_range(config, state, layers)
+        tp = state.size("tp")
+        validate_split(config, tp)
+        self.placement = Placement(
+            group=state.group("tp"),
+            tp=tp,
+            tp_index=state.index("tp"),
+            sequence_parallel=sequence_parallel and tp > 1,
+            seed=seed,
+            gemm=TorchGemm() if gemm is None else gemm,
+            dtype=dtype,
+            device=state.device if device is None else torch.device(device),
+        )
+        self._build()
+        self._materialize(state, seed)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this is the first stage."""
+        return self.layer_range.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this is the last stage."""
+        return self.layer_range.stop == self.config.num_layers
+
+    def stage_layers(self) -> Iterator[TransformerLayer]:
+        """This stage's layers in order."""
+        return (cast("TransformerLayer", layer) for layer in self.layers.values())
+
+    def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor | LossOutput:
+        """Run the stage on one micro-batch; usable as an `mt_pipeline` stage.
+
+        Args:
+            x: activation of the stage before; None on the first stage.
+            batch: int64 `tokens`, on the last stage `labels` (-100 does not count), and with
+                dropout in training `sample_ids`, unique per training sample.
+
+        Returns:
+            The activation for the next stage or, on the last stage, the losses.
+
+        Shape:
+            x: [B, S, hidden] (S / tp tokens under sequence parallelism); tokens, labels: [B, S];
+            sample_ids: [B].
+        """
+        shared = self._share(batch)
+        x = self._embed(batch["tokens"], shared) if self.has_embedding else x
+        x = self._run_layers(_received(x), shared)
+        if not self.has_head:
+            return x
+        if "labels" not in batch:
+            raise ValueError("the last stage computes the loss and needs batch['labels']")
+        return self._loss(x, batch["labels"])
+
+    @torch.no_grad()
+    def logits(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        start: int = 0,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Scores of the next token after every given one, over the full vocabulary.
+
+        Gathers the vocabulary over the tensor-parallel group.
+
+        Args:
+            tokens: sequences of equal length; with a cache, those from position `start` on.
+            cache: keys and values of the tokens before `start`; the new ones are added.
+            start: position of the first given token.
+            last_only: return the scores after the last token alone.
+
+        Shape:
+            tokens: [B, S]. Returns [B, S, vocab_size], or [B, 1, vocab_size] with last_only.
+
+        Raises:
+            ValueError: the model is one of several stages or sequence parallel, or the tokens
+                do not fit the cache or the model.
+        """
+        self._check_inference(tokens, cache, start)
+        shared = Pass(
+            length=tokens.shape[1],
+            start=start,
+            tables=self._tables(start, tokens.shape[1]),
+            cache=cache,
+        )
+        x = self._run_layers(self._embed(tokens, shared), shared)
+        hidden = self.final_norm(x[:, -1:] if last_only else x)
+        return gather_from_group(
+            self.placement.gemm.forward(hidden, self._head_weight()), self.placement.group, dim=-1
+        )
+
+    def _build(self) -> None:
+        config, placement = self.config, self.placement
+        where = {"dtype": placement.dtype, "device": placement.device}
+        if self.has_embedding or (self.has_head and config.tied):
+            self.embedding = self._vocab_matrix()
+            self._mark_tied(self.embedding.weight)
+        if self.has_embedding:
+            self.position_embedding = None
+            if config.positions == "learned":
+                self.position_embedding = nn.Embedding(
+                    config.max_sequence_length, config.hidden_size, device="meta", dtype=placement.dtype
+                )
+                placement.mark_replicated(
+                    self.position_embedding, partial=placement.sequence_parallel
+                )
+            self.embedding_dropout = DropoutSite.at(
+                config.dropout, seed=placement.seed, layer=-1, name="embedding"
+            )
+        self.layers = nn.ModuleDict(
+            {
+                str(i): TransformerLayer(config.layers[i], config, layer=i, placement=placement)
+                for i in self.layer_range
+            }
+        )
+        if self.has_head:
+            self.final_norm = build_norm(config.norm, config.hidden_size, **where)
+            placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
+            if not config.tied:
+                self.head = self._vocab_matrix()
+        self._build_tables()
+
+    def _vocab_matrix(self) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            group=self.placement.group,
+            sequence_parallel=self.placement.sequence_parallel,
+            dtype=self.placement.dtype,
+            device=torch.device("meta"),
+        )
+
+    def _mark_tied(self, weight: nn.Parameter) -> None:
+        if self.config.tied and not (self.has_embedding and self.has_head):
+            spec = sharding_of(weight).spec
+            shard_param(
+                weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding
+            )
+
+    def _build_tables(self) -> None:
+        """Rotary tables for every position, once per distinct (head_dim, theta)."""
+        self._table_names: dict[tuple[int, float], str] = {}
+        for layer in (self.config.layers[i] for i in self.layer_range):
+            head_dim, theta = layer.mixer.head_dim, layer.mixer.rope_theta
+            if theta is None or (head_dim, theta) in self._table_names:
+                continue
+            name = f"rotary_table_{len(self._table_names)}"
+            table = rotary_table(
+                self.config.max_sequence_length,
+                head_dim,
+                theta,
+                dtype=self.placement.dtype,
+                device=self.placement.device,
+            )
+            self.register_buffer(name, table, persistent=False)
+            self._table_names[head_dim, theta] = name
+
+    def _materialize(self, state: ParallelState, seed: int) -> None:
+        """Give every parameter memory and its initial value."""
+        residual = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        for name, param in list(self.named_parameters()):
+            owner_name, _, leaf = name.rpartition(".")
+            if param.is_meta and self.placement.device.type != "meta":
+                record = sharding_of(param)
+                fresh = nn.Parameter(torch.empty_like(param, device=self.placement.device))
+                param = shard_param(  # noqa: PLW2901 - the meta parameter is gone
+                    fresh, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy
+                )
+                setattr(self.get_submodule(owner_name), leaf, param)
+            if param.is_meta or owner_name.endswith("norm"):
+                continue
+            if leaf == "bias":
+                nn.init.zeros_(param)
+                continue
+            writes_residual = owner_name.endswith(("attention.out", "mlp.down"))
+            std = residual if writes_residual else self.config.init_std
+            initialize_(
+                param, seed=seed, name=name, layout=state.layout, rank=state.rank, std=std
+            )
+
+    def _share(self, batch: Mapping[str, Tensor]) -> Pass:
+        if "tokens" not in batch:
+            raise ValueError("every stage needs batch['tokens'] of shape [B, S]")
+        tokens, config, placement = batch["tokens"], self.config, self.placement
+        length = tokens.shape[1]
+        self._check_length(length)
+        if placement.sequence_parallel and length % placement.tp:
+            raise ValueError(
+                f"sequence length {length} does not divide by tp={placement.tp}, which sequence "
+                f"parallelism needs. Nearest that does: {length // placement.tp * placement.tp} "
+                f"or {(length // placement.tp + 1) * placement.tp}"
+            )
+        tables = self._tables(0, length)
+        if not (self.training and self._drops()):
+            return Pass(length=length, tables=tables)
+        if "sample_ids" not in batch:
+            raise ValueError(
+                "dropout in training needs batch['sample_ids'] of shape [B], unique per training "
+                "sample; or call model.eval()"
+            )
+        index = None
+        if config.dropout:
+            positions = self._own_positions(length, tokens.device)
+            index = hidden_index(
+                batch["sample_ids"], positions, config.max_sequence_length, config.hidden_size
+            )
+        return Pass(
+            length=length, tables=tables, sample_ids=batch["sample_ids"], hidden_index=index
+        )
+
+    def _drops(self) -> bool:
+        return bool(self.config.dropout) or any(l.mixer.dropout for l in self.config.layers)
+
+    def _own_positions(self, length: int, device: torch.device) -> Tensor:
+        """Positions of this rank's tokens between the tensor-parallel regions."""
+        if not self.placement.sequence_parallel:
+            return torch.arange(length, device=device)
+        share = length // self.placement.tp
+        return torch.arange(share, device=device) + self.placement.tp_index * share
+
+    def _tables(self, start: int, length: int) -> dict[tuple[int, float], Tensor]:
+        return {
+            key: self.get_buffer(name)[:, start : start + length]
+            for key, name in self._table_names.items()
+        }
+
+    def _embed(self, tokens: Tensor, shared: Pass) -> Tensor:
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            positions = self._own_positions(shared.length, tokens.device) + shared.start
+            x = x + self.position_embedding(positions)
+        return self.embedding_dropout(x, shared.hidden_index)
+
+    def _run_layers(self, x: Tensor, shared: Pass) -> Tensor:
+        for index, layer in enumerate(self.stage_layers()):
+            x = layer(x, shared, layer=index)
+        return x
+
+    def _head_weight(self) -> Tensor:
+        return (self.embedding if self.config.tied else self.head).weight
+
+    def _loss(self, x: Tensor, labels: Tensor) -> LossOutput:
+        group, hidden = self.placement.group, self.final_norm(x)
+        if self.placement.sequence_parallel:
+            hidden = all_gather(hidden, group, dim=1)
+        else:
+            hidden = copy_to_group(hidden, group)
+        total = linear_cross_entropy(
+            hidden.flatten(0, 1), self._head_weight(), labels.flatten(), group=group
+        )
+        return {"lm": total, "tokens": (labels != IGNORE_INDEX).sum()}
+
+    def _check_length(self, end: int) -> None:
+        if end > self.config.max_sequence_length:
+            raise ValueError(
+                f"{end} tokens are more than max_sequence_length="
+                f"{self.config.max_sequence_length}. Cut the sequence, or build the model with a "
+                f"larger max_sequence_length"
+            )
+
+    def _check_inference(self, tokens: Tensor, cache: KVCache | None, start: int) -> None:
+        if not (self.has_embedding and self.has_head):
+            raise ValueError(
+                f"logits() needs the whole model, and this stage holds layers "
+                f"{self.layer_range.start} to {self.layer_range.stop - 1} of "
+                f"{self.config.num_layers}. Build it with pp=1"
+            )
+        if self.placement.sequence_parallel:
+            raise ValueError("logits() needs a model built with sequence_parallel=False")
+        end = start + tokens.shape[1]
+        self._check_length(end)
+        if cache is None and start:
+            raise ValueError(f"start={start} needs a cache that holds the tokens before it")
+        if cache is not None and end > cache.max_length:
+            raise ValueError(
+                f"{end} tokens are more than the cache holds ({cache.max_length}); allocate it "
+                f"with a larger max_length"
+            )
+
+
+def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None) -> range:
+    if layers is None:
+        if state.size("pp") > 1:
+            raise ValueError(
+                f"the layout has pp={state.size('pp')} stages, so say which layers this one "
+                f"holds, for example layers=mt_pipeline.split_layers({config.num_layers}, "
+                f"{state.size('pp')})[state.index('pp')]"
+            )
+        return range(config.num_layers)
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
+        raise ValueError(
+            f"layers={layers} is not a range of at least one of the model's "
+            f"{config.num_layers} layers"
+        )
+    return layers
+
+
+def _received(x: Tensor | None) -> Tensor:
+    if x is None:
+        raise ValueError("x is None, and only the first stage starts from tokens")
+    return x

@@ -1,0 +1,92 @@
+"""Causal attention as batched matrix products, with rotation and packing in the same function.
+
+On a CPU torch's flash attention takes two to three times as long as plain products at training
+lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head), so it is
+for short sequences; `attention.py` decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_model.rotary import rotate_into
+
+aten = torch.ops.aten
+
+
+def matmul_attention(qkv: Tensor, table: Tensor | None, scale: float) -> Tensor:
+    """Rotate queries and keys, then softmax attention over earlier positions.
+
+    Equal to `reference_attention` of the rotated heads. Scores are rounded to the dtype of `qkv`;
+    the softmax is taken in fp32 for bf16.
+
+    Args:
+        qkv: fused projections; in a group the queries come first, then key, then value.
+        table: from `rotary_table` for these positions, or None.
+        scale: multiplies the scores.
+
+    Shape:
+        qkv: [B, S, G, Q + 2, D]; table: [2, S, D/2]. Returns [B, S, G * Q * D].
+    """
+    return _MatmulAttention.apply(qkv, table, scale)  # pyright: ignore[reportReturnType]
+
+
+class _MatmulAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor | None, scale: float) -> Tensor:
+        batch, length, groups, parts, width = qkv.shape
+        packed = qkv.new_empty(batch, groups, parts, length, width)
+        _permute_rotate(packed, qkv.permute(0, 2, 3, 1, 4), table, inverse=False)
+        query, key, value = _split(packed)
+        scores = torch.bmm(query, key.transpose(1, 2))
+        by_head = scores.view(-1, length, length)
+        torch.add(_mask(length, qkv), by_head, alpha=scale, out=by_head)
+        probs = torch.softmax(scores, dim=-1)
+        ctx.save_for_backward(packed, probs, table)
+        ctx.scale = scale
+        out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
+        return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        packed, probs, table = ctx.saved_tensors
+        batch, groups, parts, length, width = packed.shape
+        query, key, value = _split(packed)
+        grad = grads[0].view(batch, length, groups, parts - 2, width).permute(0, 2, 3, 1, 4)
+        grad = grad.reshape(query.shape)
+        grad_packed = torch.empty_like(packed)
+        grad_packed[:, :, -1] = torch.bmm(probs.transpose(1, 2), grad).view_as(packed[:, :, -1])
+        grad_probs = torch.bmm(grad, value.transpose(1, 2))
+        grad_scores = aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        del grad_probs
+        grad_query = torch.bmm(grad_scores, key).mul_(ctx.scale)
+        grad_packed[:, :, :-2] = grad_query.view_as(packed[:, :, :-2])
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).mul_(ctx.scale)
+        grad_packed[:, :, -2] = grad_key.view_as(packed[:, :, -2])
+        grad_qkv = packed.new_empty(batch, length, groups, parts, width)
+        _permute_rotate(grad_qkv.permute(0, 2, 3, 1, 4), grad_packed, table, inverse=True)
+        return grad_qkv, None, None
+
+
+def _split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, G, Q + 2, S, D] -> query [BG, Q * S, D], key and value [BG, S, D], as views."""
+    groups = packed.flatten(0, 1)
+    return groups[:, :-2].flatten(1, 2), groups[:, -2], groups[:, -1]
+
+
+def _permute_rotate(out: Tensor, x: Tensor, table: Tensor | None, *, inverse: bool) -> None:
+    """Copy x to out, turning queries and keys; both are [B, G, Q + 2, S, D] views."""
+    if table is None:
+        out.copy_(x)
+        return
+    cos, sin = table.unbind(0)
+    rotate_into(out[:, :, :-1], x[:, :, :-1], cos, -sin if inverse else sin)
+    out[:, :, -1] = x[:, :, -1]
+
+
+def _mask(length: int, like: Tensor) -> Tensor:
+    """Zero on and under the diagonal, minus infinity above."""
+    return like.new_full((length, length), float("-inf")).triu_(1)

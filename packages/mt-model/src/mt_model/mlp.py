@@ -1,0 +1,42 @@
+"""The feed-forward of a layer, split over the tensor-parallel group."""
+
+from __future__ import annotations
+
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mt_model.activation import activate, gated
+from mt_model.config import MLPConfig
+from mt_model.placement import Placement
+
+
+class MLP(nn.Module):
+    """Plain `down(act(up x))`, or gated with `up.weight` [2, ffn, hidden]: gate first, then up.
+
+    The width `ffn` is split over "tp" in both weights; collectives are those of the linear layers.
+
+    Args:
+        config: sizes and activation.
+        hidden_size: width of input and output.
+        placement: of this rank.
+
+    Shape:
+        forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
+    """
+
+    def __init__(self, config: MLPConfig, hidden_size: int, *, placement: Placement) -> None:
+        super().__init__()
+        self.activation, self.gated = config.activation, config.gated
+        linear = placement.linear_arguments()
+        shape = (2, config.ffn_size) if config.gated else config.ffn_size
+        shard_dim = 1 if config.gated else 0
+        self.up = ColumnParallelLinear(
+            hidden_size, shape, shard_dim=shard_dim, bias=config.bias, **linear
+        )
+        self.down = RowParallelLinear(config.ffn_size, hidden_size, bias=config.bias, **linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the feed-forward to each token."""
+        up = self.up(x)
+        hidden = gated(up, self.activation) if self.gated else activate(up, self.activation)
+        return self.down(hidden)
