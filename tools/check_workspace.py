@@ -24,7 +24,7 @@ RULES = (
     import_rules.check_public_names,
     text_rules.check_machine_paths,
     text_rules.check_hand_kept_lists,
-    text_rules.check_docs_index,
+    text_rules.check_links,
 )
 
 

@@ -7,6 +7,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from workspace import TEST_ONLY, Package, Problem, Workspace
 
+STATIC = re.compile(r"\d+\.\d+\.\d+")
+
 
 def check_contract(workspace: Workspace) -> Iterator[Problem]:
     """Every package is in the layers contract once, and the contract names nothing else."""
@@ -60,7 +62,7 @@ def check_names(workspace: Workspace) -> Iterator[Problem]:
                 what=f"the wheel holds packages = {shipped}",
                 fix=f'Set packages = ["src/{package.module}"] in [tool.hatch.build.targets.wheel]',
             )
-        if not re.fullmatch(r"\d+\.\d+\.\d+", package.version):
+        if not STATIC.fullmatch(package.version):
             yield Problem(
                 where=where,
                 what=f"version {package.version!r} is not a static X.Y.Z",
@@ -134,8 +136,10 @@ def _check_pin(
     workspace: Workspace, package: Package, requirement: Requirement
 ) -> Iterator[Problem]:
     sibling = workspace.by_name()[canonicalize_name(requirement.name)]
+    if not STATIC.fullmatch(sibling.version):
+        return  # a finding of its own, and no version to pin to
     operators = {each.operator for each in requirement.specifier}
-    major, minor = (*sibling.version.split("."), "0", "0")[:2]
+    major, minor, _ = sibling.version.split(".")
     cap = f"0.{int(minor) + 1}" if major == "0" else str(int(major) + 1)
     fix = f'Write "{sibling.folder.name}>={sibling.version},<{cap}"'
     if not {">=", "<"} <= operators:

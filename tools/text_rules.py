@@ -15,6 +15,8 @@ MACHINE_PATHS = re.compile(
 LIST_LENGTH = 3  # so many packages named in one file of the tooling is a list
 SCANNED = ("noxfile.py", ".ci/*", ".github/**/*.yml", "tools/*.py")
 
+LINKED_PAGES = ("*.md", "docs/**/*.md", "packages/*/*.md")
+
 
 def check_machine_paths(workspace: Workspace) -> Iterator[Problem]:
     """No committed text holds an absolute path of somebody's machine."""
@@ -42,16 +44,23 @@ def check_hand_kept_lists(workspace: Workspace) -> Iterator[Problem]:
             )
 
 
-def check_docs_index(workspace: Workspace) -> Iterator[Problem]:
-    """docs/README.md links every page under docs/, and links to files that exist."""
-    docs = workspace.root / "docs"
-    index = _read(docs / "README.md") if (docs / "README.md").is_file() else ""
-    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", index))
+def check_links(workspace: Workspace) -> Iterator[Problem]:
+    """Links lead to files that exist, and docs/README.md links every page of docs/."""
+    root = workspace.root
+    linked: dict[Path, set[str]] = {}
+    for page in sorted({path for pattern in LINKED_PAGES for path in root.glob(pattern)}):
+        text = re.sub(r"^(\s*)(```|~~~).*?^\1\2", "", _read(page), flags=re.DOTALL | re.MULTILINE)
+        linked[page] = set(re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text))
+        for link in sorted(link for link in linked[page] if not (page.parent / link).exists()):
+            yield Problem(
+                where=page.relative_to(root).as_posix(),
+                what=f"links {link}, which does not exist",
+                fix="Mend or drop the link",
+            )
+    docs = root / "docs"
     pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"README.md"}
-    for page in sorted(pages - links):
-        yield Problem(where="docs/README.md", what=f"{page} is not in the index", fix="Link it")
-    for link in sorted(link for link in links if not (docs / link).exists()):
-        yield Problem(where="docs/README.md", what=f"links {link}, which is missing", fix="Drop it")
+    for name in sorted(pages - linked.get(docs / "README.md", set())):
+        yield Problem(where="docs/README.md", what=f"{name} is not in the index", fix="Link it")
 
 
 def _text_files(root: Path) -> list[Path]:
