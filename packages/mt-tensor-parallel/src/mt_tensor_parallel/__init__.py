@@ -1,3 +1,30 @@
 """Tensor and sequence parallel layers that take a process group."""
 
-__all__: list[str] = []
+from mt_tensor_parallel.collectives import (
+    all_gather,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter,
+    scatter_to_group,
+)
+from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from mt_tensor_parallel.embedding import VocabParallelEmbedding
+from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Gemm",
+    "RowParallelLinear",
+    "TorchGemm",
+    "VocabParallelEmbedding",
+    "all_gather",
+    "copy_to_group",
+    "gather_from_group",
+    "parallel_linear",
+    "reduce_from_group",
+    "reduce_scatter",
+    "scatter_to_group",
+    "vocab_parallel_cross_entropy",
+]

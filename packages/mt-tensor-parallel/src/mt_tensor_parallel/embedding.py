@@ -1,0 +1,141 @@
+"""An embedding whose vocabulary is split over a group."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from mt_parallel_state import PartitionSpec, shard_param
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mt_tensor_parallel.collectives import (
+    Group,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter,
+    shard_size,
+)
+
+__all__ = ["VocabParallelEmbedding"]
+
+
+class _Lookup(torch.autograd.Function):
+    """``F.embedding`` whose backward accumulates low precision in fp32 on a CPU too.
+
+    torch does so on CUDA; on a CPU it adds bf16 to bf16, where a frequent token's gradient stops
+    growing after a few hundred additions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        wide = torch.zeros(ctx.rows, grad.shape[-1], dtype=torch.float32, device=grad.device)
+        return None, wide.index_add_(0, ids.flatten(), grad.float()).to(grad.dtype)
+
+
+def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda:
+        return cast(Tensor, _Lookup.apply(ids, weight))
+    return F.embedding(ids, weight)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Looks up token ids in a table whose rows are split over a group.
+
+    Rank t of n holds rows [t V / n, (t + 1) V / n). Ids of other ranks give zero rows, and the sum
+    over the group is the lookup: forward all-reduces (reduce-scatters along the sequence under
+    sequence parallelism), backward sends nothing (all-gathers). The initial values are standard
+    normal, like ``nn.Embedding``.
+
+    Args:
+        vocab_size: Whole number of rows.
+        hidden_size: Length of a row.
+        group: ``None`` means not split.
+        axis: Axis name for the parameter's sharding record.
+        sequence_parallel: Whether the output is a sequence shard.
+        dtype: Of the table; ``None`` is torch's default.
+        device: Of the table; ``"meta"`` draws no values.
+
+    Shape:
+        Input [B, S] int64, output [B, S, hidden_size] (S / ranks under sequence parallelism),
+        weight [vocab_size / ranks, hidden_size].
+
+    Raises:
+        ValueError: The group does not divide the vocabulary or the sequence, or an id is outside
+            the vocabulary.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        group: Group = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        rows = shard_size(vocab_size, group, what="vocab_size")
+        self.vocab_size = vocab_size
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.first = group_rank(group) * rows
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "meta":
+            part = torch.empty(rows, hidden_size, dtype=dtype, device=device)
+        else:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            whole = torch.empty(vocab_size, hidden_size, dtype=wide, device="cpu").normal_()
+            part = whole[self.first : self.first + rows].to(dtype=dtype, device=device, copy=True)
+        spec = PartitionSpec() if group is None else PartitionSpec(axis)
+        self.weight = shard_param(nn.Parameter(part), spec)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up ``ids``; see the class for shapes."""
+        check_range(ids, self.vocab_size, what="token id")
+        if self.group is None or self.group.size() == 1:
+            return _lookup(ids, self.weight)
+        local = ids - self.first
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        rows = _lookup(local.masked_fill_(foreign, 0), self.weight)
+        rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            shard_size(ids.shape[1], self.group, what="the sequence length")
+            return reduce_scatter(rows, self.group, dim=1)
+        return reduce_from_group(rows, self.group)
+
+    def extra_repr(self) -> str:
+        """The shapes and settings that torch prints."""
+        return (
+            f"vocab_size={self.vocab_size}, weight={list(self.weight.shape)}, "
+            f"ranks={group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def check_range(ids: Tensor, size: int, *, what: str) -> None:
+    """Raises if an id is outside [0, size).
+
+    On an accelerator the check is a device-side assertion, which does not wait for the device.
+    """
+    if ids.numel() == 0 or ids.device.type == "meta":
+        return
+    low, high = torch.aminmax(ids)
+    if ids.device.type != "cpu":
+        torch._assert_async((low >= 0) & (high < size))
+    elif low < 0 or high >= size:
+        worst = int(low) if low < 0 else int(high)
+        raise ValueError(f"{what} {worst} is outside the vocabulary: ids go from 0 to {size - 1}")
