@@ -43,7 +43,8 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         bits = tensor.view(torch.int16).numpy().view(np.uint16).astype("<u4")
-        return np.left_shift(bits, 16, dtype="<u4").view("<f4")
+        bits <<= 16
+        return bits.view("<f4")
     array = tensor.numpy()
     return array.astype(stored_dtype(dtype_name(tensor.dtype)), copy=False)
 
@@ -51,6 +52,7 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray:
 def from_stored(array: np.ndarray, name: str) -> torch.Tensor:
     """Inverse of `to_stored`: a CPU tensor of dtype `name`."""
     if name == "bfloat16":
-        bits = np.right_shift(array.view("<u4"), 16, dtype="<u4").astype(np.uint16)
-        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        bits = array.view("<u4").astype("<u4")
+        bits >>= 16
+        return torch.from_numpy(bits.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "W"))

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -146,11 +147,11 @@ def chunk_indices(box: Box, chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]
 
 def overlap(
     box: Box, index: tuple[int, ...], chunks: tuple[int, ...]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where chunk `index` and `box` meet: slices into the box and slices into the chunk."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Where chunk `index` and `box` meet: an index into the box and one into the chunk."""
     in_box, in_chunk = [], []
     for start, end, i, size in zip(box.offsets, box.ends, index, chunks, strict=True):
         low, high = max(start, i * size), min(end, (i + 1) * size)
         in_box.append(slice(low - start, high - start))
         in_chunk.append(slice(low - i * size, high - i * size))
-    return tuple(in_box), tuple(in_chunk)
+    return (*in_box, ...), (*in_chunk, ...)  # the ellipsis keeps a 0-d array an array

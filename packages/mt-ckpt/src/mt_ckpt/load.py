@@ -94,7 +94,10 @@ def verify_checkpoint(path: str | Path) -> list[Problem]:
 def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
     """Compare the files that are there with those that should be."""
     found, odd = list_files(path)
-    problems = [Problem(file=name, reason=reason) for name, reason in sorted(odd.items())]
+    problems = [
+        Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
+        for name, reason in sorted(odd.items())
+    ]
     for name in sorted(set(manifest.files) - found - set(odd)):
         problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason="is missing"))
     for name in sorted(found - set(manifest.files) - {MANIFEST}):

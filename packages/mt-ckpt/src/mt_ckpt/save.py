@@ -191,9 +191,7 @@ class _Save:
         move_latest(self.root, self.step)
         self.event("save.after_latest")
         if self.old is not None:
-            shutil.rmtree(
-                self.old, ignore_errors=True
-            )  # out of sight already; `clean` gets the rest
+            remove_tree(self.old)
         if self.keep is not None:
             retain(self.root, self.keep, self.step)
 
@@ -201,10 +199,9 @@ class _Save:
         """After a failure: remove the temporary directory, put back what it was to replace."""
         if self.temp is not None:
             remove_tree(self.temp)
-        final = self.root / step_name(self.step)
-        if self.old is not None and not final.exists():
-            with contextlib.suppress(OSError):
-                self.old.rename(final)
+        if self.old is not None:
+            with contextlib.suppress(OSError):  # refused where the new one has taken its place
+                self.old.rename(self.root / step_name(self.step))
 
 
 def _check_json(metadata: dict[str, Any]) -> None:

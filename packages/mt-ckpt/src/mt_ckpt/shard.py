@@ -24,8 +24,8 @@ def check_name(name: str) -> None:
         if not legal or part in _RESERVED:
             raise ValueError(
                 f"array name {name!r}: part {part!r} is not allowed. A name is parts joined by "
-                "'/', each 1 to 200 of A-Z a-z 0-9 _ . @ + = , - and neither all dots, nor starting "
-                f"with '__', nor one of {', '.join(_RESERVED)}"
+                "'/', each 1 to 200 of A-Z a-z 0-9 _ . @ + = , - and neither all dots, nor "
+                f"starting with '__', nor one of {', '.join(_RESERVED)}"
             )
 
 

@@ -1,0 +1,315 @@
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from mt_ckpt import (
+    CheckpointError,
+    TensorShard,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+
+
+def make_tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model/layers.0.w": torch.randn(4, 6, generator=generator),
+        "model/head": torch.randn(5, generator=generator).bfloat16(),
+        "optimizer/exp_avg/layers.0.w": torch.randn(4, 6, generator=generator),
+        "rng": torch.arange(3, dtype=torch.uint8) + seed,
+        "step": torch.tensor(seed),
+    }
+
+
+def make_shards(tensors):
+    """Every tensor as one box, matrices as two."""
+    shards = []
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2:
+            shards.append(TensorShard(name, tensor))
+            continue
+        for half in (0, 1):
+            rows = tensor[half * 2 : half * 2 + 2]
+            shards.append(
+                TensorShard(name, rows, global_shape=tuple(tensor.shape), offsets=(half * 2, 0))
+            )
+    return shards
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    root = tmp_path / "checkpoints"
+    return save_checkpoint(root, 20, make_shards(make_tensors()), {"seed": 0})
+
+
+def load_all(path):
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    load_checkpoint(path, [TensorShard(name, tensor) for name, tensor in tensors.items()])
+    return tensors
+
+
+def files_of(path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+
+
+def tensor_of(name):
+    return next((n for n in make_tensors() if name.startswith(f"{n}/")), None)
+
+
+def assert_both_name(path, name):
+    """Loading and verifying both blame the file, and the tensor where there is one."""
+    with pytest.raises(CheckpointError) as caught:
+        load_all(path)
+    assert caught.value.file == name, str(caught.value)
+    assert name in str(caught.value)
+    assert caught.value.tensor == tensor_of(name)
+    if caught.value.tensor:
+        assert repr(caught.value.tensor) in str(caught.value)
+    problems = verify_checkpoint(path)
+    assert [(p.file, p.tensor) for p in problems] == [(name, tensor_of(name))]
+    assert name in str(problems[0])
+
+
+def flip(file, position, bit):
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def positions(path):
+    return [(name, i) for name in files_of(path) for i in range((path / name).stat().st_size)]
+
+
+def check_flip(path, name, position, bit):
+    original = (path / name).read_bytes()
+    flip(path / name, position, bit)
+    assert_both_name(path, name)
+    (path / name).write_bytes(original)
+
+
+def test_a_flipped_bit_anywhere_names_its_file_and_tensor(checkpoint):
+    rng = random.Random(0)
+    names = files_of(checkpoint)
+    sample = [(n, rng.randrange((checkpoint / n).stat().st_size)) for n in names * 3]
+    sample += rng.sample(positions(checkpoint), 150 - len(sample))
+    for name, position in sample:
+        check_flip(checkpoint, name, position, rng.randrange(8))
+    assert len({name for name, _ in sample}) == len(names) > 15
+    load_all(checkpoint)
+
+
+@pytest.mark.campaign
+def test_every_flipped_bit_names_its_file_and_tensor(checkpoint):
+    for name, position in positions(checkpoint):
+        for bit in range(8):
+            check_flip(checkpoint, name, position, bit)
+
+
+def test_a_truncated_or_longer_file_is_named(checkpoint):
+    for name in files_of(checkpoint):
+        original = (checkpoint / name).read_bytes()
+        for damaged in (b"", original[:-1], original[: len(original) // 2], original + b"\0"):
+            (checkpoint / name).write_bytes(damaged)
+            assert_both_name(checkpoint, name)
+        (checkpoint / name).write_bytes(original)
+    load_all(checkpoint)
+
+
+def test_a_missing_file_is_named(checkpoint):
+    for name in files_of(checkpoint):
+        original = (checkpoint / name).read_bytes()
+        (checkpoint / name).unlink()
+        assert_both_name(checkpoint, name)
+        (checkpoint / name).write_bytes(original)
+
+
+def test_an_extra_file_is_named(checkpoint):
+    for name in ["junk", "model/layers.0.w/c.7.0", "model/.hidden", "optimizer/new/zarr.json"]:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_bytes(b"x")
+        assert_both_name(checkpoint, name)
+        (checkpoint / name).unlink()
+
+
+def test_swapped_chunks_are_both_named(checkpoint):
+    first, second = (checkpoint / f"model/layers.0.w/c.{i}.0" for i in (0, 1))
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+    assert [p.file for p in verify_checkpoint(checkpoint)] == [
+        "model/layers.0.w/c.0.0",
+        "model/layers.0.w/c.1.0",
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"model/layers.0.w/c.0.0 \(tensor 'model/layers.0.w'"
+    ):
+        load_all(checkpoint)
+
+
+def test_a_file_of_another_step_is_named(checkpoint):
+    other = save_checkpoint(checkpoint.parent, 30, make_shards(make_tensors(1)), {"seed": 1})
+    for name in ["model/head/c.0", "zarr.json"]:
+        original = (checkpoint / name).read_bytes()
+        shutil.copy(other / name, checkpoint / name)
+        assert_both_name(checkpoint, name)
+        (checkpoint / name).write_bytes(original)
+    shutil.copy(other / "mt-manifest.json", checkpoint / "mt-manifest.json")
+    assert len(verify_checkpoint(checkpoint)) >= 5
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_all(checkpoint)
+
+
+def test_a_symbolic_link_is_refused_wherever_it_leads(checkpoint, tmp_path):
+    for name in files_of(checkpoint):
+        target = tmp_path / "elsewhere"
+        (checkpoint / name).rename(target)
+        (checkpoint / name).symlink_to(target)
+        assert_both_name(checkpoint, name)
+        (checkpoint / name).unlink()
+        target.rename(checkpoint / name)
+    (checkpoint / "model").rename(tmp_path / "model")
+    (checkpoint / "model").symlink_to(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="model: is a symbolic link"):
+        load_all(checkpoint)
+
+
+def test_something_that_is_no_file_is_refused(checkpoint):
+    os.mkfifo(checkpoint / "model/pipe")
+    with pytest.raises(CheckpointError, match="model/pipe: is not a plain file"):
+        load_all(checkpoint)
+
+
+def test_all_problems_are_listed(checkpoint):
+    (checkpoint / "step/c").unlink()
+    (checkpoint / "junk").touch()
+    with pytest.raises(CheckpointError) as caught:
+        load_all(checkpoint)
+    assert "step/c (tensor 'step'): is missing" in str(caught.value)
+    assert "junk: is not in the manifest" in str(caught.value)
+    assert "Load another step, or restore the files" in str(caught.value)
+
+
+def forge(checkpoint, change):
+    """Rewrite the manifest with a right seal, as an attacker would."""
+    path = checkpoint / "mt-manifest.json"
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    text = change(body)
+    if not isinstance(text, str):
+        text = json.dumps(body, indent=0)
+    rest = text.removeprefix("{\n").encode()
+    seal = hashlib.sha256(rest).hexdigest()
+    path.write_bytes(b'{"sha256": "' + seal.encode() + b'",\n' + rest)
+
+
+def set_in(*keys_and_value):
+    *keys, last, value = keys_and_value
+
+    def change(body):
+        for key in keys:
+            body = body[key]
+        body[last] = value
+
+    return change
+
+
+HASH = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            set_in("format_version", 99),
+            r"written in format version 99 by mt-ckpt 0.1.0; this is "
+            r"mt-ckpt 0.1.0, which reads format versions up to 1",
+        ),
+        (set_in("format", "other"), "format is 'other', not 'mt-ckpt'"),
+        (set_in("format_version", True), "'format_version' must be a JSON int, not True"),
+        (set_in("files", "../../etc/passwd", [1, HASH]), "path '../../etc/passwd' leads out"),
+        (set_in("files", "/etc/passwd", [1, HASH]), "path '/etc/passwd' leads out"),
+        (set_in("files", "a/./b", [1, HASH]), "path 'a/./b' leads out"),
+        (set_in("files", "a\\b", [1, HASH]), "leads out"),
+        (set_in("files", "extra", [1, HASH]), "the arrays have 16 files, but 17 are recorded"),
+        (set_in("files", "step/c", [-1, HASH]), "the record of 'step/c' must be .size, sha256."),
+        (set_in("files", "step/c", [12, "XY"]), "the record of 'step/c' must be .size, sha256."),
+        (set_in("files", "step/c", [13, HASH]), "step/c: a chunk has 12 bytes"),
+        (set_in("files", []), "'files' must be a JSON dict"),
+        (
+            set_in("arrays", "rng", "shape", [2**62]),
+            "the arrays have .* files, but 16 are recorded",
+        ),
+        (set_in("arrays", "rng", "shape", [2**70]), "are not sizes"),
+        (set_in("arrays", "rng", "shape", [-3]), "are not sizes"),
+        (set_in("arrays", "rng", "shape", "x"), "shape and chunks are lists"),
+        (set_in("arrays", "rng", "chunks", [0]), "do not fit the shape"),
+        (set_in("arrays", "rng", "chunks", [3, 3]), "do not fit the shape"),
+        (set_in("arrays", "rng", "chunks", [2**60]), "rng/c.0: a chunk has"),
+        (set_in("arrays", "rng", "dtype", "object"), "dtype 'object' is not one of float64"),
+        (set_in("arrays", "rng", "more", 1), "an array needs exactly: chunks, dtype, shape"),
+        (
+            set_in("arrays", "../x", {"shape": [0], "dtype": "int8", "chunks": [1]}),
+            "is not allowed",
+        ),
+        (lambda body: "{\n" + '"a": ' * 1 + "[" * 100_000, "is not valid JSON"),
+        (lambda body: '{\n"step": 1, "step": 2}', "is not valid JSON: a key occurs twice"),
+        (lambda body: "{\n1}", "is not valid JSON"),
+    ],
+)
+def test_a_forged_manifest_is_refused(checkpoint, change, text):
+    forge(checkpoint, change)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load_all(checkpoint)
+    assert caught.value.file == "mt-manifest.json"
+    assert str(checkpoint / "mt-manifest.json") in str(caught.value)
+    assert [p.file for p in verify_checkpoint(checkpoint)] == ["mt-manifest.json"]
+
+
+def test_forging_without_a_change_loads(checkpoint):
+    forge(checkpoint, lambda body: None)
+    load_all(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"step_00000020",
+        b"step_00000021\n",
+        b"step_20\n",
+        b"../x\n",
+        b"\xff" * 1000,
+        b"step_00000020\n\n",
+    ],
+)
+def test_a_garbled_latest_says_what_to_do(checkpoint, content):
+    root = checkpoint.parent
+    (root / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        latest_checkpoint(root)
+    assert caught.value.file == "latest"
+    assert re.search(
+        r"latest: its content .* names no checkpoint in .* \(there: step_00000020\). Write the "
+        r"name of one of them and a newline into it, or delete it to resume from the newest",
+        str(caught.value),
+    )
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
+        save_checkpoint(root, 30, [], {})
+
+
+def test_a_flipped_bit_in_latest_is_an_error(checkpoint):
+    latest = checkpoint.parent / "latest"
+    original = latest.read_bytes()
+    for position in range(len(original)):
+        flip(latest, position, position % 8)
+        with pytest.raises(CheckpointError, match="names no checkpoint"):
+            latest_checkpoint(checkpoint.parent)
+        latest.write_bytes(original)
+    assert latest_checkpoint(checkpoint.parent) == checkpoint
