@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
+
+import tyro
 
 
 @dataclass(kw_only=True)
 class Generate:
     """Continue a prompt with the newest checkpoint of a run; prints the continuation alone."""
 
+    run: tyro.conf.Positional[Path]
+    """The --out folder of an mt-train run."""
     prompt: str
     """The text to continue."""
     max_tokens: int = 128
@@ -38,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> int:
-    run, command = _parse(arguments)
+    command = _parse(arguments)
     from mt_ckpt import CheckpointError
     from mt_data import DataError
     from mt_parallel_state import detect_env, launch
@@ -53,7 +57,7 @@ def _main(arguments: list[str]) -> int:
     if command.nproc > 1 and env.world_size == 1:
         return launch("mt_infer", arguments, command.nproc)
     try:
-        text = _generate(run, command)
+        text = _generate(command)
     except (RunError, PromptError, CheckpointError, DataError, ValueError) as error:
         sys.stderr.write(f"mt-infer: {error}\n")
         return 2 if isinstance(error, ValueError) else 1
@@ -62,7 +66,7 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
-def _generate(run: Path, command: Generate) -> str:
+def _generate(command: Generate) -> str:
     import torch
     import torch.distributed as dist
     from mt_parallel_state import ParallelLayout, ParallelState, detect_env, init_process_group
@@ -83,7 +87,7 @@ def _generate(run: Path, command: Generate) -> str:
     try:
         layout = ParallelLayout(tp=env.world_size)
         with ParallelState(layout, rank=env.rank, device=device) as state:
-            generator = load_run(run, state, dtype=command.dtype)
+            generator = load_run(command.run, state, dtype=command.dtype)
             return generator.generate(
                 command.prompt, max_tokens=command.max_tokens, sampling=sampling
             )
@@ -92,15 +96,7 @@ def _generate(run: Path, command: Generate) -> str:
             dist.destroy_process_group()
 
 
-def _parse(arguments: list[str]) -> tuple[Path, Generate]:
-    import tyro
-
-    @dataclass(kw_only=True)
-    class Command(Generate):
-        __doc__ = Generate.__doc__
-        run: tyro.conf.Positional[Path]
-        """The --out folder of an mt-train run."""
-
-    choices = Annotated[Command, tyro.conf.subcommand("generate")]
-    command = tyro.cli(tyro.conf.OmitSubcommandPrefixes[choices], prog="mt-infer", args=arguments)
-    return command.run, command
+def _parse(arguments: list[str]) -> Generate:
+    return tyro.extras.subcommand_cli_from_dict(
+        {"generate": Generate}, prog="mt-infer", args=arguments
+    )

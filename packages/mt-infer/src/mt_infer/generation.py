@@ -62,7 +62,7 @@ class Generator:
         device = next(self.model.parameters()).device
         fed, start = torch.tensor([prompt], device=device), 0
         for position in range(len(prompt), length):
-            logits = self.model.logits(fed, cache=cache, start=start)
+            logits = self.model.logits(fed, cache=cache, start=start, last_only=True)
             # Padding rows of the embedding are no tokens.
             allowed = logits[:, -1, : self.tokenizer.vocab_size]
             token = choose(allowed, sampling, position)

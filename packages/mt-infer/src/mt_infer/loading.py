@@ -43,10 +43,11 @@ def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) ->
         )
     config = ModelConfig.from_dict(read_metadata(path)["model"])
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
-    model = GPT.build_stage(config, state, dtype=chosen, device=state.device)
+    model = GPT(config, state, dtype=chosen)
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
-    named = [(name, param, param.data) for name, param in model.named_parameters()]
-    shards = param_shards(named, state.layout, state.rank, prefix="model")
-    load_checkpoint(path, shards, cast=True, partial=True)
+    shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
+    load_checkpoint(
+        path, shards, group=state.group("tp"), ignore=("optimizer/",), cast=True
+    )
     return Generator(model=model, config=config, tokenizer=load_tokenizer(tokenizer_path))

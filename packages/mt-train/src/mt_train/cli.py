@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from mt_train.problem import ConfigError
 
 _BAD_CONFIG = 2
@@ -19,9 +21,9 @@ class Run:
     Runs alone, on `--nproc` local processes, or as one rank under torchrun or srun.
     """
 
-    config: Path
+    config: tyro.conf.Positional[Path]
     """The run's YAML file."""
-    overrides: list[str] = field(default_factory=list)
+    overrides: tyro.conf.Positional[list[str]] = field(default_factory=list)
     """Changes as section.key=value, e.g. parallel.tp=2 training.steps=100."""
     out: Path | None = None
     """Run folder; by default runs/<name of the YAML file>."""
@@ -33,9 +35,9 @@ class Run:
 class Config:
     """Print the resolved YAML: every default filled in, overrides applied."""
 
-    config: Path
+    config: tyro.conf.Positional[Path]
     """The run's YAML file."""
-    overrides: list[str] = field(default_factory=list)
+    overrides: tyro.conf.Positional[list[str]] = field(default_factory=list)
     """Changes as section.key=value."""
 
 
@@ -79,29 +81,16 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> Run | Config | Quickstart:
-    import tyro
-
-    positional = tyro.conf.Positional
-    subcommand = tyro.conf.subcommand
-
-    @dataclass(kw_only=True)
-    class PositionalRun(Run):
-        __doc__ = Run.__doc__
-        config: positional[Path]  # type: ignore[valid-type]
-        overrides: positional[list[str]] = field(default_factory=list)  # type: ignore[valid-type]
-
-    @dataclass(kw_only=True)
-    class PositionalConfig(Config):
-        __doc__ = Config.__doc__
-        config: positional[Path]  # type: ignore[valid-type]
-        overrides: positional[list[str]] = field(default_factory=list)  # type: ignore[valid-type]
-
-    choices = (
-        Annotated[Quickstart, subcommand("quickstart")]
-        | Annotated[PositionalRun, subcommand("run")]
-        | Annotated[PositionalConfig, subcommand("config")]
+    commands = (
+        Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
+        | Annotated[Run, tyro.conf.subcommand("run")]
+        | Annotated[Config, tyro.conf.subcommand("config")]
     )
-    return tyro.cli(choices, prog="mt-train", args=arguments)  # type: ignore[arg-type]
+    return tyro.cli(
+        tyro.conf.OmitSubcommandPrefixes[commands],  # type: ignore[arg-type]
+        prog="mt-train",
+        args=arguments,
+    )
 
 
 def _print_config(command: Config) -> int:

@@ -172,7 +172,7 @@ class _Session:
 
     def _announce(self, console: Console) -> None:
         layout = self.state.layout
-        parameters = self.model_config.num_parameters
+        parameters = self.trainer.count_parameters()
         console.say(
             f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
             f"{self.state.device.type}; tp {layout.tp} pp {layout.pp} dp {layout.dp}"

@@ -19,7 +19,7 @@ from mt_data import BatchSampler
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import GPT, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelState, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
 
 from mt_train.config import RunConfig
@@ -116,6 +116,20 @@ class Trainer:
         rows, length = batch["tokens"].shape
         sharded = self.state.size("tp") if self.config.parallel.sequence_parallel else 1
         return TensorSpec((rows, length // sharded, self.model.config.hidden_size), self.dtype)
+
+    def count_parameters(self) -> int:
+        """Count the whole model's parameters, each logical one once; every rank calls it."""
+        layout = self.state.layout
+        own = sum(
+            math.prod(global_shape_of(param, layout))
+            for _, param in self.named_parameters
+            if not sharding_of(param).is_copy
+        )
+        count = torch.tensor(own, device=self.state.device)
+        group = self.state.group("pp")
+        if group is not None:
+            dist.all_reduce(count, group=group)
+        return int(count)
 
     @property
     def finished(self) -> bool:
