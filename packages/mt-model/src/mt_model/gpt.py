@@ -22,7 +22,6 @@ from mt_tensor_parallel import (
     all_gather,
     copy_to_group,
     gather_from_group,
-    scatter_to_group,
 )
 from torch import Tensor, nn
 

@@ -1,0 +1,176 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mt_model import (
+    PRESETS,
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    flops_per_token,
+    gpt,
+    num_parameters,
+    preset,
+    validate_split,
+)
+
+SMALL = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_survives_json(name):
+    config = preset(name)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    positions=st.sampled_from(["rope", "learned", "none"]),
+    norm=st.sampled_from(["rms", "layer"]),
+    activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    dropout=st.floats(0, 0.9),
+)
+def test_any_builder_choice_survives_json(positions, norm, activation, flags, dropout):
+    names = ("gated", "bias", "tied", "qk_norm")
+    config = gpt(
+        **SMALL,
+        positions=positions,
+        norm=norm,
+        activation=activation,
+        dropout=dropout,
+        **dict(zip(names, flags, strict=True)),
+    )
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_layers_may_differ_and_lack_a_feed_forward():
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
+    config = ModelConfig(
+        vocab_size=16,
+        hidden_size=8,
+        max_sequence_length=8,
+        positions="none",
+        layers=(
+            LayerConfig(mixer=mixer),
+            LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=16)),
+        ),
+    )
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert config.layers[0].feed_forward is None
+
+
+def broken(**changes):
+    data = gpt(**SMALL).to_dict()
+    data["layers"][1]["mixer"].update(changes.pop("mixer", {}))
+    data.update(changes)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (broken(hiden_size=4), "hiden_size: unknown key. Did you mean 'hidden_size'?"),
+        (broken(mixer={"num_head": 4}), r"layers\[1\].mixer.num_head: unknown key."),
+        (broken(mixer={"num_heads": "4"}), r"layers\[1\].mixer: .*num_heads='4': expected int"),
+        (broken(mixer={"type": "mamba"}), r"layers\[1\].mixer.type: 'mamba' is not known here"),
+        (broken(layers=3), "layers: expected a list, got 3"),
+        (broken(norm=None), "norm: expected a mapping, got None"),
+        (broken(positions="alibi"), "expected one of 'rope', 'learned', 'none'"),
+        (broken(vocab_size=True), "vocab_size=True: expected int"),
+        (broken(vocab_size=0), "vocab_size=0: expected more than 0"),
+        (broken(dropout=1.0), "dropout=1.0: expected at least 0 and less than 1"),
+        ({"vocab_size": 3}, r"hidden_size: missing \(expected int\)"),
+    ],
+)
+def test_broken_dict_names_the_path(data, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_heads": 6, "num_kv_heads": 4, "head_dim": 2},
+            r"num_heads=6 is not a multiple of num_kv_heads=4.*Nearest num_kv_heads that does: "
+            r"3 or 6",
+        ),
+        ({"num_heads": 8, "head_dim": 1}, "head_dim=1 is odd"),
+        ({"num_heads": 3}, "hidden_size=8 does not divide by num_heads=3"),
+        ({"positions": "learned", "num_layers": 0}, "layers is empty"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        gpt(**{**SMALL, **changes})
+
+
+def test_positions_must_match_the_layers():
+    rotating = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4)
+    sizes = {"vocab_size": 8, "hidden_size": 8, "max_sequence_length": 8}
+    with pytest.raises(ValueError, match=r"positions='learned', but layer 0 has rope_theta"):
+        ModelConfig(**sizes, layers=(LayerConfig(mixer=rotating),), positions="learned")
+    still = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match="no layer has a rope_theta"):
+        ModelConfig(**sizes, layers=(LayerConfig(mixer=still),))
+
+
+def test_unknown_preset_and_override_suggest_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown preset 'lama-3-8b'. Did you mean 'llama-3-8b'"):
+        preset("lama-3-8b")
+    with pytest.raises(ValueError, match=r"unknown override 'hiden_size'.*'hidden_size'"):
+        preset("tiny", hiden_size=3)
+    assert preset("tiny", num_layers=7).num_layers == 7
+
+
+# Parameter counts as published with the models.
+@pytest.mark.parametrize(
+    ("name", "overrides", "count"),
+    [
+        ("gpt2-124m", {"vocab_size": 50257}, 124_439_808),
+        ("gpt2-1.5b", {"vocab_size": 50257}, 1_557_611_200),
+        ("llama-2-7b", {}, 6_738_415_616),
+        ("llama-3-8b", {}, 8_030_261_248),
+        ("llama-3-70b", {}, 70_553_706_496),
+        ("llama-3.2-1b", {}, 1_235_814_400),
+        ("qwen3-0.6b", {}, 596_049_920),
+    ],
+)
+def test_preset_has_the_published_parameter_count(name, overrides, count):
+    assert num_parameters(preset(name, **overrides)) == count
+
+
+def test_flops_match_megatron_goldens():
+    small = gpt(**SMALL, head_dim=4, ffn_size=32, gated=False)
+    assert flops_per_token(small, 16) * 16 == 196_608
+    tera = flops_per_token(preset("llama-3-8b"), 4096) * 2 * 4096 / 1e12
+    assert tera == pytest.approx(395.257, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        (
+            {"num_heads": 6, "head_dim": 4},
+            4,
+            r"num_heads=6 does not divide by tp=4. Nearest num_heads that does: 4 or 8; nearest "
+            r"tp for num_heads=6: 3 \(layer 0\)",
+        ),
+        (
+            {"num_heads": 4, "num_kv_heads": 2},
+            4,
+            r"num_kv_heads=2 does not divide by tp=4. Nearest num_kv_heads that does: 4; nearest "
+            r"tp for num_kv_heads=2: 2",
+        ),
+        ({"vocab_size": 33}, 2, r"vocab_size=33 does not divide by tp=2.*32 or 34"),
+        ({"ffn_size": 9}, 2, r"ffn_size=9 does not divide by tp=2.*8 or 10"),
+    ],
+)
+def test_indivisible_split_names_both_and_the_nearest(changes, tp, message):
+    config = gpt(**{**SMALL, **changes})
+    validate_split(config, 1)
+    with pytest.raises(ValueError, match=message):
+        validate_split(config, tp)

@@ -1,0 +1,166 @@
+"""Every fast function against its plain form, and against torch's own where there is one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mt_model.activation import activate, gated, gated_reference
+from mt_model.attention import causal_mask, reference_attention
+from mt_model.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from mt_model.matmul_attention import matmul_attention
+from mt_model.norm import rms_norm, rms_norm_reference
+from mt_model.rotary import rotary_table, rotate, rotate_reference
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+RELATIVE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def rand(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def assert_near(actual, expected, dtype):
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error < RELATIVE[dtype], error
+
+
+def assert_same_function(fast, plain, inputs, dtype):
+    """Values and gradients of `fast` at `dtype` are those of `plain` in fp64."""
+    fast_in = [t.to(dtype).requires_grad_() for t in inputs]
+    plain_in = [t.detach().double().requires_grad_() for t in fast_in]
+    y, expected = fast(*fast_in), plain(*plain_in)
+    assert y.dtype == dtype
+    assert_near(y, expected, dtype)
+    grad = rand(*y.shape, dtype=dtype, seed=9)
+    actual_grads = torch.autograd.grad(y, fast_in, grad)
+    expected_grads = torch.autograd.grad(expected, plain_in, grad.double())
+    for a, e in zip(actual_grads, expected_grads, strict=True):
+        assert_near(a, e, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 24), (2, 3, 4, 2, 8)])
+def test_rms_norm_matches_plain_form(dtype, shape):
+    inputs = [rand(*shape), rand(shape[-1]) + 1]
+    assert_same_function(
+        lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5), inputs, dtype
+    )
+
+
+def test_rms_norm_matches_torch_and_finite_differences():
+    x, w = rand(4, 6).requires_grad_(), rand(6).requires_grad_()
+    assert torch.allclose(rms_norm(x, w, 1e-5), F.rms_norm(x, (6,), w, 1e-5), rtol=1e-12)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, w))
+
+
+def test_rms_norm_leaves_a_strided_input_unchanged():
+    whole = rand(4, 3, 6)
+    before = whole.clone()
+    y = rms_norm(whole[:, 1], torch.ones(6, dtype=torch.float64), 1e-5)
+    assert torch.equal(whole, before)
+    expected = F.rms_norm(before[:, 1].contiguous(), (6,), None, 1e-5)
+    assert torch.allclose(y, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 4, 2, 3, 6)])
+def test_rotate_matches_plain_form(dtype, shape):
+    table = rotary_table(shape[1], shape[-1], 100.0, dtype=dtype)
+    assert_same_function(
+        lambda x: rotate(x, table), lambda x: rotate_reference(x, table.double()), [rand(*shape)], dtype
+    )
+
+
+def test_rotation_is_multiplication_by_a_complex_phase():
+    x, theta = rand(2, 7, 3, 8), 50.0
+    table = rotary_table(7, 8, theta, dtype=torch.float64)
+    phase = torch.arange(7.0)[:, None] * theta ** -(torch.arange(4, dtype=torch.float64) / 4)
+    z = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * phase)[:, None, :]
+    assert torch.allclose(rotate(x, table), torch.cat((z.real, z.imag), -1), atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_gated_activation_matches_plain_form(dtype, kind):
+    assert_same_function(
+        lambda x: gated(x, kind), lambda x: gated_reference(x, kind), [rand(3, 4, 2, 16)], dtype
+    )
+
+
+def test_activations_match_their_formulas():
+    x = rand(50)
+    assert torch.allclose(activate(x, "silu"), x / (1 + torch.exp(-x)))
+    assert torch.allclose(activate(x, "gelu"), x * 0.5 * (1 + torch.erf(x / 2**0.5)))
+    tanh = torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+    assert torch.allclose(activate(x, "gelu_tanh"), 0.5 * x * (1 + tanh))
+    assert torch.allclose(activate(x, "relu2"), torch.where(x > 0, x * x, 0.0))
+    with pytest.raises(ValueError, match="'swish' is not one of silu"):
+        activate(x, "swish")
+
+
+def attend_by_torch(qkv, table):
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if table is not None:
+        query, key = rotate_reference(query, table), rotate_reference(key, table)
+    query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "queries"), [(3, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_matmul_attention_matches_torch(dtype, groups, queries, rotary):
+    table = rotary_table(9, 8, 100.0, dtype=dtype) if rotary else None
+    wide = None if table is None else table.double()
+    assert_same_function(
+        lambda x: matmul_attention(x, table, 8**-0.5),
+        lambda x: attend_by_torch(x, wide),
+        [rand(2, 9, groups, queries + 2, 8)],
+        dtype,
+    )
+
+
+def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
+    query, key, value = rand(2, 6, 3, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 8, seed=1)
+    mask = causal_mask(3, 7, query.device)
+    assert mask.sum(1).tolist() == [5, 6, 7]
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    assert torch.allclose(reference_attention(query, key, value), expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [None, 4, 5, 64])
+def test_linear_cross_entropy_matches_torch_for_any_block_size(dtype, block_size):
+    labels = torch.randint(0, 24, (18,), generator=torch.Generator().manual_seed(0))
+    labels[[0, 7, 17]] = -100
+    hidden, weight = rand(18, 16, dtype=dtype), rand(24, 16, dtype=dtype)
+    fast_in = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    plain_in = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    loss = linear_cross_entropy(*fast_in, labels, block_size=block_size)
+    expected = linear_cross_entropy_reference(*plain_in, labels)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert_near(loss, expected, dtype)
+    (loss * 0.25).backward()
+    (expected * 0.25).backward()
+    for a, e in zip(fast_in, plain_in, strict=True):
+        assert_near(a.grad, e.grad, dtype)
+    assert (fast_in[0].grad[7] == 0).all()
+
+
+def test_linear_cross_entropy_is_finite_for_huge_logits():
+    hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == 2000.0
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_linear_cross_entropy_without_gradients_keeps_nothing():
+    hidden, weight = rand(4, 8), rand(6, 8).requires_grad_()
+    labels = torch.tensor([0, 1, 2, 3])
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels)
+    assert not loss.requires_grad
+    assert torch.allclose(loss, linear_cross_entropy_reference(hidden, weight, labels))
