@@ -3,56 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from mt_pipeline.ir import Action, Op, Schedule
-
-Located: TypeAlias = tuple[Action, int]
-"""An action and the index of the compute action that it belongs to."""
+from mt_pipeline.simulator import simulate
 
 
-def insert_communication(schedule: Schedule) -> Schedule:
-    """Put sends and receives around the compute actions of a schedule.
+def insert_communication(
+    schedule: Schedule, *, forward: float = 1.0, backward: float = 2.0
+) -> Schedule:
+    """Put sends and receives between the compute actions of a schedule.
 
-    A tensor is sent right after the action that makes it and received right before the action that
-    needs it. What lies between two compute actions of a rank is one exchange, whose members may
-    happen in any order and at the same time; so `F1 [SEND_F1 RECV_B0] B0` swaps with the next
-    stage, and no rank waits for a send while its peer waits for one too.
+    The schedule is simulated, and every message gets the moment at which it is made. Each of its
+    two ranks takes it then: after the compute actions that have begun by that moment, before the
+    ones that have not. So messages are received early rather than when they are needed, and as
+    there is one order of all events that every rank's list agrees with, the earliest event not
+    done can always happen: no deadlock, even where a send ends only once it is received.
+
+    What lies between two compute actions of a rank is one exchange (`Step`), whose members may
+    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank.
 
     Args:
         schedule: Compute actions only. A schedule that already communicates is returned as it is.
+        forward: Time of one forward, above 0. The times only decide where receives are placed.
+        backward: Time of one backward, above 0.
 
     Returns:
         The same schedule with communication.
+
+    Raises:
+        ValueError: A time is not above 0, or the schedule cannot complete (`check` says why).
     """
     if schedule.has_communication:
         return schedule
-    ranks = tuple(tuple(a for a, _ in located) for located in locate_communication(schedule))
-    return dataclasses.replace(schedule, ranks=ranks)
-
-
-def locate_communication(schedule: Schedule) -> list[list[Located]]:
-    """Like `insert_communication`, each action with the index that it has or comes from."""
-    if schedule.has_communication:
-        return [[(action, i) for i, action in enumerate(actions)] for actions in schedule.ranks]
-    return [
-        [(a, i) for i, action in enumerate(actions) for a in _surround(schedule, action)]
-        for actions in schedule.ranks
-    ]
-
-
-def _surround(schedule: Schedule, action: Action) -> Iterator[Action]:
-    stage, microbatch = action.stage, action.microbatch
-    forward = action.op is Op.F
-    receive = Action(Op.RECV_F if forward else Op.RECV_B, stage, microbatch)
-    send = Action(Op.SEND_F if forward else Op.SEND_B, stage, microbatch)
-    if schedule.peer(receive) is not None:
-        yield receive
-    yield action
-    if schedule.peer(send) is not None:
-        yield send
+    if forward <= 0 or backward <= 0:
+        raise ValueError(f"forward is {forward} and backward {backward}: both must be above 0")
+    # Sorted by time, messages before the computation that starts with them, then by the pair of
+    # ranks, so that both ends of a message agree on the order of all messages between them.
+    events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
+    for rank, spans in enumerate(simulate(schedule, forward, backward).timeline):
+        for span in spans:
+            done = span.action
+            events[rank].append(((span.start, 1, 0, 0), done))
+            send = Action(Op.SEND_F if done.op is Op.F else Op.SEND_B, done.stage, done.microbatch)
+            peer = schedule.peer(send)
+            if peer is not None:
+                moment = (span.end, 0, rank, peer)
+                events[rank].append((moment, send))
+                events[peer].append((moment, schedule.other_end(send)))
+    ranks = (sorted(listed, key=lambda event: event[0]) for listed in events)
+    return dataclasses.replace(
+        schedule, ranks=tuple(tuple(action for _, action in listed) for listed in ranks)
+    )
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
@@ -102,7 +105,7 @@ class Step:
     compute: Action | None
 
 
-def steps(actions: Sequence[Action] | Iterable[Action]) -> list[Step]:
+def steps(actions: Iterable[Action]) -> list[Step]:
     """Cut a rank's actions into exchanges, each with the compute action that follows it."""
     result: list[Step] = []
     exchange: list[Action] = []

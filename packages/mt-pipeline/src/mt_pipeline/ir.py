@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 _FORMAT = "mt-pipeline-schedule"
@@ -41,7 +42,7 @@ class Op(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether the action computes, rather than communicates."""
-        return self in (Op.F, Op.B)
+        return self is Op.F or self is Op.B
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Schedule:
                 f"{len(self.ranks)} ranks: give one per rank, or None for no promise"
             )
 
-    @property
+    @cached_property
     def has_communication(self) -> bool:
         """Whether sends and receives are among the actions."""
         return any(not action.op.is_compute for actions in self.ranks for action in actions)

@@ -62,22 +62,47 @@ def simulate(
     }
     if latency < 0:
         raise ValueError(f"latency is {latency}: expected 0 or more")
-    todo = [[a for a in actions if a.op.is_compute] for actions in schedule.ranks]
-    timeline: list[list[Span]] = [[] for _ in todo]
+    timeline, stuck = advance(schedule, cost, latency)
+    if stuck:
+        raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
+    makespan = max((spans[-1].end for spans in timeline if spans), default=0.0)
+    busy = [sum(span.end - span.start for span in spans) for spans in timeline]
+    return Simulation(
+        makespan=makespan,
+        bubble=tuple(1.0 - work / makespan if makespan else 0.0 for work in busy),
+        peak_activations=tuple(_peak(spans) for spans in timeline),
+        timeline=tuple(tuple(spans) for spans in timeline),
+    )
+
+
+def advance(
+    schedule: Schedule, cost: dict[Op, list[float]], latency: float = 0.0
+) -> tuple[list[list[Span]], dict[int, tuple[Action, Action]]]:
+    """Let every rank go as far as it can.
+
+    Returns:
+        For each rank when its actions ran; and for each rank that does not reach its end the
+        action that it is stuck at and the action whose result that one waits for.
+    """
+    plans = [[a for a in actions if a.op.is_compute] for actions in schedule.ranks]
+    timeline: list[list[Span]] = [[] for _ in plans]
     ends: dict[Action, float] = {}
     waiting: dict[Action, int] = {}  # for the result of an action: the rank that is stuck on it
-    runnable = list(range(len(todo)))
+    stuck: dict[int, tuple[Action, Action]] = {}
+    runnable = list(range(len(plans)))
     while runnable:
         rank = runnable.pop()
-        spans, free = timeline[rank], timeline[rank][-1].end if timeline[rank] else 0.0
-        while len(spans) < len(todo[rank]):
-            action = todo[rank][len(spans)]
-            source = _source(schedule, action)
-            if source is not None and source not in ends:
-                waiting[source] = rank
-                break
+        plan, spans = plans[rank], timeline[rank]
+        free = spans[-1].end if spans else 0.0
+        stuck.pop(rank, None)
+        while len(spans) < len(plan):
+            action = plan[len(spans)]
+            source = source_of(schedule, action)
             start = free
             if source is not None:
+                if source not in ends:
+                    waiting[source], stuck[rank] = rank, (action, source)
+                    break
                 away = schedule.stage_ranks[source.stage] != rank
                 start = max(free, ends[source] + (latency if away else 0.0))
             free = start + cost[action.op][action.stage]
@@ -85,20 +110,11 @@ def simulate(
             ends[action] = free
             if action in waiting:
                 runnable.append(waiting.pop(action))
-    if any(len(spans) < len(plan) for spans, plan in zip(timeline, todo, strict=True)):
-        raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
-    makespan = max(ends.values(), default=0.0)
-    busy = [sum(span.end - span.start for span in spans) for spans in timeline]
-    return Simulation(
-        makespan=makespan,
-        bubble=tuple(1.0 - work / makespan if makespan else 0.0 for work in busy),
-        peak_activations=tuple(_peak(plan) for plan in todo),
-        timeline=tuple(tuple(spans) for spans in timeline),
-    )
+    return timeline, stuck
 
 
-def _source(schedule: Schedule, action: Action) -> Action | None:
-    """The action whose result this one works on."""
+def source_of(schedule: Schedule, action: Action) -> Action | None:
+    """The compute action whose result a compute action works on; None for the first stage's F."""
     if action.op is Op.F:
         stage = schedule.previous_stage(action.stage)
         return None if stage is None else Action(Op.F, stage, action.microbatch)
@@ -108,10 +124,10 @@ def _source(schedule: Schedule, action: Action) -> Action | None:
     return Action(Op.B, stage, action.microbatch)
 
 
-def _peak(actions: Sequence[Action]) -> int:
+def _peak(spans: Sequence[Span]) -> int:
     peak = live = 0
-    for action in actions:
-        live += 1 if action.op is Op.F else -1
+    for span in spans:
+        live += 1 if span.action.op is Op.F else -1
         peak = max(peak, live)
     return peak
 

@@ -40,12 +40,14 @@ class TransferError(RuntimeError):
 class Mailbox:
     """The transfers of one run of one rank.
 
-    With `batched`, an exchange is one `batch_isend_irecv`, awaited before the next computation.
-    NCCL needs that: it matches transfers by the order in which a communicator is given them, so
-    two ranks that each send first would wait for each other for ever, unless the send and the
-    receive go in together. Otherwise every transfer is a message of its own (gloo): receives are
-    posted one exchange early, so data arrives during the computation before the one that needs
-    it, and a send has until the next exchange to end.
+    An exchange is started and not awaited: what arrives is awaited by the computation that takes
+    it, what is sent has until the next exchange to go.
+
+    With `batched`, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what a
+    communicator is given in order, so two ranks that each send first would wait for each other for
+    ever, unless the send and the receive go in together. Otherwise every transfer is a message of
+    its own (gloo), and receives are posted one exchange early, so that a message can leave its
+    sender at once.
 
     Args:
         schedule: Says which rank is at the other end.
@@ -71,8 +73,8 @@ class Mailbox:
         self._batched = batched
         self._outgoing: dict[Action, Tensor] = {}
         self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
-        # A tensor that is being sent must stay alive until its send has ended.
-        self._sending: list[tuple[Action, Tensor, dist.Work | None]] = []
+        # What is being sent stays alive until its send has ended.
+        self._leaving: list[tuple[Action, Tensor, dist.Work | None]] = []
 
     def put(self, send: Action, tensor: Tensor) -> None:
         """Hand over what the send will send; between stages of one rank it arrives at once."""
@@ -99,46 +101,50 @@ class Mailbox:
             ahead: Those of the next one, whose receives may be started already.
         """
         now = [action for action in now if self._carries(action)]
-        receives = [action for action in now if action.op.is_receive]
-        sends = [action for action in now if action.op.is_send]
         if self._batched:
-            self._exchange_batch(sends, receives)
+            self.finish()
+            self._start_batch(now)
             return
-        receives += [a for a in ahead if a.op.is_receive and self._carries(a)]
-        for receive in receives:
-            if receive not in self._arriving:
-                tensor = self._empty(receive)
-                work = dist.irecv(tensor, group=self._group, group_src=self._peer(receive))
-                self._arriving[receive] = (tensor, work)
+        for action in [*now, *(action for action in ahead if self._carries(action))]:
+            if action.op.is_receive and action not in self._arriving:
+                tensor = self._empty(action)
+                work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
+                self._arriving[action] = (tensor, work)
         self.finish()
-        for send in sends:
-            tensor = self._outgoing.pop(send)
-            work = dist.isend(tensor, group=self._group, group_dst=self._peer(send))
-            self._sending.append((send, tensor, work))
+        for action in now:
+            if action.op.is_send:
+                tensor = self._outgoing.pop(action)
+                work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
+                self._leaving.append((action, tensor, work))
 
     def finish(self) -> None:
         """Wait for all sends, and let go of what they sent."""
-        for send, _, work in self._sending:
+        for send, _, work in self._leaving:
             self._wait(send, work)
-        self._sending.clear()
+        self._leaving.clear()
 
-    def _exchange_batch(self, sends: list[Action], receives: list[Action]) -> None:
-        outgoing = {send: self._outgoing.pop(send) for send in sends}
-        incoming = {receive: self._empty(receive) for receive in receives}
-        transfers = [
-            dist.P2POp(
-                dist.isend if action.op.is_send else dist.irecv,
-                tensor,
-                group=self._group,
-                group_peer=self._peer(action),
-            )
-            for action, tensor in (outgoing | incoming).items()
-        ]
-        if not transfers:
+    def _start_batch(self, actions: list[Action]) -> None:
+        if not actions:
             return
-        for work in dist.batch_isend_irecv(transfers):
-            self._wait([*sends, *receives][0], work)
-        self._arriving.update({action: (tensor, None) for action, tensor in incoming.items()})
+        tensors = [self._outgoing.pop(a) if a.op.is_send else self._empty(a) for a in actions]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(
+                    dist.isend if action.op.is_send else dist.irecv,
+                    tensor,
+                    group=self._group,
+                    group_peer=self._peer(action),
+                )
+                for action, tensor in zip(actions, tensors, strict=True)
+            ]
+        )
+        if len(works) != len(actions):  # NCCL gives one for the whole batch
+            works = [works[0]] * len(actions)
+        for action, tensor, work in zip(actions, tensors, works, strict=True):
+            if action.op.is_send:
+                self._leaving.append((action, tensor, work))
+            else:
+                self._arriving[action] = (tensor, work)
 
     def _carries(self, action: Action) -> bool:
         """Whether a message exists: what has no gradient gets none back."""

@@ -1,0 +1,137 @@
+"""1F1B against the closed forms of the papers and against torch's own."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mt_pipeline import (
+    Action,
+    Op,
+    check,
+    forward_only,
+    insert_communication,
+    make_schedule,
+    simulate,
+    split_layers,
+)
+
+sizes = {"p": st.integers(1, 8), "m": st.integers(1, 32)}
+
+
+def test_1f1b_order_of_the_papers_figure():
+    assert str(make_schedule("1f1b", stages=4, microbatches=8)).splitlines()[1:] == [
+        "rank 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+        "rank 1: F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+        "rank 2: F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        "rank 3: F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    ]
+
+
+def test_one_stage_is_gradient_accumulation():
+    assert str(make_schedule("1f1b", stages=1, microbatches=3)).endswith("F0 B0 F1 B1 F2 B2")
+
+
+@settings(max_examples=60, deadline=None)
+@given(**sizes)
+def test_1f1b_is_right_and_has_the_papers_costs(p, m):
+    schedule = make_schedule("1f1b", stages=p, microbatches=m)
+    assert check(schedule) == []
+    assert check(insert_communication(schedule)) == []
+    peaks = tuple(min(p - r, m) for r in range(p))
+    assert schedule.peak_activations == peaks
+    simulated = simulate(schedule, forward=1.0, backward=2.0)
+    assert simulated.peak_activations == peaks
+    assert simulated.makespan == (m + p - 1) * 3.0
+    assert simulated.bubble == pytest.approx([(p - 1) / (m + p - 1)] * p)
+    for rank, actions in enumerate(schedule.ranks):
+        ops = [action.op for action in actions]
+        warmup = ops.index(Op.B) - 1 if p - rank - 1 < m else ops.index(Op.B)
+        assert warmup == min(p - rank - 1, m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 5), (3, 4), (4, 8), (5, 7)])
+def test_1f1b_order_equals_torch(p, m):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = schedules.Schedule1F1B.__new__(schedules.Schedule1F1B)
+    if not hasattr(theirs, "_get_pipeline_order"):
+        pytest.skip("this torch does not give its 1F1B order")
+    theirs._num_stages = p
+    theirs._n_microbatches = m
+    ours = make_schedule("1f1b", stages=p, microbatches=m)
+    for rank, actions in theirs._get_pipeline_order().items():
+        wanted = [(a.computation_type.name, a.microbatch_index) for a in actions if a]
+        letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+        wanted = [(letters[kind], number) for kind, number in wanted if kind in letters]
+        mine = [(action.op.value, action.microbatch) for action in ours.ranks[rank]]
+        if rank == p - 1:  # torch's table (not what it runs) numbers this rank's forwards from 1
+            wanted = [(kind, number - (kind == "F")) for kind, number in wanted]
+        assert mine == wanted
+
+
+@settings(max_examples=30, deadline=None)
+@given(**sizes, n=st.integers(1, 40))
+def test_forward_only_takes_any_number_of_microbatches_in_order(p, m, n):
+    schedule = forward_only(make_schedule("1f1b", stages=p, microbatches=m), n)
+    for rank, actions in enumerate(schedule.ranks):
+        forwards = [action for action in actions if action.op.is_compute]
+        assert forwards == [Action(Op.F, rank, i) for i in range(n)]
+
+
+def test_simulation_counts_latency_and_uneven_stages():
+    schedule = make_schedule("1f1b", stages=2, microbatches=1)
+    assert simulate(schedule, forward=[1, 3], backward=[2, 6], latency=0.5).makespan == 13.0
+    spans = simulate(schedule, latency=0.5).timeline[1]
+    assert [(span.action.op, span.start, span.end) for span in spans] == [
+        (Op.F, 1.5, 2.5),
+        (Op.B, 2.5, 4.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward": -1.0}, "forward is -1.0: times are 0 or more"),
+        ({"backward": [1.0]}, "backward has 1 times for 4 stages"),
+        ({"latency": -1.0}, "latency is -1.0"),
+    ],
+)
+def test_simulation_refuses_bad_times(options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(make_schedule("1f1b"), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("1f1b1",), {}, "unknown schedule '1f1b1'. Did you mean '1f1b'\\? Known: 1f1b"),
+        (("zzz",), {}, "unknown schedule 'zzz'. Known: 1f1b"),
+        (("1f1b", 0), {}, "stages is 0: expected a whole number of at least 1"),
+        (("1f1b", 2, 2.5), {}, "microbatches is 2.5"),
+        (("1f1b",), {"chunks": 2}, "schedule '1f1b' has no option 'chunks'; its options: none"),
+    ],
+)
+def test_make_schedule_says_what_would_work(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(stages=st.integers(1, 12), extra=st.integers(0, 40))
+def test_layers_are_split_evenly_and_never_more_onto_the_last_stage(stages, extra):
+    split = split_layers(stages + extra, stages)
+    assert [layer for part in split for layer in part] == list(range(stages + extra))
+    lengths = [len(part) for part in split]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[-1] == min(lengths)
+
+
+def test_extra_layers_go_to_the_first_middle_stages():
+    assert [len(part) for part in split_layers(10, 4)] == [2, 3, 3, 2]
+    assert [len(part) for part in split_layers(11, 4)] == [3, 3, 3, 2]
+    assert [len(part) for part in split_layers(5, 2)] == [3, 2]
+
+
+def test_more_stages_than_layers_is_refused():
+    with pytest.raises(ValueError, match=r"3 layers cannot fill 4 pipeline stages.*at most 3"):
+        split_layers(3, 4)
+    with pytest.raises(ValueError, match="stages is 0"):
+        split_layers(3, 0)
