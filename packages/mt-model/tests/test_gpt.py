@@ -1,0 +1,315 @@
+"""The model against a separate one written with einsum, and its behaviour on one rank."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mt_model import GPT, KVCache, gpt, preset
+from mt_parallel_state import ParallelLayout, ParallelState
+
+TINY = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "ffn_size": 24,
+    "max_sequence_length": 32,
+    "init_std": 0.3,
+}
+VARIANTS = {
+    "llama": {"num_kv_heads": 2, "tied": False},
+    "qwen": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 6, "rope_theta": 50.0},
+    "gpt2": {
+        "positions": "learned",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated": False,
+        "bias": True,
+    },
+    "plain": {"positions": "none", "activation": "relu2", "gated": False},
+}
+
+
+def batch(rows=2, length=9, vocab=48, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (rows, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 2] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels, "sample_ids": torch.arange(rows) + 5}
+
+
+def double(config, **rest):
+    model = GPT(config, dtype=torch.float64, **rest)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # so that biases and norm weights are tested too
+        for param in model.parameters():
+            if param.dim() == 1 or (param == 0).all():
+                param += 0.2 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def oracle_norm(p, name, x, kind, eps):
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + eps) ** 0.5 * p[f"{name}.weight"]
+    return x + p[f"{name}.bias"] if kind == "layer" else x
+
+
+def oracle_turn(x, theta):
+    half = x.shape[-1] // 2
+    frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    phase = torch.exp(1j * torch.arange(x.shape[1])[:, None] * frequency)[:, None, None, :]
+    z = torch.complex(x[..., :half], x[..., half:]) * phase
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def oracle_attention(p, name, x, mixer, eps):
+    length = x.shape[1]
+    qkv = torch.einsum("bsh,gpdh->bsgpd", x, p[f"{name}.qkv.weight"])
+    qkv = qkv + p.get(f"{name}.qkv.bias", torch.tensor(0.0))
+    query, key, value = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
+    if mixer.qk_norm:
+        query = oracle_norm(p, f"{name}.q_norm", query, "rms", eps)
+        key = oracle_norm(p, f"{name}.k_norm", key, "rms", eps)
+    if mixer.rope_theta is not None:
+        query, key = oracle_turn(query, mixer.rope_theta), oracle_turn(key, mixer.rope_theta)
+    scores = torch.einsum("bsgpd,btgd->bgpst", query, key[..., 0, :]) / math.sqrt(mixer.head_dim)
+    future = torch.arange(length)[None, :] > torch.arange(length)[:, None]
+    weights = torch.exp(scores).masked_fill(future, 0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    mixed = torch.einsum("bgpst,btgd->bsgpd", weights, value)
+    out = torch.einsum("bsgpd,hgpd->bsh", mixed, p[f"{name}.out.weight"])
+    return out + p.get(f"{name}.out.bias", torch.tensor(0.0))
+
+
+def oracle_mlp(p, name, x, mlp):
+    act = {
+        "silu": lambda t: t * torch.sigmoid(t),
+        "relu2": lambda t: t.clamp(min=0) ** 2,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+    }[mlp.activation]
+    weight = p[f"{name}.up.weight"]
+    if mlp.gated:
+        hidden = act(x @ weight[0].T) * (x @ weight[1].T)
+    else:
+        hidden = act(x @ weight.T + p.get(f"{name}.up.bias", torch.tensor(0.0)))
+    return hidden @ p[f"{name}.down.weight"].T + p.get(f"{name}.down.bias", torch.tensor(0.0))
+
+
+def oracle_logits(p, config, tokens):
+    x = p["embedding.weight"][tokens]
+    if config.positions == "learned":
+        x = x + p["position_embedding.weight"][: tokens.shape[1]]
+    kind, eps = config.norm.kind, config.norm.eps
+    for i, layer in enumerate(config.layers):
+        name = f"layers.{i}"
+        h = oracle_norm(p, f"{name}.attention_norm", x, kind, eps)
+        x = x + oracle_attention(p, f"{name}.attention", h, layer.mixer, eps)
+        h = oracle_norm(p, f"{name}.mlp_norm", x, kind, eps)
+        x = x + oracle_mlp(p, f"{name}.mlp", h, layer.feed_forward)
+    head = p["embedding.weight"] if config.tied else p["head.weight"]
+    return oracle_norm(p, "final_norm", x, kind, eps) @ head.T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_gradients_match_the_oracle(variant):
+    config = gpt(**{**TINY, **VARIANTS[variant]})
+    model, data = double(config), batch()
+    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    expected = oracle_logits(params, config, data["tokens"])
+    assert torch.allclose(model.logits(data["tokens"]), expected, rtol=1e-11, atol=1e-11)
+    output = model(None, data)
+    rows = -torch.log_softmax(expected, -1).gather(2, data["labels"].clamp(min=0)[..., None])
+    total = rows[..., 0][data["labels"] != -100].sum()
+    assert output["tokens"] == 17
+    assert torch.allclose(output["lm"], total, rtol=1e-12)
+    output["lm"].backward()
+    total.backward()
+    for name, param in model.named_parameters():
+        assert torch.allclose(param.grad, params[name].grad, rtol=1e-9, atol=1e-11), name
+
+
+def test_parameter_names_are_global_and_complete():
+    model = GPT(gpt(**TINY, tied=False, qk_norm=True), layers=range(2, 3))
+    layer = "attention_norm.weight attention.qkv.weight attention.out.weight"
+    layer += " attention.q_norm.weight attention.k_norm.weight mlp_norm.weight mlp.up.weight"
+    names = {f"layers.2.{n}" for n in [*layer.split(), "mlp.down.weight"]}
+    assert {n for n, _ in model.named_parameters()} == names | {"final_norm.weight", "head.weight"}
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+def test_initial_values_have_the_configured_spread():
+    config = gpt(
+        vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, bias=True, norm="layer"
+    )
+    params = dict(GPT(config, seed=3).named_parameters())
+    for name in ("embedding.weight", "layers.0.attention.qkv.weight", "layers.1.mlp.up.weight"):
+        assert params[name].std().item() == pytest.approx(0.02, rel=0.03), name
+        assert abs(params[name].mean().item()) < 5e-4
+    for name in ("layers.0.attention.out.weight", "layers.1.mlp.down.weight"):
+        assert params[name].std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.03), name
+    assert (params["layers.0.mlp_norm.weight"] == 1).all()
+    assert (params["layers.0.mlp.up.bias"] == 0).all()
+    again = dict(GPT(config, seed=3).named_parameters())
+    other = dict(GPT(config, seed=4).named_parameters())
+    assert torch.equal(again["embedding.weight"], params["embedding.weight"])
+    assert not torch.equal(other["embedding.weight"], params["embedding.weight"])
+
+
+def test_bf16_parameters_are_the_rounded_fp32_ones():
+    config = gpt(**TINY)
+    narrow, wide = GPT(config, dtype=torch.bfloat16), GPT(config)
+    for a, b in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_decoding_equals_running_the_whole_prefix(variant):
+    config = gpt(**{**TINY, **VARIANTS[variant]})
+    model = GPT(config)
+    prompt = batch(rows=3, length=5)["tokens"]
+    tokens = prompt
+    for _ in range(12):
+        tokens = torch.cat((tokens, model.logits(tokens)[:, -1:].argmax(-1)), dim=1)
+    cache = KVCache.allocate(model, batch_size=3, max_length=20)
+    logits = model.logits(prompt, cache=cache)
+    cached = prompt
+    for _ in range(12):
+        cached = torch.cat((cached, logits[:, -1:].argmax(-1)), dim=1)
+        logits = model.logits(cached[:, -1:], cache=cache, start=cached.shape[1] - 1)
+    assert torch.equal(cached, tokens)
+
+
+def test_prefill_in_pieces_equals_one_prefill():
+    model = double(gpt(**TINY))
+    tokens = batch(length=11)["tokens"]
+    cache = KVCache.allocate(model, batch_size=2, max_length=11)
+    starts, ends = (0, 4, 5), (4, 5, 11)
+    pieces = [
+        model.logits(tokens[:, a:b], cache=cache, start=a)
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    whole = model.logits(tokens)
+    assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(model.logits(tokens, last_only=True), whole[:, -1:], rtol=1e-12)
+
+
+def dropped(**rates):
+    return gpt(**TINY, **rates)
+
+
+def test_dropout_depends_on_the_sample_and_not_on_the_batch():
+    model, data = double(dropped(dropout=0.2, attention_dropout=0.1)), batch(rows=4)
+    whole = model(None, data)["lm"]
+    halves = [{k: v[i : i + 2] for k, v in data.items()} for i in (0, 2)]
+    parts = sum(model(None, half)["lm"] for half in halves)
+    assert torch.allclose(whole, parts, rtol=1e-12)
+    again = {**data, "sample_ids": data["sample_ids"] + 100}
+    assert not torch.allclose(model(None, again)["lm"], whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.3}, {"attention_dropout": 0.3}])
+def test_dropout_is_off_in_evaluation_and_unbiased_in_training(rates):
+    torch.manual_seed(0)
+    model, data = double(dropped(**rates)), batch()
+    plain = double(dropped())
+    model.eval()
+    expected = plain(None, data)["lm"]
+    assert torch.allclose(model(None, data)["lm"], expected, rtol=1e-12)
+    model.train()
+    assert not torch.allclose(model(None, data)["lm"], expected, rtol=1e-4)
+    del data["sample_ids"]
+    with pytest.raises(ValueError, match=r"dropout in training needs batch\['sample_ids'\]"):
+        model(None, data)
+
+
+def test_dropout_sites_drop_the_configured_share_independently():
+    from mt_model.dropout import DropoutSite, hidden_index
+
+    index = hidden_index(torch.arange(50), torch.arange(8), 32, 64)
+    ones = torch.ones(index.shape)
+    sites = [
+        DropoutSite.at(0.25, seed=s, layer=layer, name=n)
+        for s, layer, n in [(0, 0, "mixer"), (0, 1, "mixer"), (1, 0, "mixer"), (0, 0, "embedding")]
+    ]
+    masks = [site(ones, index) for site in sites]
+    for mask in masks:
+        assert sorted(set(mask.flatten().tolist())) == pytest.approx([0, 4 / 3])
+        assert mask.mean().item() == pytest.approx(1, abs=0.02)
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert (a * b).mean().item() == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("layers", [None, range(1), range(2, 3)])
+def test_stage_compiles_to_the_same_numbers(layers):
+    config = gpt(**TINY, num_kv_heads=2, qk_norm=True)
+    model, data = double(config, layers=layers), batch()
+    x = torch.randn(2, 9, 16, dtype=torch.float64) if layers == range(2, 3) else None
+    fullgraph = layers != range(2, 3) and layers is not None
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+
+    def run(module):
+        model.zero_grad()
+        out = module(x, data)
+        (out if isinstance(out, torch.Tensor) else out["lm"]).sum().backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        return (out if isinstance(out, torch.Tensor) else out["lm"]).detach(), grads
+
+    value, grads = run(model)
+    compiled_value, compiled_grads = run(compiled)
+    assert torch.allclose(value, compiled_value, rtol=1e-12)
+    for name, grad in grads.items():
+        assert torch.allclose(compiled_grads[name], grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_meta_device_builds_without_memory():
+    model = GPT(preset("llama-3-70b"), layers=range(40, 41), device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    assert model.layers["40"].attention.qkv.weight.shape == (8, 10, 128, 8192)
+
+
+def test_misuse_is_refused_with_the_reason():
+    config = gpt(**TINY)
+    model, data = GPT(config), batch()
+    long = torch.zeros(1, 33, dtype=torch.long)
+    with pytest.raises(ValueError, match="33 tokens are more than max_sequence_length=32"):
+        model(None, {"tokens": long, "labels": long})
+    with pytest.raises(ValueError, match="33 tokens are more than max_sequence_length=32"):
+        model.logits(long)
+    with pytest.raises(ValueError, match=r"needs batch\['labels'\]"):
+        model(None, {"tokens": data["tokens"]})
+    with pytest.raises(ValueError, match=r"every stage needs batch\['tokens'\]"):
+        model(None, {})
+    with pytest.raises(ValueError, match=r"layers=range\(2, 5\) is not a range"):
+        GPT(config, layers=range(2, 5))
+    with pytest.raises(ValueError, match="only the first stage starts from tokens"):
+        GPT(config, layers=range(1, 3))(None, data)
+    with pytest.raises(ValueError, match="this stage holds layers 1 to 2 of 3"):
+        GPT(config, layers=range(1, 3)).logits(data["tokens"])
+    with pytest.raises(ValueError, match="start=3 needs a cache"):
+        model.logits(data["tokens"], start=3)
+    with pytest.raises(ValueError, match=r"9 tokens are more than the cache holds \(8\)"):
+        small = KVCache.allocate(model, batch_size=2, max_length=8)
+        model.logits(data["tokens"], cache=small)
+    with pytest.raises(ValueError, match="max_length=33 is not between 1 and"):
+        KVCache.allocate(model, batch_size=1, max_length=33)
+
+
+def test_pipeline_layout_needs_the_layers_of_the_stage():
+    class TwoStages:
+        def size(self, axis):
+            return {"pp": 2}.get(axis, 1)
+
+    with pytest.raises(ValueError, match="the layout has pp=2 stages, so say which layers"):
+        GPT(gpt(**TINY), TwoStages())
+
+
+def test_two_models_live_side_by_side():
+    data, config = batch(), gpt(**TINY)
+    state = ParallelState(ParallelLayout())
+    first, second = GPT(config, state), GPT(config, state, seed=1)
+    alone = first(None, data)["lm"]
+    second(None, data)
+    assert torch.equal(first(None, data)["lm"], alone)

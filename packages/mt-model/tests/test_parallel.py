@@ -1,0 +1,184 @@
+"""Splitting the model over ranks or stages changes no number: fp64, to 1e-10."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_model import GPT, KVCache, gpt
+from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
+
+TINY = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "ffn_size": 24,
+    "max_sequence_length": 16,
+    "init_std": 0.3,
+}
+VARIANTS = {
+    "gqa": {"num_kv_heads": 2},
+    "untied_dropout": {"tied": False, "dropout": 0.2, "attention_dropout": 0.2},
+    "qk_norm": {"qk_norm": True, "num_kv_heads": 2, "dropout": 0.1},
+    "gpt2": {
+        "positions": "learned",
+        "norm": "layer",
+        "activation": "gelu",
+        "gated": False,
+        "bias": True,
+        "dropout": 0.1,
+    },
+}
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 48, (2, 9), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[1, 3] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels, "sample_ids": torch.tensor([3, 8])}
+
+
+def spread(model, layout, rank):
+    """Give norms and biases values that depend on the global index alone, for any layout."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                start = offsets_of(param, layout, rank)[0] * param[0].numel()
+                index = torch.arange(start, start + param.numel(), dtype=torch.float64)
+                param += 0.1 * torch.sin(index + len(name)).view_as(param)
+
+
+def build(config, state, **rest):
+    model = GPT(config, state, dtype=torch.float64, seed=11, **rest)
+    spread(model, state.layout, state.rank)
+    return model
+
+
+def gradients(config, state, stages, **rest):
+    models = [build(config, state, layers=layers, **rest) for layers in stages]
+    data, received, sent = batch(), [None], []
+    for model in models:
+        sent.append(model(received[-1], data))
+        if isinstance(sent[-1], torch.Tensor):
+            received.append(sent[-1].detach().requires_grad_())
+    loss = sent[-1]["lm"]
+    loss.backward()
+    for out, next_in in zip(sent[-2::-1], received[:0:-1], strict=True):
+        out.backward(next_in.grad)
+    return loss.detach(), int(sent[-1]["tokens"]), models
+
+
+def finish(models, state):
+    """Sum what the sharding records call partial, and add the parts of a tied embedding."""
+    grads, owners = {}, {}
+    for model in models:
+        for name, param in model.named_parameters():
+            record, grad = sharding_of(param), param.grad.clone()
+            if "tp" in record.partial_grad and state.size("tp") > 1:
+                dist.all_reduce(grad, group=state.group("tp"))
+            if name in grads:
+                assert "embedding" in record.partial_grad
+                assert record.is_copy
+                grads[name] += grad
+            else:
+                assert not record.is_copy
+                grads[name], owners[name] = grad, param
+    offsets = {n: offsets_of(p, state.layout, state.rank) for n, p in owners.items()}
+    return grads, offsets
+
+
+def on_rank(variant, tp, stages, sequence_parallel):
+    state = ParallelState(ParallelLayout(tp=tp))
+    loss, tokens, models = gradients(
+        gpt(**{**TINY, **VARIANTS[variant]}), state, stages, sequence_parallel=sequence_parallel
+    )
+    return (loss, tokens, *finish(models, state))
+
+
+def assert_equal_to_one_rank(results, variant):
+    loss, tokens, grads, _ = on_rank(variant, 1, [range(3)], False)
+    for got_loss, got_tokens, got_grads, offsets in results:
+        assert got_tokens == tokens
+        assert torch.allclose(got_loss, loss, rtol=1e-10, atol=0)
+        assert got_grads.keys() == grads.keys()
+        for name, grad in got_grads.items():
+            box = tuple(
+                slice(o, o + s) for o, s in zip(offsets[name], grad.shape, strict=True)
+            )
+            expected = grads[name][box]
+            assert (grad - expected).norm() <= 1e-10 * expected.norm(), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
+    results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
+    assert results[0][2]["layers.0.attention.out.weight"].shape[1] <= 2
+    assert_equal_to_one_rank(results, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cuts", [(0, 2, 3), (0, 1, 2, 3)])
+def test_stages_match_the_whole_model(variant, cuts):
+    stages = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert_equal_to_one_rank([on_rank(variant, 1, stages, False)], variant)
+
+
+def test_stages_of_a_split_model_match_one_rank(ranks):
+    results = ranks(2, on_rank, "gqa", 2, [range(1), range(1, 3)], True)
+    assert_equal_to_one_rank(results, "gqa")
+
+
+def generate(tp):
+    state = ParallelState(ParallelLayout(tp=tp))
+    model = GPT(gpt(**TINY, num_kv_heads=2), state, seed=11)
+    tokens = batch()["tokens"][:, :4]
+    cache = KVCache.allocate(model, batch_size=2, max_length=16)
+    logits = model.logits(tokens, cache=cache)
+    first = logits
+    for _ in range(11):
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+        logits = model.logits(tokens[:, -1:], cache=cache, start=tokens.shape[1] - 1)
+    return first, tokens
+
+
+def test_tensor_parallel_decoding_equals_one_rank(ranks):
+    first, tokens = generate(1)
+    assert first.shape == (2, 4, 48)
+    for got_first, got_tokens in ranks(2, generate, 2):
+        assert torch.allclose(got_first, first, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got_tokens, tokens)
+
+
+def sequence_error():
+    state = ParallelState(ParallelLayout(tp=2))
+    data = {k: v[:, :7] if v.dim() == 2 else v for k, v in batch().items()}
+    model = GPT(gpt(**TINY), state, sequence_parallel=True)
+    messages = []
+    for action in (lambda: model(None, data), lambda: model.logits(data["tokens"])):
+        try:
+            action()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_sequence_parallel_misuse_is_refused(ranks):
+    for messages in ranks(2, sequence_error):
+        assert "sequence length 7 does not divide by tp=2" in messages[0]
+        assert "Nearest that does: 6 or 8" in messages[0]
+        assert "logits() needs a model built with sequence_parallel=False" in messages[1]
+
+
+def indivisible():
+    state = ParallelState(ParallelLayout(tp=2))
+    try:
+        GPT(gpt(**{**TINY, "num_kv_heads": 1}), state)
+    except ValueError as error:
+        return str(error)
+
+
+def test_heads_that_do_not_divide_are_refused(ranks):
+    for message in ranks(2, indivisible):
+        assert "num_kv_heads=1 does not divide by tp=2" in message
+        assert "Nearest num_kv_heads that does: 2" in message
