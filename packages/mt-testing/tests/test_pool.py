@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-
 from mt_testing import RankDied, RankFailure, RankTimeout
 
 

@@ -12,7 +12,7 @@ class PoolError(RuntimeError):
     """The pool itself could not do its work: its fork server did not start, or died."""
 
 
-class RankFailure(Exception):
+class RankFailure(Exception):  # noqa: N818 - a rank failed; not this process
     """A rank raised. `str()` names the rank, carries its traceback and lists the other ranks.
 
     Attributes:
@@ -71,9 +71,7 @@ class RankTimeout(RankFailure):
         stacks: what each of them was doing: the stacks of all its threads.
     """
 
-    def __init__(
-        self, message: str, *, world_size: int, stacks: Mapping[int, str]
-    ) -> None:
+    def __init__(self, message: str, *, world_size: int, stacks: Mapping[int, str]) -> None:
         super().__init__(message, rank=min(stacks), world_size=world_size)
         self.running = tuple(sorted(stacks))
         self.stacks = dict(stacks)

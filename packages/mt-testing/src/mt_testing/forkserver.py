@@ -14,17 +14,18 @@ import importlib
 import json
 import os
 import pkgutil
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from mt_testing.errors import PoolError, signal_name
 
@@ -69,11 +70,14 @@ class ForkServer:
         control: readable when the server has a message for `pump`.
         ended: how ended ranks ended, by process id: an exit code, or minus a signal's number.
         preload_errors: traceback text by module that failed to import.
+        directory: a folder that the server removes when it ends.
     """
 
     def __init__(self, preload: Iterable[str] = ()) -> None:
         if os.name != "posix":
-            raise PoolError(f"the rank pool forks processes and needs Linux or macOS, not {os.name}")
+            raise PoolError(
+                f"the rank pool forks processes and needs Linux or macOS, not {os.name}"
+            )
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
@@ -93,6 +97,7 @@ class ForkServer:
         self.control = Connection(ours.detach())
         self.ended: dict[int, int] = {}
         self.preload_errors: dict[str, str] = {}
+        self.directory = ""
         self._forked: int | None = None
         self._owner = os.getpid()
 
@@ -157,7 +162,7 @@ class ForkServer:
         elif kind == "forked":
             self._forked = values[0]
         else:
-            self.preload_errors = values[0]
+            self.preload_errors, self.directory = values
 
     def _gone(self) -> PoolError:
         code = self._process.wait(timeout=10)
@@ -179,17 +184,18 @@ class ForkServer:
 def serve(control_fd: int, preload: list[str]) -> None:
     """Run the server until the parent closes the control connection."""
     control = Connection(control_fd)
+    directory = tempfile.mkdtemp(prefix="mt_testing_", dir=_memory_folder())
     errors = _preload([*TORCH_MODULES, *_our_packages(), *preload])
     wake_read, wake_write = socket.socketpair()
-    wake_read.setblocking(False)
-    wake_write.setblocking(False)
+    os.set_blocking(wake_read.fileno(), False)
+    os.set_blocking(wake_write.fileno(), False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write.fileno())
     gc.collect()
     gc.freeze()  # a collection in a rank then does not copy the pages of every imported module
     children: set[int] = set()
     with contextlib.suppress(EOFError, OSError):
-        control.send(("ready", errors))
+        control.send(("ready", errors, directory))
         while True:
             ready = wait([control, wake_read])
             if wake_read in ready:
@@ -202,6 +208,8 @@ def serve(control_fd: int, preload: list[str]) -> None:
     for pid in children:
         _signal_group(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)  # the libraries' own clean-up prints, and there is nothing left to clean
 
 
 def _obey(control: Connection, children: set[int], private_fds: tuple[int, ...]) -> None:
@@ -266,6 +274,11 @@ def _reap(children: set[int]) -> list[tuple[int, int]]:
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def _memory_folder() -> str | None:
+    folder = "/dev/shm"  # noqa: S108 - mkdtemp makes a private folder in it
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _our_packages() -> list[str]:

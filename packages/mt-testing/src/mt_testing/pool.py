@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle  # noqa: S403 - the pipe's other end is a process this one started
+import pickle
 import signal
 import sys
 import tempfile
@@ -86,7 +86,6 @@ class RankPool:
         self._start_timeout = start_timeout
         self._processes: _Processes | None = None
         self._finalizer: weakref.finalize | None = None
-        self._store: Any = None
         self._calls = itertools.count()
 
     def __enter__(self) -> RankPool:
@@ -153,7 +152,7 @@ class RankPool:
         """End all processes; a later call starts new ones."""
         if self._finalizer is not None:
             self._finalizer()
-        self._processes = self._finalizer = self._store = None
+        self._processes = self._finalizer = None
 
     def kill(self) -> None:
         """End the ranks, hanging or not, and keep the fork server for the next call."""
@@ -177,14 +176,10 @@ class RankPool:
             server.ended.clear()
 
     def _start(self) -> _Processes:
-        from torch.distributed import TCPStore
-
         server = ForkServer(self._preload)
         processes = _Processes(server=server)
         self._finalizer = weakref.finalize(self, processes.close)
         try:
-            # The port is chosen by the kernel and stays bound for as long as the pool lives.
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             server.wait_ready(self._start_timeout)
         except BaseException:
             self.close()
@@ -221,8 +216,7 @@ class RankPool:
             payload=payload,
             world_size=world_size,
             backend=backend,
-            store=("127.0.0.1", self._store.port),
-            name=f"call{next(self._calls)}",
+            store=os.path.join(self._server.directory, f"call{next(self._calls)}"),
             # Longer than the call's own limit, so that a hang is reported with its stacks and not
             # as gloo's or the store's time-out on some peer.
             timeout=timeout + 30.0,
@@ -300,7 +294,9 @@ def _fork(server: ForkServer, rank: int) -> _Worker:
 
 def _send(workers: list[_Worker], message: bytes) -> None:
     for worker in workers:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended; the server says how
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it ended; the server says how
             worker.connection.send_bytes(message)
 
 

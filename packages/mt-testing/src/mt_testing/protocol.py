@@ -12,13 +12,19 @@ NOTES_VARIABLE = "MT_TESTING_NOTES_FD"  # file descriptor that outlives the rank
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call as sent to every rank; `payload` is the serialised function and arguments."""
+    """One call as sent to every rank.
+
+    Attributes:
+        payload: the serialised function and arguments.
+        store: path of a `FileStore`. A `TCPStore` looks the peer's name up on every connection,
+            which now and then costs the seconds of a DNS time-out where no server answers.
+        timeout: of the process group and its store, in seconds.
+    """
 
     payload: bytes
     world_size: int
     backend: str
-    store: tuple[str, int]
-    name: str
+    store: str
     timeout: float
     environ: dict[str, str]
     directory: str

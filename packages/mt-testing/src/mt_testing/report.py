@@ -12,6 +12,7 @@ __all__ = ["Outcome"]
 
 MAX_STACKS = 8  # stacks printed in full; RankTimeout.stacks has all of them
 MAX_STACK_LINES = 40
+_OWN_FRAME = re.compile(r'mt_testing/(worker|forkserver)\.py"|File "<string>", line 1 in <module>')
 _KILL_NOTE = re.compile(r"^KillAt (\S.*)$", re.MULTILINE)
 
 
@@ -89,10 +90,13 @@ class Outcome:
             f"{_ranks(stacks)} of {self.world_size} still running after {timeout:g} s; "
             f"returned: {_ranks(self.results)}"
         ]
-        for rank in sorted(stacks)[:MAX_STACKS]:
-            parts.append(f"rank {rank} was in:\n{stacks[rank].rstrip() or '(it wrote no stack)'}")
-        if len(stacks) > MAX_STACKS:
-            parts.append(f"({len(stacks) - MAX_STACKS} more in `RankTimeout.stacks`)")
+        places: dict[str, list[int]] = {}
+        for rank in sorted(stacks):
+            places.setdefault(stacks[rank] or "(no stack was written)", []).append(rank)
+        for stack, ranks in list(places.items())[:MAX_STACKS]:
+            parts.append(f"{_ranks(ranks)} in:\n{stack}")
+        if len(places) > MAX_STACKS:
+            parts.append(f"({len(places) - MAX_STACKS} more in `RankTimeout.stacks`)")
         return RankTimeout("\n\n".join(parts), world_size=self.world_size, stacks=stacks)
 
     def _others(self, first: int) -> str:
@@ -113,8 +117,8 @@ class Outcome:
 
 
 def trim_stack(text: str) -> str:
-    """Shorten a stack written by faulthandler."""
-    lines = text.strip().splitlines()
+    """Shorten a stack written by faulthandler, and drop the frames below the test's function."""
+    lines = [line for line in text.strip().splitlines() if not _OWN_FRAME.search(line)]
     if len(lines) > MAX_STACK_LINES:
         lines = [*lines[:MAX_STACK_LINES], f"... {len(lines) - MAX_STACK_LINES} more lines"]
     return "\n".join(lines)

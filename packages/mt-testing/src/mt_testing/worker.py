@@ -6,7 +6,7 @@ import datetime
 import faulthandler
 import gc
 import os
-import pickle  # noqa: S403 - the pipe's other end is the test that started this process
+import pickle
 import random
 import signal
 import sys
@@ -88,10 +88,9 @@ def _prepare(call: Call, rank: int, notes_fd: int) -> None:
                 f"{torch.cuda.device_count()} visible GPUs; use fewer ranks or backend='gloo'"
             )
         torch.cuda.set_device(rank)
-    store = dist.TCPStore(*call.store, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if call.backend == "nccl" else "gloo",
-        store=dist.PrefixStore(call.name, store),
+        store=dist.FileStore(call.store, call.world_size),
         rank=rank,
         world_size=call.world_size,
         timeout=datetime.timedelta(seconds=call.timeout),
@@ -104,7 +103,7 @@ def _reset_torch() -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(mode=False)
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(SEED)
     random.seed(SEED)

@@ -1,0 +1,39 @@
+"""Worlds of thousands of ranks in one process, for rank arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["fake_world"]
+
+
+@contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process rank `rank` of a world of `size` ranks that exchanges no data.
+
+    Groups can be created and asked for their ranks; collectives return at once and leave their
+    outputs as they are. Backed by torch's `fake` backend.
+
+    Raises:
+        ValueError: `rank` is not in the world.
+        RuntimeError: this process already has a process group.
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(
+            f"rank {rank} is not in a world of size {size}; give size >= 1 and 0 <= rank < size"
+        )
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"this process already has a process group of {dist.get_world_size()} ranks; "
+            "call torch.distributed.destroy_process_group() before fake_world"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

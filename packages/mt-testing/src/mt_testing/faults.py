@@ -1,0 +1,107 @@
+"""Fault injection: end a rank at a named point and see that the others can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mt_testing.errors import RankDied, RankFailure
+from mt_testing.protocol import NOTES_VARIABLE
+
+if TYPE_CHECKING:
+    from mt_testing.pool import RankPool
+
+__all__ = ["KillAt", "expect_kill"]
+
+
+class KillAt:
+    """A callback that ends its own process with SIGKILL at a named point.
+
+    Code under test that takes `on_event: Callable[[str], None] | None` and calls it with the names
+    of the points it passes can be ended at any of them, as a lost node or the out-of-memory killer
+    would: no clean-up runs.
+
+    Args:
+        point: the name of the point.
+        rank: the rank to end; others pass. Known from `torch.distributed`, else from the variable
+            RANK, else 0.
+        nth: which visit of the point ends the process, counted from 1 and anew in each call of a
+            pool.
+
+    Example:
+        >>> save_checkpoint(root, 20, shards, {}, on_event=KillAt("before_commit", rank=1))
+    """
+
+    def __init__(self, point: str, *, rank: int = 0, nth: int = 1) -> None:
+        if not point:
+            raise ValueError("point is empty; give the name that the code under test announces")
+        if rank < 0 or nth < 1:
+            raise ValueError(f"rank is {rank} and nth is {nth}; rank must be >= 0 and nth >= 1")
+        self.point = point
+        self.rank = rank
+        self.nth = nth
+        self.visits: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"KillAt({self.point!r}, rank={self.rank}, nth={self.nth})"
+
+    def __call__(self, name: str) -> None:
+        """Count a visit of the point `name`; does not return if it is the fatal one."""
+        self.visits[name] = self.visits.get(name, 0) + 1
+        if name == self.point and self.visits[name] == self.nth and _rank() == self.rank:
+            _leave_note(name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def expect_kill(
+    ranks: RankPool,
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    kill: KillAt,
+    timeout: float = 60.0,
+) -> RankDied:
+    """Run `fn(*args, on_event=kill)` on `world_size` ranks and return how the pool reported it.
+
+    Raises:
+        AssertionError: the rank passed without being ended, or something else failed first. The
+            message lists the points that the rank visited.
+    """
+    if kill.rank >= world_size:
+        raise ValueError(f"{kill!r} names a rank outside the world of {world_size}")
+
+    def body() -> dict[str, int]:
+        fn(*args, on_event=kill)
+        return kill.visits
+
+    try:
+        visits = ranks(world_size, body, timeout=timeout)[kill.rank]
+    except RankDied as death:
+        if death.point == kill.point and death.rank == kill.rank:
+            return death
+        raise AssertionError(f"{kill!r} did not end the rank; instead: {death}") from death
+    except RankFailure as failure:
+        raise AssertionError(f"{kill!r} did not end the rank; instead: {failure}") from failure
+    raise AssertionError(
+        f"{kill!r} did not end the rank: rank {kill.rank} finished after visiting {visits}"
+    )
+
+
+def _rank() -> int:
+    torch = sys.modules.get("torch")
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _leave_note(point: str) -> None:
+    """Tell the pool, or a person outside a pool, what is about to happen."""
+    descriptor = int(os.environ.get(NOTES_VARIABLE, "2"))
+    os.write(descriptor, f"KillAt {point}\n".encode())

@@ -1,0 +1,170 @@
+"""How far a result may be from its reference, by dtype and kind of operation.
+
+Tolerances are multiples of the unit of the dtype, `eps = torch.finfo(dtype).eps`, and written
+here once, so that a test names what it computes and not a number that happened to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FACTORS", "Tolerance", "assert_close", "tolerance"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Allowed error of one element: `|actual - expected| <= rtol * |expected| + atol * scale`.
+
+    `scale` is the root mean square of the expected values unless the caller knows better: a sum
+    that cancels to nearly zero keeps the rounding errors of its terms, which have that size.
+    """
+
+    rtol: float
+    atol: float
+
+
+# Multiples of eps: (fp64 and fp32, which accumulate in themselves; bf16, fp16 and fp8, which are
+# rounded from an fp32 accumulation). The first grow with the square root of the number of terms
+# (up to about 4096), the second count the roundings between operations.
+FACTORS: Mapping[str, tuple[float, float]] = {
+    "exact": (0, 0),
+    "elementwise": (8, 1),
+    "reduction": (64, 2),
+    "norm": (64, 2),
+    "softmax": (64, 2),
+    "gemm": (64, 2),
+    "attention": (128, 4),
+    "loss": (128, 4),
+    "model": (1024, 16),
+    "training": (16384, 64),
+}
+
+
+def tolerance(dtype: torch.dtype, op: str) -> Tolerance:
+    """Return the tolerance of the table for a dtype and a kind of operation.
+
+    Args:
+        dtype: of the computed values; integers and bool are always exact.
+        op: a key of `FACTORS`.
+
+    Raises:
+        ValueError: unknown `op`.
+    """
+    import torch
+
+    if op not in FACTORS:
+        raise ValueError(f"op is {op!r}; the table has {', '.join(FACTORS)}")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return Tolerance(rtol=0.0, atol=0.0)
+    wide, narrow = FACTORS[op]
+    eps = torch.finfo(dtype).eps
+    bound = eps * (narrow if eps > torch.finfo(torch.float32).eps else wide)
+    return Tolerance(rtol=bound, atol=bound)
+
+
+def assert_close(
+    actual: Any,
+    expected: Any,
+    *,
+    op: str = "exact",
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    name: str = "",
+) -> None:
+    """Check that two tensors, or two nested dicts or sequences of tensors, agree.
+
+    The comparison is done in fp64, so the reference may have a wider dtype than the result.
+
+    Args:
+        actual: what was computed.
+        expected: the reference, of the same structure and shapes.
+        op: the kind of operation, a key of `FACTORS`.
+        dtype: whose tolerance to use, when the values went through a narrower dtype than
+            `actual` shows; `actual.dtype` by default.
+        scale: size of the terms that were summed; the root mean square of `expected` by default.
+            An all-zero reference allows no error at all unless a scale is given.
+        name: put before the message.
+
+    Raises:
+        AssertionError: naming the place, the worst element and the tolerance.
+    """
+    __tracebackhide__ = True
+    if isinstance(expected, Mapping):
+        if not isinstance(actual, Mapping) or actual.keys() != expected.keys():
+            keys = sorted(actual) if isinstance(actual, Mapping) else type(actual).__name__
+            raise AssertionError(f"{name or 'actual'}: {keys} is not {sorted(expected)}")
+        for key in expected:
+            assert_close(
+                actual[key],
+                expected[key],
+                op=op,
+                dtype=dtype,
+                scale=scale,
+                name=f"{name}[{key!r}]",
+            )
+        return
+    if isinstance(expected, Sequence) and not isinstance(expected, str):
+        if not isinstance(actual, Sequence) or len(actual) != len(expected):
+            raise AssertionError(f"{name or 'actual'}: {actual!r} has not {len(expected)} items")
+        for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(left, right, op=op, dtype=dtype, scale=scale, name=f"{name}[{index}]")
+        return
+    _assert_tensors_close(actual, expected, op=op, dtype=dtype, scale=scale, name=name)
+
+
+def _assert_tensors_close(
+    actual: Any,
+    expected: Any,
+    *,
+    op: str,
+    dtype: torch.dtype | None,
+    scale: float | None,
+    name: str,
+) -> None:
+    __tracebackhide__ = True
+    import torch
+
+    actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach()
+    prefix = f"{name}: " if name else ""
+    if actual.shape != expected.shape:
+        raise AssertionError(
+            f"{prefix}shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        )
+    bound = tolerance(dtype or actual.dtype, op)
+    kind = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
+    if bound.rtol == 0.0 and actual.dtype == expected.dtype:
+        kind = actual.dtype  # int64 and uint64 have values that fp64 has not
+    left, right = actual.cpu().to(kind), expected.cpu().to(kind)
+    if scale is None:
+        scale = _root_mean_square(right)
+    if bound.rtol == 0.0:
+        wrong = (left != right) & ~(left.isnan() & right.isnan())
+    else:
+        allowed = bound.rtol * right.abs() + bound.atol * scale
+        near = (left == right) | ((left - right).abs() <= allowed)  # == for equal infinities
+        wrong = ~(near | (left.isnan() & right.isnan()))
+    if not bool(wrong.any()):
+        return
+    error = torch.where(wrong, (left.to(torch.float64) - right.to(torch.float64)).abs(), -1.0)
+    error = torch.nan_to_num(error, nan=torch.inf)
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    raise AssertionError(
+        f"{prefix}{int(wrong.sum())} of {wrong.numel()} elements differ; the worst at "
+        f"{list(place)}: {left[place].item()} instead of {right[place].item()}. "
+        f"Allowed for op={op!r} in {dtype or actual.dtype}: {bound.rtol:.3g} relative plus "
+        f"{bound.atol * scale:.3g} (atol {bound.atol:.3g} x scale {scale:.3g})"
+    )
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    import torch
+
+    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
+        return 0.0
+    finite = values[values.isfinite()].abs().to(torch.float64)
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
