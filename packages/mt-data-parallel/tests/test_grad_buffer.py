@@ -1,9 +1,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from mt_data_parallel import DEFAULT_BUCKET_SIZE, GradBuffer, grad_of
+from torch import nn
 
 MICROBATCHES = 3
 ROWS = 4
@@ -282,10 +281,10 @@ def test_bad_parameters_and_arguments_are_named():
         GradBuffer([("a", weight), ("b", weight)], group=None)
     with pytest.raises(ValueError, match="'a' is listed twice; names must be unique"):
         GradBuffer([("a", weight), ("a", nn.Parameter(torch.ones(2)))], group=None)
+    meta = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"lie on \['cpu', 'meta'\]"):
-        meta = nn.Parameter(torch.ones(2, device="meta"))
         GradBuffer([("a", weight), ("b", meta)], group=None)
-    with pytest.raises(ValueError, match="floating-point dtype, got torch.int32"):
+    with pytest.raises(ValueError, match=r"floating-point dtype, got torch\.int32"):
         GradBuffer([("a", weight)], group=None, grad_dtype=torch.int32)
     GradBuffer([("a", weight)], group=None)
     with pytest.raises(ValueError, match=r"'a' already belongs to a GradBuffer; close\(\)"):

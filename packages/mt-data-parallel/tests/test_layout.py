@@ -3,7 +3,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mt_data_parallel import plan_buckets
 
 NUMELS = {"a": 100, "b": 30, "c": 200}

@@ -1,10 +1,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_parallel_state import ParallelLayout, ParallelState, PartitionSpec, shard_param
 from torch import nn
-
-from mt_data_parallel import GradBuffer, reduce_partial_grads
 
 
 def make(shape, *, partial=(), spec=None, dtype=torch.float32, grad=None):

@@ -1,9 +1,8 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from torch import nn
-
 from mt_optim import AdamW, default_decay_filter, supports_fused
+from torch import nn
 
 SHAPES = {
     "embedding.weight": (33, 8),

@@ -3,10 +3,9 @@ import math
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
+from mt_optim import clip_grad_norm, grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState, PartitionSpec, shard_param
 from torch import nn
-
-from mt_optim import clip_grad_norm, grad_norm
 
 SHAPE = (4, 8)
 
@@ -206,8 +205,8 @@ def test_bad_arguments_are_named():
             clip_grad_norm([], state, bad)
     for spec in (PartitionSpec("dp"), PartitionSpec(("tp", "cp"))):
         param = shard_param(nn.Parameter(torch.zeros(2)), spec)
-        with pytest.raises(ValueError, match="'w' is split over .* summed over tp-pp"):
+        with pytest.raises(ValueError, match=r"'w' is split over .* summed over tp-pp"):
             grad_norm([("w", param)], state)
     param = shard_param(nn.Parameter(torch.zeros(2, 2)), PartitionSpec("ep", "edp"))
-    with pytest.raises(ValueError, match="split over edp, ep; .* summed over etp-ep-pp"):
+    with pytest.raises(ValueError, match=r"split over edp, ep; .* summed over etp-ep-pp"):
         grad_norm([("w", param)], state)

@@ -1,10 +1,10 @@
 import dataclasses
+import itertools
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mt_optim import LRSchedule
 
 # Megatron-LM's OptimizerParamScheduler with max_lr 1e-3, min_lr 1e-4, warm-up 100, decay 1000.
@@ -107,8 +107,8 @@ def test_it_rises_then_falls_within_its_bounds(
     rising = [lr.at(n) for n in points if n <= warmup]
     falling = [lr.at(n) for n in points if n > warmup]
     tiny = 1e-15
-    assert all(a <= b + tiny for a, b in zip(rising, rising[1:], strict=False))
-    assert all(a >= b - tiny for a, b in zip(falling, falling[1:], strict=False))
+    assert all(a <= b + tiny for a, b in itertools.pairwise(rising))
+    assert all(a >= b - tiny for a, b in itertools.pairwise(falling))
     assert all(lr.min_lr - tiny <= value <= lr.max_lr + tiny for value in falling)
     assert all(lr.init_lr - tiny <= value <= lr.max_lr + tiny for value in rising)
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
+from mt_optim import AdamW, LRSchedule, clip_grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
-
-from mt_optim import AdamW, LRSchedule, clip_grad_norm
 
 ROWS, STEPS, MAX_NORM = 8, 4, 0.05
 SCHEDULE = LRSchedule(kind="linear", max_lr=0.02, warmup=2, decay=STEPS)
