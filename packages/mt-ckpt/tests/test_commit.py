@@ -1,5 +1,7 @@
 import errno
+import itertools
 import os
+import pathlib
 import resource
 import signal
 
@@ -89,7 +91,9 @@ def test_after_a_kill_the_last_checkpoint_loads_and_the_save_succeeds(
 
 def test_what_latest_names_is_never_saved_again(tmp_path):
     path = save(tmp_path, 20)
-    with pytest.raises(CheckpointError, match="step_00000020 is saved already, and .*latest names"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000020 is saved already, and .*latest names"
+    ):
         save(tmp_path, 20)
     assert names(tmp_path) == ["latest", "step_00000020"]
     assert load(path) == 20
@@ -169,43 +173,47 @@ def assert_untouched(root):
     assert verify_checkpoint(root / "step_00000010") == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_failing_write_names_path_and_space_and_leaves_nothing(tmp_path, monkeypatch, code):
-    save(tmp_path, 10)
-    count = 0
-    while True:
-        # The n-th sync or rename or write fails, for every n until one save passes.
-        calls = iter(range(10_000))
-        count += 1
+def fail_at(patch, root, nth, code):
+    """Make the nth sync, open, mkdir or rename below `root` fail."""
+    calls = itertools.count(1)
 
-        def failing(real, calls=calls, count=count):
-            def call(*args, **kwargs):
-                if next(calls) == count:
-                    raise OSError(code, os.strerror(code))
-                return real(*args, **kwargs)
+    def failing(real):
+        def call(target, *args, **kwargs):
+            ours = isinstance(target, int) or root in target.parents
+            if ours and next(calls) == nth:
+                raise OSError(code, os.strerror(code))
+            return real(target, *args, **kwargs)
 
-            return call
+        return call
 
+    patch.setattr(os, "fsync", failing(os.fsync))
+    for name in ("open", "mkdir", "rename", "replace"):
+        patch.setattr(pathlib.Path, name, failing(getattr(pathlib.Path, name)))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_whichever_disk_call_fails_the_path_is_named_and_no_checkpoint_is_hurt(
+    tmp_path, monkeypatch, code
+):
+    root = tmp_path / "root"
+    save(root, 10)
+    for nth in itertools.count(1):
         with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", failing(os.fsync))
-            patch.setattr("pathlib.Path.open", failing(type(tmp_path).open))
-            patch.setattr("pathlib.Path.mkdir", failing(type(tmp_path).mkdir))
-            patch.setattr("pathlib.Path.rename", failing(type(tmp_path).rename))
-            patch.setattr("pathlib.Path.replace", failing(type(tmp_path).replace))
+            fail_at(patch, root, nth, code)
             try:
-                save(tmp_path, 20)
+                save(root, 20)
                 break
             except CheckpointError as error:
-                assert os.strerror(code) in str(error)  # noqa: PT017 - the loop ends on success
-                assert str(tmp_path) in str(error)
-        assert not [name for name in names(tmp_path) if name.startswith(".")]
-        assert load(tmp_path / "step_00000010") == 10
-        latest = latest_checkpoint(tmp_path)
-        if latest.name == "step_00000020":  # it failed when the new one was complete
-            assert load(latest) == 20
-            (tmp_path / "latest").write_text("step_00000010\n")
-    assert count > 20
-    assert load(latest_checkpoint(tmp_path)) == 20
+                text = str(error)
+        assert os.strerror(code) in text
+        assert str(root) in text
+        assert not [name for name in names(root) if name.startswith(".")]
+        assert load(root / "step_00000010") == 10
+        if latest_checkpoint(root).name == "step_00000020":  # complete before the last call failed
+            assert load(latest_checkpoint(root)) == 20
+            (root / "latest").write_text("step_00000010\n")
+    assert nth > 20
+    assert load(latest_checkpoint(root)) == 20
 
 
 def test_a_file_that_may_not_grow_is_reported_with_the_bytes_needed(tmp_path):
@@ -227,7 +235,7 @@ def test_a_file_that_may_not_grow_is_reported_with_the_bytes_needed(tmp_path):
 
 def test_a_root_that_is_a_file_is_named(tmp_path):
     (tmp_path / "root").touch()
-    with pytest.raises(CheckpointError, match="root/.*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"root/.*: Not a directory"):
         save(tmp_path / "root", 1)
 
 
@@ -238,7 +246,7 @@ def test_an_error_in_a_point_is_raised_and_cleaned_up(tmp_path):
         if name == "save.before_rename":
             raise KeyError(name)
 
-    with pytest.raises(CheckpointError, match="KeyError: 'save.before_rename'"):
+    with pytest.raises(CheckpointError, match=r"KeyError: 'save.before_rename'"):
         save(tmp_path, 20, on_event=fail)
     assert_untouched(tmp_path)
 

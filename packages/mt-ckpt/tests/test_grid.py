@@ -1,3 +1,4 @@
+import itertools
 import math
 from unittest import mock
 
@@ -132,7 +133,7 @@ def test_chunks_are_as_large_as_the_cuts_and_64_mib_allow(shape, cuts, chunks):
     edges = [0, *cuts, *shape[:1]]
     boxes = [
         Box(offsets=(low, *(0 for _ in shape[1:])), shape=(high - low, *shape[1:]))
-        for low, high in zip(edges, edges[1:], strict=False)
+        for low, high in itertools.pairwise(edges)
     ] or [Box(offsets=(), shape=())]
     assert plan_chunks("w", shape, 4, boxes) == chunks
 
@@ -143,5 +144,7 @@ def test_cuts_without_a_common_size_are_refused():
         Box(offsets=(2**22 - 1,), shape=(2**21,)),
         Box(offsets=(2**22 + 2**21 - 1,), shape=(5,)),
     ]
-    with pytest.raises(CheckpointError, match="cut so unevenly that only chunks of shape .1,. fit"):
+    with pytest.raises(
+        CheckpointError, match=r"cut so unevenly that only chunks of shape .1,. fit"
+    ):
         plan_chunks("w", (2**22 + 2**21 + 4,), 4, boxes)

@@ -106,7 +106,7 @@ def test_a_bad_keep_is_refused(tmp_path, keep):
     "name", ["", "/a", "a//b", "a/../b", ".", "a b", "__a", "a/zarr.json", "mt-manifest.json", "ä"]
 )
 def test_a_name_that_is_not_safe_on_disk_is_refused(name):
-    with pytest.raises(ValueError, match="is not allowed. A name is parts joined by '/'"):
+    with pytest.raises(ValueError, match=r"is not allowed. A name is parts joined by '/'"):
         TensorShard(name, torch.zeros(1))
 
 
@@ -120,7 +120,7 @@ def test_a_box_outside_its_array_is_refused(shape, offsets):
 
 def test_a_tensor_without_dense_storable_values_is_refused():
     with pytest.raises(
-        ValueError, match="dtype torch.complex64 cannot be stored; use one of float64"
+        ValueError, match=r"dtype torch.complex64 cannot be stored; use one of float64"
     ):
         TensorShard("a", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="is on the meta device; a checkpoint needs dense values"):
@@ -137,7 +137,9 @@ def test_a_cast_is_made_only_when_asked_for(tmp_path):
     values = torch.randn(8)
     path = save_checkpoint(tmp_path, 1, [TensorShard("w", values)], {})
     wanted = torch.zeros(8, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="w: saved as float32, wanted as bfloat16 .cast=True"):
+    with pytest.raises(
+        CheckpointError, match=r"w: saved as float32, wanted as bfloat16 .cast=True"
+    ):
         load_checkpoint(path, [TensorShard("w", wanted)])
     load_checkpoint(path, [TensorShard("w", wanted)], cast=True)
     assert torch.equal(wanted, values.bfloat16())
@@ -183,7 +185,9 @@ def test_a_part_can_be_loaded_alone(tmp_path):
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere: no such checkpoint directory"):
         load_checkpoint(tmp_path / "nowhere", [])
-    with pytest.raises(CheckpointError, match="mt-manifest.json: missing, so .* is not a complete"):
+    with pytest.raises(
+        CheckpointError, match=r"mt-manifest.json: missing, so .* is not a complete"
+    ):
         read_metadata(tmp_path)
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "nowhere") is None
@@ -204,7 +208,7 @@ def test_import_is_light():
     code = (
         "import torch, time, sys; before = set(sys.modules); start = time.perf_counter();"
         "import mt_ckpt; print(time.perf_counter() - start, len(set(sys.modules) - before),"
-        "[m for m in ('zarr', 'google_crc32c', 'asyncio.runners') if m in set(sys.modules) - before])"
+        "[m for m in ('zarr', 'google_crc32c') if m in set(sys.modules) - before])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, modules, heavy = out.stdout.split(maxsplit=2)

@@ -21,9 +21,9 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
         with contextlib.suppress(OSError):
-            needed = f"{needed}; {shutil.disk_usage(where).free} bytes are free"
+            if needed:
+                needed = f"{needed}; {shutil.disk_usage(path.parent).free} bytes are free"
         raise CheckpointError(
             f"cannot {action} {path}: {error.strerror or error}{needed}", file=str(path)
         ) from error

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mt_ckpt.array import ArraySpec, chunk_file
-from mt_ckpt.disk import disk_errors, remove_tree, sync_all, write_file
+from mt_ckpt.disk import disk_errors, remove_tree, sync, sync_all, write_file
 from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, chunk_indices, overlap, plan_chunks
@@ -137,8 +137,11 @@ class _Save:
             )
         self.temp = hidden_name(self.root, step_name(self.step), "tmp")
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
+        is_new = not self.root.exists()
         with disk_errors("create", self.temp):
             self.temp.mkdir(parents=True)
+        if is_new:
+            sync(self.root.parent)
         for path, content in sorted(zarr_documents(self.arrays, step=self.step).items()):
             with disk_errors("create", (self.temp / path).parent):
                 (self.temp / path).parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +189,7 @@ class _Save:
         self.event("save.before_rename")
         with disk_errors("rename", temp):
             temp.rename(final)
-        sync_all([self.root, self.root.parent])
+        sync(self.root)
         self.event("save.after_rename")
         move_latest(self.root, self.step)
         self.event("save.after_latest")
@@ -200,8 +203,12 @@ class _Save:
         if self.temp is not None:
             remove_tree(self.temp)
         if self.old is not None:
-            with contextlib.suppress(OSError):  # refused where the new one has taken its place
-                self.old.rename(self.root / step_name(self.step))
+            final = self.root / step_name(self.step)
+            if final.exists():  # the new one is complete, and something after it failed
+                remove_tree(self.old)
+            else:
+                with contextlib.suppress(OSError):
+                    self.old.rename(final)
 
 
 def _check_json(metadata: dict[str, Any]) -> None:
