@@ -77,11 +77,12 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
     """Concatenates the ranks' ``x`` along ``dim``."""
     x, ranks = x.contiguous(), group.size()
-    out = x.new_empty((ranks, *x.shape))
+    # gloo takes the concatenated form only, not the stacked one.
+    out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
     work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
 
     def finish(parts: Tensor) -> Tensor:
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return parts.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     return Pending(cast(dist.Work, work), out, finish)
 
@@ -92,7 +93,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pendi
     local = shard_size(x.shape[dim], group, what=f"dim {dim} of shape {tuple(x.shape)}")
     pieces = x.unflatten(dim, (ranks, local)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    work = dist.reduce_scatter_tensor(out, pieces, group=group, async_op=True)
+    work = dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group, async_op=True)
     return Pending(cast(dist.Work, work), out)
 
 
