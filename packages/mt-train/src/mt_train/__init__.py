@@ -9,7 +9,7 @@ from mt_train.problem import ConfigError, Problem
 if TYPE_CHECKING:
     from mt_train.config import RunConfig
     from mt_train.loading import LoadedConfig, load_config, to_yaml
-    from mt_train.run import run
+    from mt_train.session import run
     from mt_train.trainer import Trainer
 
 __all__ = [
@@ -29,7 +29,7 @@ _HOMES = {
     "RunConfig": "config",
     "Trainer": "trainer",
     "load_config": "loading",
-    "run": "run",
+    "run": "session",
     "to_yaml": "loading",
 }
 

@@ -111,7 +111,7 @@ def _run(command: Run, arguments: list[str]) -> int:
         loaded.check_world(command.nproc)
         return launch("mt_train", arguments, command.nproc)
     out = command.out or Path("runs") / command.config.stem
-    from mt_train.run import run
+    from mt_train.session import run
 
     run(loaded, env, out)
     return 0

@@ -14,7 +14,7 @@ from mt_parallel_state import DistributedEnv
 
 from mt_train.corpus import split_corpus
 from mt_train.loading import LoadedConfig, load_config
-from mt_train.run import run, write_summary
+from mt_train.session import run, write_summary
 
 _PROMPT = "def read_lines(path):\n"
 
