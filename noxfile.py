@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -32,11 +33,21 @@ os.environ.pop(
 @nox.session(python=False)
 def lint(session: nox.Session) -> None:
     """Format, lint, import contracts, workspace rules, and the tests of the tools."""
-    session.run(*DEV, "ruff", "format", "--check", ".")
-    session.run(*DEV, "ruff", "check", ".")
-    session.run(*DEV, "lint-imports", "--no-timings")
-    session.run(*DEV, "python", "tools/check_workspace.py")
-    session.run(*DEV, "pytest", "tools/tests", *session.posargs)
+    steps = [
+        ["ruff", "format", "--check", "--quiet", "."],
+        ["ruff", "check", "--quiet", "."],
+        ["lint-imports"],
+        ["python", "tools/check_workspace.py"],
+        ["pytest", "tools/tests", *session.posargs],
+    ]
+    failed = []
+    for step in steps:  # all of them, so that one run shows everything
+        try:
+            session.run(*DEV, *step)
+        except CommandFailed:
+            failed.append(" ".join(step[:2]))
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(python=False)
