@@ -242,13 +242,15 @@ def test_dropout_sites_drop_the_configured_share_independently():
             assert (a * b).mean().item() == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.parametrize("layers", [None, range(1), range(2, 3)])
+# Dynamo itself looks at .grad where a graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("layers", [None, range(1, 2), range(2, 3)])
 def test_stage_compiles_to_the_same_numbers(layers):
     config = gpt(**TINY, num_kv_heads=2, qk_norm=True)
     model, data = double(config, layers=layers), batch()
-    x = torch.randn(2, 9, 16, dtype=torch.float64) if layers == range(2, 3) else None
-    fullgraph = layers != range(2, 3) and layers is not None
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    x = None if layers is None else torch.randn(2, 9, 16, dtype=torch.float64)
+    # The embedding checks its ids, which breaks the graph once.
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=layers is not None)
 
     def run(module):
         model.zero_grad()

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mt_model.activation import activate, gated, gated_reference
-from mt_model.attention import causal_mask, reference_attention
 from mt_model.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from mt_model.matmul_attention import matmul_attention
+from mt_model.matmul_attention import matmul_attention, plain_matmul_attention
 from mt_model.norm import rms_norm, rms_norm_reference
+from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotary_table, rotate, rotate_reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -114,7 +114,13 @@ def test_matmul_attention_matches_torch(dtype, groups, queries, rotary):
     table = rotary_table(9, 8, 100.0, dtype=dtype) if rotary else None
     wide = None if table is None else table.double()
     assert_same_function(
-        lambda x: matmul_attention(x, table, 8**-0.5),
+        lambda x: matmul_attention(x, table),
+        lambda x: attend_by_torch(x, wide),
+        [rand(2, 9, groups, queries + 2, 8)],
+        dtype,
+    )
+    assert_same_function(
+        lambda x: plain_matmul_attention(x, table),
         lambda x: attend_by_torch(x, wide),
         [rand(2, 9, groups, queries + 2, 8)],
         dtype,

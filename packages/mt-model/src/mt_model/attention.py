@@ -12,6 +12,7 @@ from mt_model.dropout import DropoutSite, score_index
 from mt_model.matmul_attention import matmul_attention
 from mt_model.norm import RMSNorm
 from mt_model.placement import Pass, Placement
+from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotate
 
 MATMUL_MAX_LENGTH = 1024
@@ -28,46 +29,6 @@ def matmul_attention_obstacle(qkv: Tensor) -> str | None:
     if qkv.shape[1] > MATMUL_MAX_LENGTH:
         return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
     return None
-
-
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: DropoutSite | None = None,
-    index: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention in plain operations; the last query sees every key.
-
-    Args:
-        query: rotated queries.
-        key: rotated keys; each serves `N // G` consecutive query heads.
-        value: values.
-        dropout: drops attention weights.
-        index: global index of each attention weight, for `dropout`.
-
-    Shape:
-        query: [B, N, S, D]; key, value: [B, G, T, D]; index: [B, N, S, T]. Returns [B, N, S, D].
-    """
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    seen = causal_mask(query.shape[2], key.shape[2], query.device)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    probs = torch.softmax(wide.masked_fill(~seen, float("-inf")), dim=-1).to(scores.dtype)
-    if dropout is not None:
-        probs = dropout(probs, index)
-    return probs @ value
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query sees a key, the last query being at the last key.
-
-    Shape:
-        Returns [queries, keys].
-    """
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class Attention(nn.Module):
@@ -133,7 +94,7 @@ class Attention(nn.Module):
             table = shared.tables[self.head_dim, self.rope_theta]
         drops = shared.sample_ids is not None and self.dropout.probability > 0
         if shared.cache is None and not drops and matmul_attention_obstacle(qkv) is None:
-            out = matmul_attention(qkv, table, self.head_dim**-0.5)
+            out = matmul_attention(qkv, table)
         else:
             out = self._attend_by_head(qkv, table, shared, layer=layer)
         return self.out(out.unflatten(-1, (-1, self.queries_per_group, self.head_dim)))

@@ -46,6 +46,19 @@ def linear_cross_entropy(
     Shape:
         hidden: [N, H]; weight: [V / tp, H]; labels: [N]. Returns a scalar.
     """
+    if torch.compiler.is_compiling() and group is None:
+        return linear_cross_entropy_reference(hidden, weight, labels)
+    return _in_blocks(hidden, weight, labels, group, block_size)
+
+
+@torch.compiler.disable
+def _in_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    block_size: int | None,
+) -> Tensor:
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

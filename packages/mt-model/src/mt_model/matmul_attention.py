@@ -12,46 +12,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_model.rotary import rotate_into
+from mt_model.reference_attention import reference_attention
+from mt_model.rotary import rotate_into, rotate_reference
 
 aten = torch.ops.aten
 
 
-def matmul_attention(qkv: Tensor, table: Tensor | None, scale: float) -> Tensor:
-    """Rotate queries and keys, then softmax attention over earlier positions.
+def plain_matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
+    """Rotate queries and keys, then softmax attention over earlier positions, in plain operations.
 
-    Equal to `reference_attention` of the rotated heads. Scores are rounded to the dtype of `qkv`;
+    Shape:
+        As `matmul_attention`.
+    """
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if table is not None:
+        query, key = rotate_reference(query, table), rotate_reference(key, table)
+    query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
+    return reference_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
+    """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
+
+    Scores are rounded to the dtype of `qkv`;
     the softmax is taken in fp32 for bf16.
 
     Args:
         qkv: fused projections; in a group the queries come first, then key, then value.
         table: from `rotary_table` for these positions, or None.
-        scale: multiplies the scores.
 
     Shape:
         qkv: [B, S, G, Q + 2, D]; table: [2, S, D/2]. Returns [B, S, G * Q * D].
     """
-    return _MatmulAttention.apply(qkv, table, scale)  # pyright: ignore[reportReturnType]
+    if torch.compiler.is_compiling():
+        return plain_matmul_attention(qkv, table)
+    return _MatmulAttention.apply(qkv, table)  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, table: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, table: Tensor | None) -> Tensor:
         batch, length, groups, parts, width = qkv.shape
         packed = qkv.new_empty(batch, groups, parts, length, width)
         _permute_rotate(packed, qkv.permute(0, 2, 3, 1, 4), table, inverse=False)
         query, key, value = _split(packed)
         scores = torch.bmm(query, key.transpose(1, 2))
         by_head = scores.view(-1, length, length)
-        torch.add(_mask(length, qkv), by_head, alpha=scale, out=by_head)
+        torch.add(_mask(length, qkv), by_head, alpha=width**-0.5, out=by_head)
         probs = torch.softmax(scores, dim=-1)
         ctx.save_for_backward(packed, probs, table)
-        ctx.scale = scale
         out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         packed, probs, table = ctx.saved_tensors
         batch, groups, parts, length, width = packed.shape
         query, key, value = _split(packed)
@@ -62,13 +76,13 @@ class _MatmulAttention(torch.autograd.Function):
         grad_probs = torch.bmm(grad, value.transpose(1, 2))
         grad_scores = aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
         del grad_probs
-        grad_query = torch.bmm(grad_scores, key).mul_(ctx.scale)
+        grad_query = torch.bmm(grad_scores, key).mul_(width**-0.5)
         grad_packed[:, :, :-2] = grad_query.view_as(packed[:, :, :-2])
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).mul_(ctx.scale)
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).mul_(width**-0.5)
         grad_packed[:, :, -2] = grad_key.view_as(packed[:, :, -2])
         grad_qkv = packed.new_empty(batch, length, groups, parts, width)
         _permute_rotate(grad_qkv.permute(0, 2, 3, 1, 4), grad_packed, table, inverse=True)
-        return grad_qkv, None, None
+        return grad_qkv, None
 
 
 def _split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
