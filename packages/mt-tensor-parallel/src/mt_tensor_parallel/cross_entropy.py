@@ -18,7 +18,7 @@ __all__ = ["vocab_parallel_cross_entropy"]
 def _rows_per_block(logits: Tensor) -> int:
     """Rows whose fp32 copy stays in cache on a CPU; an accelerator takes larger bites."""
     threads = torch.get_num_threads()
-    elements = threads << 15 if logits.device.type == "cpu" else 1 << 27
+    elements = threads << 17 if logits.device.type == "cpu" else 1 << 27
     return max(threads, elements // max(1, logits.shape[-1]))
 
 
@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, log_sum, local, foreign, ignored = ctx.saved_tensors
         scale = grads[0].masked_fill(ignored, 0)
         out = torch.empty_like(logits)

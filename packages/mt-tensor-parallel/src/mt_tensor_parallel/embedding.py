@@ -37,11 +37,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ids,) = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
-        wide = torch.zeros(ctx.rows, grad.shape[-1], dtype=torch.float32, device=grad.device)
-        return None, wide.index_add_(0, ids.flatten(), grad.float()).to(grad.dtype)
+        wide = torch.ops.aten.embedding_dense_backward(
+            grads[0].float(), ids, ctx.rows, padding_idx=-1, scale_grad_by_freq=False
+        )
+        return None, wide.to(grads[0].dtype)
 
 
 def _lookup(ids: Tensor, weight: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_x = ctx.gemm.dgrad(grads[0], weight) if need_x else None
@@ -74,7 +74,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         gemm, group, grad_y = ctx.gemm, ctx.group, grads[0]
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
@@ -118,7 +118,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_b = _bias_grad(grads[0], needed=need_b)
@@ -388,7 +388,5 @@ class RowParallelLinear(_ParallelLinear):
 
 def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:
     if not 0 <= shard_dim < len(sizes):
-        raise ValueError(
-            f"shard_dim must be from 0 to {len(sizes) - 1} for {sizes}, got {shard_dim}"
-        )
+        raise ValueError(f"shard_dim must be 0 to {len(sizes) - 1} for {sizes}, got {shard_dim}")
     return shard_dim
