@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -108,13 +109,15 @@ class Mailbox:
         for action in [*now, *(action for action in ahead if self._carries(action))]:
             if action.op.is_receive and action not in self._arriving:
                 tensor = self._empty(action)
-                work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
+                with self._naming(action):
+                    work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
                 self._arriving[action] = (tensor, work)
         self.finish()
         for action in now:
             if action.op.is_send:
                 tensor = self._outgoing.pop(action)
-                work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
+                with self._naming(action):
+                    work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
                 self._leaving.append((action, tensor, work))
 
     def finish(self) -> None:
@@ -127,17 +130,17 @@ class Mailbox:
         if not actions:
             return
         tensors = [self._outgoing.pop(a) if a.op.is_send else self._empty(a) for a in actions]
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(
-                    dist.isend if action.op.is_send else dist.irecv,
-                    tensor,
-                    group=self._group,
-                    group_peer=self._peer(action),
-                )
-                for action, tensor in zip(actions, tensors, strict=True)
-            ]
-        )
+        transfers = [
+            dist.P2POp(
+                dist.isend if action.op.is_send else dist.irecv,
+                tensor,
+                group=self._group,
+                group_peer=self._peer(action),
+            )
+            for action, tensor in zip(actions, tensors, strict=True)
+        ]
+        with self._naming(actions[0]):
+            works = dist.batch_isend_irecv(transfers)
         if len(works) != len(actions):  # NCCL gives one for the whole batch
             works = [works[0]] * len(actions)
         for action, tensor, work in zip(actions, tensors, works, strict=True):
@@ -160,15 +163,20 @@ class Mailbox:
         return peer
 
     def _wait(self, action: Action, work: dist.Work | None) -> None:
-        if work is None:
-            return
+        if work is not None:
+            with self._naming(action):
+                work.wait()
+
+    @contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        """Name both ranks and the micro-batch where a transfer fails."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             what = "activation" if action.op in (Op.SEND_F, Op.RECV_F) else "gradient"
-            way = "sending to" if action.op.is_send else "receiving from"
+            way = "sending it to" if action.op.is_send else "receiving it from"
             raise TransferError(
-                f"stage {action.stage}, micro-batch {action.microbatch}: {way} pipeline rank "
-                f"{self._peer(action)} failed ({what}): {error}. Look for the first error on that "
+                f"stage {action.stage}, {what} of micro-batch {action.microbatch}: {way} pipeline "
+                f"rank {self._peer(action)} failed: {error}. Look for the first error on that "
                 "rank; activation() must give the same spec on both ranks"
             ) from error
