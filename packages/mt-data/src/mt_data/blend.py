@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mt_data.error import DataError
 
-BLOCK = 1 << 14
+BLOCK = 1 << 12
 MAX_DATASETS = 2**15 - 1
 
 

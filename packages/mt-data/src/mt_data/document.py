@@ -117,6 +117,7 @@ def _read_lines(path: Path, name: str, policy: _Policy) -> Iterator[Document]:
                 raise DataFileError(where, f"the line is longer than {MAX_LINE} bytes")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
+            line = line.rstrip(b"\r\n")
             if not line.strip():
                 continue
             try:

@@ -60,7 +60,7 @@ class GPTDataset:
         - `dataset[i]`: [sequence_length + 1] int64
     """
 
-    def __init__(  # noqa: PLR0913 - one plain choice each
+    def __init__(
         self,
         indexed: TokenSource,
         *,
@@ -79,6 +79,7 @@ class GPTDataset:
             raise DataError(
                 f"the dataset stores {indexed.dtype.name}; training samples need integer tokens"
             )
+        seed = operator.index(seed)
         self.indexed = indexed
         self.sequence_length = sequence_length
         self.sequences = self._checked_range(sequences, len(indexed.lengths))

@@ -1,10 +1,10 @@
-"""The `.idx` file of a Megatron token dataset: its bytes, and every check on them.
+r"""The `.idx` file of a Megatron token dataset: its bytes, and every check on them.
 
 Little-endian layout, with S sequences and D = documents + 1:
 
 | offset | size | content |
 |---|---|---|
-| 0 | 9 | `MMIDIDX\\0\\0` |
+| 0 | 9 | `MMIDIDX\0\0` |
 | 9 | 8 | uint64 version, 1 |
 | 17 | 1 | uint8 token dtype code |
 | 18 | 8 | uint64 S |
@@ -17,9 +17,12 @@ Little-endian layout, with S sequences and D = documents + 1:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO
 
 import numpy as np
@@ -98,24 +101,33 @@ class Index:
         """Tokens in the `.bin` file."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def to_bytes(self) -> bytes:
-        """The file's bytes."""
-        header = HEADER.pack(
+    def _parts(self) -> Iterator[bytes | NDArray]:
+        yield HEADER.pack(
             MAGIC,
             VERSION,
             CODE_BY_DTYPE[self.dtype],
             len(self.lengths),
             len(self.document_index),
         )
-        parts = [
-            header,
-            self.lengths.astype("<i4").tobytes(),
-            self.pointers.astype("<i8").tobytes(),
-            self.document_index.astype("<i8").tobytes(),
-        ]
+        yield self.lengths.astype("<i4", copy=False)
+        yield self.pointers.astype("<i8", copy=False)
+        yield self.document_index.astype("<i8", copy=False)
         if self.modes is not None:
-            parts.append(self.modes.astype("i1").tobytes())
-        return b"".join(parts)
+            yield self.modes.astype("i1", copy=False)
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes."""
+        return b"".join(
+            part if isinstance(part, bytes) else part.tobytes() for part in self._parts()
+        )
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the file's bytes."""
+        digest = hashlib.sha256()
+        for part in self._parts():
+            digest.update(part if isinstance(part, bytes) else part.data)
+        return digest.hexdigest()
 
 
 def read_index(path: str, *, multimodal: bool = False) -> Index:

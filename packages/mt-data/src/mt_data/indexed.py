@@ -25,8 +25,9 @@ class IndexedDataset:
     while it is open is an error instead of a signal. The index is held in memory: 12 bytes for
     each sequence and 8 for each document.
 
-    A flipped bit inside `.bin` is still a valid token, so the format itself cannot reveal it;
-    `verify` can, against the digests our writer leaves in `<prefix>.json`.
+    Opening checks every structural rule of the index, its sha256 where `<prefix>.json` records
+    one, and the size of `.bin`. A flipped bit inside `.bin` is still a valid token, so the format
+    cannot reveal it; `verify` reads the file and compares its recorded sha256.
 
     Args:
         prefix: path without the `.bin` / `.idx` ending.
@@ -46,6 +47,7 @@ class IndexedDataset:
         self.index_path = f"{self.prefix}.idx"
         self.token_path = f"{self.prefix}.bin"
         self._index = read_index(self.index_path, multimodal=multimodal)
+        self._check_recorded_digest()
         self.dtype = self._index.dtype
         self.num_tokens = self._index.num_tokens
         self._descriptor = os.open(self.token_path, os.O_RDONLY)
@@ -55,6 +57,17 @@ class IndexedDataset:
         except DataFileError:
             self.close()
             raise
+
+    def _check_recorded_digest(self) -> None:
+        """The index was read in full anyway, so comparing its digest costs little."""
+        recorded = (self.metadata() or {}).get("idx_sha256")
+        if recorded is not None and recorded != self._index.sha256:
+            raise DataFileError(
+                self.index_path,
+                f"content has changed: {self.prefix}.json records sha256 {recorded}, found "
+                f"{self._index.sha256}; restore it, or remove the .json if another tool wrote "
+                "the dataset anew",
+            )
 
     def _check_token_file(self) -> None:
         expected = self.num_tokens * self.dtype.itemsize
@@ -148,7 +161,7 @@ class IndexedDataset:
         tokens = np.empty(length, self.dtype)
         if length == 0:
             return tokens
-        view = memoryview(tokens).cast("B")
+        view = tokens.data.cast("B")
         offset, done = start * self.dtype.itemsize, 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], offset + done)
@@ -167,13 +180,8 @@ class IndexedDataset:
 
         It reads no tokens; `verify` is the full check.
         """
-        digest = hashlib.sha256(self.lengths.tobytes())
-        digest.update(self.document_index.tobytes())
-        digest.update(f"{self.dtype.str}:{self.num_tokens}".encode())
-        recorded = self.metadata()
-        if recorded is not None:
-            digest.update(str(recorded.get("bin_sha256")).encode())
-        return digest.hexdigest()
+        recorded = (self.metadata() or {}).get("bin_sha256")
+        return hashlib.sha256(f"{self._index.sha256}:{recorded}".encode()).hexdigest()
 
     def metadata(self) -> dict[str, object] | None:
         """Content of `<prefix>.json`, or None when another tool wrote the dataset."""

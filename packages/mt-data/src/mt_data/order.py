@@ -189,7 +189,7 @@ class MegatronOrder:
             raise DataError("there are no tokens to draw samples from")
         epochs = max(1, -(-wanted // tokens))
         split = self._split(tokens, sequence_length, epochs, num_samples)
-        random = np.random.RandomState(seed)  # noqa: NPY002 - the order is defined by it
+        random = np.random.RandomState(seed)
         self.document_order = self._shuffle_documents(
             random, len(lengths), epochs, separate=split is not None
         )

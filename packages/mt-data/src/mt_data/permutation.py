@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import overload
 
 import numpy as np
@@ -36,7 +37,9 @@ class Permutation:
         self.size = size
         self._left = max(1, int(np.ceil(np.sqrt(size))))
         self._right = -(-size // self._left)
-        text = repr((size, key)).encode()
+        # Plain ints: numpy's have another repr.
+        parts = [part if isinstance(part, str) else operator.index(part) for part in key]
+        text = repr((size, *parts)).encode()
         self._keys = [
             int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=bytes([turn])).digest(), "big")
             for turn in range(ROUNDS)
@@ -47,6 +50,7 @@ class Permutation:
     @overload
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def __call__(self, index: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
+        """Where element `index` goes."""
         if isinstance(index, np.ndarray):
             return self._many(index)
         if not 0 <= index < self.size:

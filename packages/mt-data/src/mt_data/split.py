@@ -78,7 +78,7 @@ def split_files(
     if not 0 < fraction < 1:
         raise DataError(f"fraction is {fraction}; it must lie between 0 and 1")
     files = [Path(path) for path in paths]
-    if len(files) < 2:  # noqa: PLR2004 - two sides
+    if len(files) < 2:
         raise DataError(f"cannot hold out a part of {len(files)} files; give at least 2")
     base = Path(root) if root is not None else Path(os.path.commonpath([f.parent for f in files]))
     places = [_place(file.relative_to(base).as_posix(), seed) for file in files]

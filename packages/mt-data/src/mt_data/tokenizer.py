@@ -268,7 +268,7 @@ def _check_special(special: Sequence[str]) -> None:
     if not special or len(set(special)) != len(special):
         raise DataError(f"special is {list(special)}; give one or more different names")
     for name in special:
-        if len(name) < 2 or not name.isascii() or not name.isprintable():  # noqa: PLR2004
+        if len(name) < 2 or not name.isascii() or not name.isprintable():
             raise DataError(
                 f"special token {name!r} must be two or more printable ASCII characters, so that "
                 "it cannot be mistaken for a byte"

@@ -144,7 +144,7 @@ class IndexedWriter:
             "documents": self.num_documents,
             "tokens": index.num_tokens,
             "bin_sha256": self._digest.hexdigest(),
-            "idx_sha256": hashlib.sha256(content).hexdigest(),
+            "idx_sha256": index.sha256,
         }
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         self._file.flush()

@@ -1,0 +1,148 @@
+"""Blending: golden choices, shares, wrapping."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mt_data import BlendedDataset, DataError, GPTDataset, blend_order
+from mt_data.blend import BLOCK, BlendOrder
+
+
+class Counted:
+    """A dataset whose sample i is [name, i]."""
+
+    def __init__(self, name, size):
+        self.name, self.size, self.fingerprint = name, size, f"{name}/{size}"
+
+    def __len__(self):
+        return self.size
+
+    def sample(self, index):
+        assert index >= 0
+        return np.array([self.name, index])
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.size
+        return self.sample(index)
+
+
+@pytest.mark.parametrize(
+    ("weights", "limits", "chosen"),
+    [
+        ([0.5, 0.3, 0.2], None, [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
+        ([5, 3, 2], None, [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
+        ([0.7, 0.3], None, [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]),
+        ([5, 3, 2], [5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
+        ([1], None, [0] * 10),
+    ],
+)
+def test_choices_equal_the_golden_ones(weights, limits, chosen):
+    datasets, samples = blend_order(weights, 10, limits=limits)
+    assert datasets.tolist() == chosen
+    assert datasets.dtype == np.int16
+    assert samples.tolist() == [chosen[:i].count(d) for i, d in enumerate(chosen)]
+
+
+def reference(weights, size):
+    total = float(np.asarray(weights, np.float64).sum())
+    shares = [w / total for w in weights]
+    taken, chosen = [0] * len(weights), []
+    for t in range(size):
+        errors = [w * max(t, 1) - n for w, n in zip(shares, taken, strict=True)]
+        best = errors.index(max(errors))
+        chosen.append((best, taken[best]))
+        taken[best] += 1
+    return chosen
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    size=st.integers(1, 300),
+)
+def test_choices_follow_the_rule_and_keep_the_shares(weights, size):
+    order = BlendOrder(weights)
+    chosen = [order(i) for i in range(size)]
+    assert chosen == reference(weights, size)
+    taken = np.bincount([d for d, _ in chosen], minlength=len(weights))
+    assert np.abs(taken - order.weights * size).max() < len(weights)
+    for dataset in range(len(weights)):
+        assert [s for d, s in chosen if d == dataset] == list(range(taken[dataset]))
+
+
+def test_any_sample_can_be_asked_for_first():
+    order = BlendOrder([0.6, 0.4])
+    far = order(2 * BLOCK + 5)
+    assert far == reference([0.6, 0.4], 2 * BLOCK + 6)[-1]
+    assert order(BLOCK - 1) == BlendOrder([0.6, 0.4])(BLOCK - 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_exhaustive_blend_takes_every_sample_once(sizes):
+    blend = BlendedDataset([Counted(n, size) for n, size in enumerate(sizes)])
+    assert len(blend) == sum(sizes)
+    rows = sorted(tuple(sample.tolist()) for sample in blend)
+    assert rows == [(n, i) for n, size in enumerate(sizes) for i in range(size)]
+    assert blend.sample(3 * sum(sizes)).tolist() == blend[0].tolist()
+
+
+def test_exhaustive_blend_spans_blocks():
+    size = BLOCK + 10
+    blend = BlendedDataset([Counted(0, size), Counted(1, 7)])
+    last = [blend.origin(i) for i in range(len(blend) - 3, len(blend))]
+    assert all(0 <= sample < (size, 7)[dataset] for dataset, sample in last)
+
+
+def test_overdrawn_dataset_goes_on_with_another_epoch():
+    class Tokens:
+        dtype = np.dtype("u2")
+        fingerprint = "tokens"
+        lengths = np.array([9, 12], np.int32)
+
+        def read(self, index, offset=0, length=None):
+            return np.arange(100 * index + offset, 100 * index + offset + length)
+
+    small = GPTDataset(Tokens(), sequence_length=4, seed=5)
+    blend = BlendedDataset([small, Counted(7, 1000)], [0.5, 0.5], 60)
+    drawn = [blend[i].tolist() for i in range(60) if blend.origin(i)[0] == 0]
+    n = len(small)
+    assert len(drawn) > 3 * n
+    assert drawn == [small.sample(i).tolist() for i in range(len(drawn))]
+    assert drawn[:n] != drawn[n : 2 * n]
+
+
+def test_fingerprint_covers_datasets_and_weights():
+    def make(size, weights):
+        return BlendedDataset([Counted(0, size), Counted(1, 9)], weights, 10).fingerprint
+
+    prints = {make(5, [1, 1]), make(6, [1, 1]), make(5, [1, 2]), make(5, None)}
+    assert len(prints) == 4
+    assert make(5, [2, 2]) == make(5, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_samples", "message"),
+    [
+        ([1.0], 5, "1 weights for 2 datasets"),
+        ([1.0, 0.0], 5, "weight 1 is 0.0; weights must be finite and above 0"),
+        ([-1.0, 1.0], 5, "weight 0 is -1.0"),
+        ([1.0, float("nan")], 5, "weight 1 is nan"),
+        ([1.0, 1.0], None, "num_samples is None"),
+        ([1.0, 1.0], 0, "num_samples is 0"),
+        (None, 99, "num_samples is 99, but the datasets hold 6"),
+    ],
+)
+def test_impossible_blends_say_why(weights, num_samples, message):
+    with pytest.raises(DataError, match=message):
+        BlendedDataset([Counted(0, 3), Counted(1, 3)], weights, num_samples)
+
+
+def test_blend_checks_its_range():
+    blend = BlendedDataset([Counted(0, 3)], [1.0], 4)
+    with pytest.raises(IndexError, match="sample 4 does not exist; the blend has 4"):
+        blend[4]
+    with pytest.raises(DataError, match="at least one dataset"):
+        BlendedDataset([], [], 1)
+    with pytest.raises(DataError, match="size is 3, but the limits sum to 2"):
+        blend_order([1, 1], 3, limits=[1, 1])
