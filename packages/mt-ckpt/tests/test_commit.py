@@ -3,7 +3,6 @@ import itertools
 import os
 import pathlib
 import resource
-import signal
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from mt_ckpt import (
     save_checkpoint,
     verify_checkpoint,
 )
-from mt_testing import RankDied
+from mt_testing import KillAt, expect_kill
 
 POINTS = [
     "save.begin",
@@ -64,15 +63,7 @@ def test_after_a_kill_the_last_checkpoint_loads_and_the_save_succeeds(
     for step in before:
         save(tmp_path, step)
 
-    def killed_save():
-        def kill(name):
-            if name == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        save(tmp_path, 20, on_event=kill)
-
-    with pytest.raises(RankDied, match="SIGKILL"):
-        ranks(1, killed_save)
+    expect_kill(ranks, 1, save, tmp_path, 20, kill=KillAt(point))
     latest = latest_checkpoint(tmp_path)
     renamed = POINTS.index(point) >= POINTS.index("save.after_rename")
     if not before and not renamed:

@@ -13,7 +13,7 @@ from mt_ckpt import (
     verify_checkpoint,
 )
 from mt_parallel_state import ParallelLayout, PartitionSpec, shard_param, sharding_of
-from mt_testing import RankDied
+from mt_testing import KillAt, expect_kill
 
 # name -> (global shape, spec, pipeline stages that hold it as owner, stages that hold a copy)
 MODEL = {
@@ -259,27 +259,18 @@ def test_without_a_group_a_rank_saves_alone(tmp_path, ranks):
     assert (tmp_path / "1" / "latest").exists()
 
 
-@pytest.mark.parametrize("point", ["save.arrays", "save.data"])
+@pytest.mark.parametrize("point", ["save.begin", "save.arrays", "save.data"])
 def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path, ranks, point):
-    def save(step, victim):
+    def save(step, on_event=None):
         rank = dist.get_rank()
-
-        def event(name):
-            if (name, rank) == (point, victim):
-                import os
-                import signal
-
-                os.kill(os.getpid(), signal.SIGKILL)
-
         shard = TensorShard("w", torch.full((2,), step), global_shape=(4,), offsets=(2 * rank,))
-        save_checkpoint(tmp_path, step, [shard], {}, group=dist.group.WORLD, on_event=event)
+        save_checkpoint(tmp_path, step, [shard], {}, group=dist.group.WORLD, on_event=on_event)
 
-    ranks(2, save, 1, None)
-    with pytest.raises(RankDied, match="SIGKILL"):
-        ranks(2, save, 2, 1)
+    ranks(2, save, 1)
+    expect_kill(ranks, 2, save, 2, kill=KillAt(point, rank=1))
     found = torch.zeros(4, dtype=torch.int64)
     load_checkpoint(latest_checkpoint(tmp_path), [TensorShard("w", found)])
     assert found.tolist() == [1] * 4
-    ranks(2, save, 2, None)
+    ranks(2, save, 2)
     load_checkpoint(latest_checkpoint(tmp_path), [TensorShard("w", found)])
     assert found.tolist() == [2] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from mt_ckpt.disk import list_files
 from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box, chunk_indices, overlap
-from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest
+from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
 
@@ -85,9 +86,10 @@ def verify_checkpoint(path: str | Path) -> list[Problem]:
     bad = {problem.file for problem in problems}
     for name in sorted(set(manifest.files) - bad):
         try:
-            read_file(path, manifest, name)
-        except CheckpointError as error:
-            problems.append(Problem(file=name, tensor=error.tensor, reason=str(error)))
+            _read_checked(path / name, manifest.files[name])
+        except _DamageError as error:
+            tensor = manifest.tensor_of(name)
+            problems.append(Problem(file=name, tensor=tensor, reason=str(error)))
     return problems
 
 
@@ -106,32 +108,36 @@ def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
     return problems
 
 
-def read_file(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """The bytes of one file, which are those that were written or an error.
+class _DamageError(Exception):
+    """What is wrong with a file, in words that follow its name."""
 
-    Raises:
-        CheckpointError: Unreadable, or of another size or hash than the manifest says.
-    """
-    record, tensor = manifest.files[name], manifest.tensor_of(name)
 
-    def fail(reason: str) -> CheckpointError:
-        problem = Problem(file=name, tensor=tensor, reason=reason)
-        return CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE)
-
+def _read_checked(file: Path, record: FileRecord) -> np.ndarray:
+    """The bytes of a file, which are those that were written, or _DamageError."""
     try:
-        with (path / name).open("rb") as file:
-            size = file.seek(0, 2)
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
             if size != record.size:
-                raise fail(f"has {size} bytes, the manifest says {record.size}")
-            file.seek(0)
+                raise _DamageError(f"has {size} bytes, the manifest says {record.size}")
+            stream.seek(0)
             data = np.empty(size, dtype=np.uint8)
-            if file.readinto(data.data) != size:
-                raise fail("got shorter while it was read")
+            if stream.readinto(data.data) != size:
+                raise _DamageError("got shorter while it was read")
     except OSError as error:
-        raise fail(f"cannot be read: {error.strerror or error}") from error
+        raise _DamageError(f"cannot be read: {error.strerror or error}") from error
     if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        raise fail("its content is not what was written: the sha256 differs from the manifest's")
+        raise _DamageError(
+            "its content is not what was written: the sha256 differs from the manifest's"
+        )
     return data
+
+
+def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
+    try:
+        return _read_checked(path / name, manifest.files[name])
+    except _DamageError as error:
+        problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=str(error))
+        raise CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE) from error
 
 
 @dataclass
@@ -150,7 +156,7 @@ class _Load:
             raise CheckpointError.from_problems(f"{self.path} is damaged", problems, _ADVICE)
         for name in self.manifest.files:
             if name.rpartition("/")[2] == "zarr.json":
-                read_file(self.path, self.manifest, name)
+                _read(self.path, self.manifest, name)
         arrays = self.manifest.arrays
         return {
             "have": list(arrays),
@@ -209,7 +215,7 @@ def _read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
     box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
     with torch.no_grad():
         for index in chunk_indices(box, spec.chunks):
-            data = read_file(path, manifest, chunk_file(shard.name, index))
+            data = _read(path, manifest, chunk_file(shard.name, index))
             chunk = data[:-CRC_BYTES].view(spec.stored).reshape(spec.chunks)
             in_box, in_chunk = overlap(box, index, spec.chunks)
             shard.tensor[in_box].copy_(from_stored(chunk[in_chunk], spec.dtype))
