@@ -164,6 +164,16 @@ def test_stages_in_a_v_hand_over_within_a_rank(ranks):
     ranks(2, lambda: assert_matches_unpipelined(schedule, group=dist.group.WORLD))
 
 
+def test_a_ring_of_ranks_that_have_never_met_does_not_wait_for_itself(ranks, parse):
+    schedule = parse("F0a F0b B0b B0a\n" * 3, stages=6, microbatches=1)
+
+    def body():
+        group = dist.new_group([0, 1, 2])
+        assert_matches_unpipelined(schedule, group=group, number_of_layers=6)
+
+    ranks(3, body)
+
+
 def test_the_pipeline_may_be_a_part_of_the_world(ranks):
     def body():
         groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
@@ -352,26 +362,34 @@ def test_a_failing_stage_raises_on_its_own_rank(ranks, backward):
 
 def test_a_rank_that_is_gone_is_named(ranks):
     def body():
-        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
-        if dist.get_rank() == 1:
-            time.sleep(2)
-            return "gone"
-        executor = Executor(
-            make_schedule("1f1b", stages=2, microbatches=2),
-            lambda x, batch: batch * torch.ones(1, requires_grad=True),
-            group=group,
-            activation=spec,
-        )
-        with pytest.raises(TransferError) as caught:
-            executor.run(make_batches(2), objective=objective)
-        return str(caught.value)
+        def make():
+            return Executor(
+                make_schedule("1f1b", stages=2, microbatches=2),
+                lambda x, batch: batch * torch.ones(1, requires_grad=True),
+                group=group,
+                activation=spec,
+            )
 
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        executor = make()
+        if dist.get_rank() == 1:
+            time.sleep(2.5)
+            return None
+        with pytest.raises(TransferError) as running:
+            executor.run(make_batches(2), objective=objective)
+        with pytest.raises(TransferError) as making:
+            make()
+        return str(running.value), str(making.value)
+
+    running, making = ranks(2, body)[0]
     assert re.fullmatch(
         r"stage 0, (activation|gradient) of micro-batch 0: (sending it to|receiving it from) "
         r"pipeline rank 1 failed: .*Look for the first error on that rank; activation\(\) must .*",
-        ranks(2, body)[0],
+        running,
         flags=re.DOTALL,
     )
+    assert making.startswith("pipeline rank 0 could not connect to its neighbours:")
+    assert making.endswith("Every rank of the group must make its Executor at this point")
 
 
 def test_an_output_that_breaks_the_spec_is_named(ranks):
@@ -379,14 +397,14 @@ def test_an_output_that_breaks_the_spec_is_named(ranks):
         def wrong(batch):
             return TensorSpec((*batch.shape[:-1], WIDTH + 1), torch.float32)
 
-        if dist.get_rank() == 1:
-            return None
         executor = Executor(
             make_schedule("1f1b", stages=2, microbatches=1),
             lambda x, batch: batch,
             group=dist.group.WORLD,
             activation=wrong,
         )
+        if dist.get_rank() == 1:
+            return None
         with pytest.raises(StageError) as caught:
             executor.run(make_batches(1), objective=objective)
         executor._stages = {0: lambda x, batch: (batch, batch)}

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mt_pipeline.checker import check
 from mt_pipeline.communication import Step, forward_only, insert_communication, steps
 from mt_pipeline.ir import Action, Op, Schedule
-from mt_pipeline.transfer import Mailbox, TensorSpec, TransferError
+from mt_pipeline.transfer import Mailbox, TensorSpec, TransferError, connect
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -60,9 +60,10 @@ class StageError(RuntimeError):
 class Executor(Generic[M]):
     """Runs any schedule that `check` finds right, on the ranks of one process group.
 
-    Every rank of the group makes one with the same schedule and calls `run` and `evaluate` as
-    often as the others, with the same number of micro-batches. Gradients are added to `.grad`, in
-    the order of the schedule's backwards, which for 1F1B is the order of the micro-batches.
+    Every rank of the group makes one with the same schedule, at the same point, as they connect
+    then; and calls `run` and `evaluate` as often as the others, with as many micro-batches.
+    Gradients are added to `.grad`, in the order of the schedule's backwards, which for 1F1B is the
+    order of the micro-batches.
 
     Of an activation that went to the next rank only the autograd graph is kept, not the output
     itself. When a stage raises, the other ranks are left waiting for it until their process group
@@ -82,6 +83,7 @@ class Executor(Generic[M]):
 
     Raises:
         ValueError: The schedule has violations, or does not fit the group or the stages given.
+        TransferError: Another rank of the group did not come.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class Executor(Generic[M]):
         self._activation = activation
         self._device = torch.device(device)
         self._batched = self._device.type != "cpu" if batch_p2p is None else batch_p2p
-        self._connected = False
+        if group is not None:
+            connect(self.schedule, group=group, device=self._device, batched=self._batched)
 
     def run(self, microbatches: Sequence[M], *, objective: Callable[[Any, M], Tensor]) -> list[Any]:
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
@@ -168,7 +171,6 @@ class Executor(Generic[M]):
         microbatches: Sequence[M],
         objective: Callable[[Any, M], Tensor] | None,
     ) -> list[Any]:
-        self._connect()
         run = _Run(self, schedule, microbatches, objective)
         todo = steps(schedule.ranks[self.rank])
         end = Step(exchange=(), compute=None)
@@ -178,12 +180,6 @@ class Executor(Generic[M]):
                 run.compute(step.compute)
         run.mail.finish()
         return [run.outputs[index] for index in sorted(run.outputs)]
-
-    def _connect(self) -> None:
-        """Make all ranks meet before the first batch, as a new NCCL communicator demands."""
-        if self._batched and self._group is not None and not self._connected:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        self._connected = True
 
 
 class _Run(Generic[M]):

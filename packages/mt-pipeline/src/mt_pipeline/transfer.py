@@ -38,6 +38,46 @@ class TransferError(RuntimeError):
     """A send or receive failed, which mostly means that the other rank is gone."""
 
 
+def connect(
+    schedule: Schedule, *, group: dist.ProcessGroup, device: torch.device, batched: bool
+) -> None:
+    """Open the connections that a schedule uses; every rank of the group calls it.
+
+    Backends connect two ranks at their first transfer, and block there until both are in it. A
+    receive that is posted early would then wait for a rank that waits for this one.
+
+    Args:
+        schedule: With communication.
+        group: The ranks of the pipeline.
+        device: Where activations live.
+        batched: Whether transfers go in batches. These use one communicator of the whole group.
+
+    Raises:
+        TransferError: Another rank did not come.
+    """
+    token = torch.zeros(1, device=device)
+    rank = dist.get_rank(group)
+    edges = {
+        (min(at, peer), max(at, peer))
+        for at, _, action in schedule
+        if (peer := schedule.peer(action)) is not None
+    }
+    try:
+        if batched:
+            dist.all_reduce(token, group=group)
+            return
+        for low, high in sorted(edges):  # one order for all, so that no circle can wait
+            if rank == low:
+                dist.send(token, group=group, group_dst=high)
+            elif rank == high:
+                dist.recv(token, group=group, group_src=low)
+    except RuntimeError as error:
+        raise TransferError(
+            f"pipeline rank {rank} could not connect to its neighbours: {error}. Every rank of "
+            "the group must make its Executor at this point"
+        ) from error
+
+
 class Mailbox:
     """The transfers of one run of one rank.
 
