@@ -189,7 +189,7 @@ def train_tokenizer(
         texts: the corpus, read once.
         vocab_size: at most this many tokens; at least 256 plus the special ones.
         special: special tokens, numbered from 0; the first one ends documents.
-        pattern: how text is cut before merging: "gpt2", "code" (4 to 6% fewer tokens on Python
+        pattern: how text is cut before merging: "gpt2", "code" (3 to 5% fewer tokens on Python
             sources), or a regular expression.
     """
     library = require("tokenizers", EXTRA, "training a tokenizer")
