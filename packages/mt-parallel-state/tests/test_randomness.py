@@ -211,3 +211,16 @@ def test_initialisation_does_not_depend_on_the_layout() -> None:
         nn.Parameter(torch.empty(6, 8)), seed=1, name="v", layout=ParallelLayout(), rank=0, std=0.02
     )
     assert not torch.equal(other, whole)
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_values_of_the_cpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    index = torch.arange(100_000)
+    for dtype in (torch.float32, torch.float64):
+        there = random_uniform(3, index.cuda(), dtype=dtype)
+        assert torch.equal(there.cpu(), random_uniform(3, index, dtype=dtype))
+    box = torch.empty(300, 301, dtype=torch.float64, device="cuda")
+    fill_normal_(box, key=3, std=1.0, global_shape=(300, 301), offsets=(0, 0))
+    assert torch.equal(box.cpu(), _normal((300, 301)))
