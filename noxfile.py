@@ -25,7 +25,7 @@ nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"  # `uv sync --exact` removes what does not belong in a reused one
 nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "docs"]
 
-# Without .pyc files every `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
+# Without .pyc files `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
 for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
     os.environ.pop(variable, None)
 
