@@ -86,7 +86,7 @@ class ForkServer:
                     "-c",
                     _BOOT,
                     str(theirs.fileno()),
-                    json.dumps(sys.path),
+                    json.dumps([str(entry) for entry in sys.path]),
                     json.dumps(list(preload)),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """A `RankPool` for the session: `results = ranks(world_size, fn, *args, timeout=60)`."""
+    """The session's `RankPool`; its processes start with the first call."""
     from mt_testing.pool import RankPool
 
     with RankPool(preload=pytestconfig.getini("mt_testing_preload")) as pool:

@@ -8,95 +8,107 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import IO, Any
 
 import cloudpickle
 
 __all__ = ["dump_call", "dump_result"]
 
+_INSTALLED = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _REGISTRY_LOCK = threading.Lock()  # cloudpickle's registry of by-value modules is process-wide
 
 
 def dump_call(fn: Any, args: tuple[Any, ...]) -> bytes:
     """Serialise a call so that a process that never saw the test module can run it.
 
-    The module that defines `fn`, and its neighbours in the same folder, travel by value unless a
-    rank can import them itself.
+    Functions and classes of modules that are not part of an importable package travel by value,
+    with the globals that they use.
 
     Raises:
         TypeError: `fn` or an argument cannot be serialised.
     """
-    with _by_value(_modules_beside(fn)):
+    buffer = io.BytesIO()
+    with _REGISTRY_LOCK:
+        pickler = _CallPickler(buffer)
         try:
-            return cloudpickle.dumps((fn, args))
+            pickler.dump((fn, args))
         except Exception as error:
             name = getattr(fn, "__qualname__", repr(fn))
             raise TypeError(
                 f"cannot send {name} to the ranks: {error}. It, its arguments and what it closes "
-                "over must be picklable; create process groups, locks and open files inside it"
+                "over must be picklable; create process groups, locks and generators inside it"
             ) from error
+        finally:
+            for module in pickler.registered:
+                cloudpickle.unregister_pickle_by_value(module)
+    return buffer.getvalue()
 
 
 def dump_result(value: object) -> bytes:
     """Serialise a result; tensors on an accelerator are sent as CPU tensors."""
-    import torch
-
-    class _Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
-                return obj.detach().cpu().__reduce_ex__(2)
-            return super().reducer_override(obj)
-
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _ResultPickler(buffer).dump(value)
     return buffer.getvalue()
 
 
-@contextmanager
-def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    with _REGISTRY_LOCK:
-        registered = cloudpickle.list_registry_pickle_by_value()
-        mine = [module for module in modules if module.__name__ not in registered]
-        for module in mine:
+class _CallPickler(cloudpickle.Pickler):
+    """Has cloudpickle send by value what a rank could not import."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.registered: list[ModuleType] = []
+        self._seen = set(cloudpickle.list_registry_pickle_by_value())
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType):
+            self._consider(obj, by_value=not _is_found(obj))
+        elif isinstance(obj, (FunctionType, type)):
+            module = sys.modules.get(obj.__module__ or "")
+            if module is not None:
+                self._consider(module, by_value=not _is_packaged(module))
+        return super().reducer_override(obj)
+
+    def _consider(self, module: ModuleType, *, by_value: bool) -> None:
+        name = module.__name__
+        if by_value and name not in self._seen and sys.modules.get(name) is module:
+            self._seen.add(name)
             cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in mine:
-                cloudpickle.unregister_pickle_by_value(module)
+            self.registered.append(module)
 
 
-def _modules_beside(fn: Any) -> list[ModuleType]:
-    while hasattr(fn, "func"):  # functools.partial
-        fn = fn.func
-    home = sys.modules.get(getattr(fn, "__module__", None) or "")
-    path = getattr(home, "__file__", None)
-    if home is None or path is None or _is_importable(home):
-        return []
-    folder = os.path.dirname(os.path.abspath(path))
-    return [
-        module
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
-        and os.path.dirname(getattr(module, "__file__", None) or "") == folder
-        and sys.modules.get(module.__name__) is module
-        and module.__name__ != "__main__"
-    ]
+class _ResultPickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules["torch"]
+        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().__reduce_ex__(2)
+        return super().reducer_override(obj)
 
 
-def _is_importable(module: ModuleType) -> bool:
-    """Whether a rank finds this very module on `sys.path`, as part of a regular package."""
-    top = sys.modules.get(module.__name__.partition(".")[0])
+def _is_packaged(module: ModuleType) -> bool:
+    """Whether a module belongs to the standard library or to a package, and a rank finds it.
+
+    A single file beside others, such as a test module under pytest's prepend mode, does not: its
+    import would run the test file again in every rank.
+    """
+    top = sys.modules.get(module.__name__.partition(".")[0], module)
     path = getattr(top, "__file__", None)
-    if top is None or path is None:
-        return False
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    if os.path.abspath(path).startswith(installed):
+    if path is None:  # built in, or a namespace package: pytest's importlib mode makes such names
+        return top.__name__ in sys.builtin_module_names
+    if os.path.abspath(path).startswith(_INSTALLED):
         return True
-    if not hasattr(top, "__path__"):  # a single file, such as a test module in prepend mode
-        return False
+    return hasattr(top, "__path__") and _is_found(top)
+
+
+def _is_found(module: ModuleType) -> bool:
+    """Whether a search of `sys.path` finds this very module."""
+    top = sys.modules.get(module.__name__.partition(".")[0], module)
+    path = getattr(top, "__file__", None)
+    if path is None:
+        return top.__name__ in sys.builtin_module_names
+    if os.path.abspath(path).startswith(_INSTALLED):
+        return True
     spec = importlib.machinery.PathFinder.find_spec(top.__name__)
     return spec is not None and spec.origin == path

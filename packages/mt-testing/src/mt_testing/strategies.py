@@ -46,8 +46,9 @@ def layouts(
         left = world or max_world
         free = [axis for axis in dense_axes if world is None or axis != "dp"]
         for axis in draw(st.permutations(free)):
-            choices = _divisors(left) if world is not None else range(1, left + 1)
-            sizes[axis] = draw(st.sampled_from(choices))
+            sizes[axis] = draw(
+                st.integers(1, left) if world is None else st.sampled_from(_divisors(left))
+            )
             left //= sizes[axis]
         if world is not None:
             sizes["dp"] = left

@@ -43,6 +43,7 @@ def run_worker(connection: Connection, notes_fd: int) -> None:
             _reset(handlers)
             continue
         answer = _answer(pickle.loads(message), rank, notes_fd)  # noqa: S301
+        sys.stdout.flush()  # so that a failed test shows it
         try:
             connection.send_bytes(answer)
         except BrokenPipeError:
