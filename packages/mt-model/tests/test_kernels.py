@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mt_model.activation import activate, gated, gated_reference
+from mt_model.gemm import CpuGemm
 from mt_model.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from mt_model.matmul_attention import matmul_attention, plain_matmul_attention
-from mt_model.norm import rms_norm, rms_norm_reference
+from mt_model.norm import head_norm, head_norm_reference, rms_norm, rms_norm_reference
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotary_table, rotate, rotate_reference
 
@@ -51,6 +52,29 @@ def test_rms_norm_matches_torch_and_finite_differences():
     x, w = rand(4, 6).requires_grad_(), rand(6).requires_grad_()
     assert torch.allclose(rms_norm(x, w, 1e-5), F.rms_norm(x, (6,), w, 1e-5), rtol=1e-12)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, w))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_norm_matches_plain_form_and_leaves_the_value(dtype):
+    inputs = [rand(2, 5, 3, 4, 8), rand(3, 8) + 1]
+    assert_same_function(
+        lambda x, w: head_norm(x, w, 1e-5),
+        lambda x, w: head_norm_reference(x, w, 1e-5),
+        inputs,
+        dtype,
+    )
+    qkv, weight = (t.to(dtype) for t in inputs)
+    y = head_norm(qkv, weight, 1e-5)
+    assert torch.equal(y[..., -1, :], qkv[..., -1, :])
+    assert_near(y[..., 1, :], rms_norm_reference(qkv[..., 1, :], weight[1], 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocked_weight_gradient_matches_the_whole_product(dtype):
+    grad, x = rand(3, 7, 16, dtype=dtype), rand(3, 7, 24, dtype=dtype)
+    expected = torch.einsum("bso,bsi->oi", grad.double(), x.double())
+    for block_size in (4, 7, 100):
+        assert_near(CpuGemm(block_size=block_size).wgrad(grad, x), expected, dtype)
 
 
 def test_rms_norm_leaves_a_strided_input_unchanged():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mt_model.config import AttentionConfig
 from mt_model.dropout import DropoutSite, score_index
 from mt_model.matmul_attention import matmul_attention
-from mt_model.norm import RMSNorm
+from mt_model.norm import RMSNorm, head_norm
 from mt_model.placement import Pass, Placement
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotate
@@ -87,8 +87,9 @@ class Attention(nn.Module):
         """Attend over the sequence; `layer` is the index in the stage, for the cache."""
         qkv = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
-            qkv = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=3)
+            queries = self.q_norm.weight.expand(self.queries_per_group, -1)
+            weight = torch.cat((queries, self.k_norm.weight[None]))
+            qkv = head_norm(qkv, weight, self.q_norm.eps)
         table = None
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]

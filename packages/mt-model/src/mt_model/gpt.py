@@ -17,7 +17,6 @@ from mt_parallel_state import (
 )
 from mt_tensor_parallel import (
     Gemm,
-    TorchGemm,
     VocabParallelEmbedding,
     all_gather,
     copy_to_group,
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from mt_model.cache import KVCache
 from mt_model.config import ModelConfig, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
+from mt_model.gemm import default_gemm
 from mt_model.layer import TransformerLayer
 from mt_model.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from mt_model.norm import build_norm
@@ -90,15 +90,16 @@ class GPT(nn.Module):
         self.config, self.layer_range = config, _stage_range(config, state, layers)
         tp = state.size("tp")
         validate_split(config, tp)
+        where = state.device if device is None else torch.device(device)
         self.placement = Placement(
             group=state.group("tp"),
             tp=tp,
             tp_index=state.index("tp"),
             sequence_parallel=sequence_parallel and tp > 1,
             seed=seed,
-            gemm=TorchGemm() if gemm is None else gemm,
+            gemm=default_gemm(where) if gemm is None else gemm,
             dtype=dtype,
-            device=state.device if device is None else torch.device(device),
+            device=where,
         )
         self._build()
         self._materialize(state, seed)

@@ -87,11 +87,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], block_size):
             rows = slice(start, start + block_size)
             logits = F.linear(hidden[rows], weight)
-            loss, probs = _block_loss(logits, labels[rows], first, group)
+            loss, grad_logits = _block_loss(logits, labels[rows], first, group)
             total += loss
             if grad_hidden is None:
                 continue
-            logits.copy_(probs)
+            if grad_logits is not logits:
+                logits.copy_(grad_logits)
             # Ignored tokens are zeroed on the H side of both products, not over the logits.
             counts = (labels[rows] != IGNORE_INDEX).to(hidden.dtype).unsqueeze(1)
             torch.mm(logits, weight, out=grad_hidden[rows])
@@ -122,18 +123,21 @@ def _block_loss(
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of a block, and softmax minus the one-hot label (also for ignored tokens).
 
+    fp32 and fp64 logits are overwritten.
+
     Shape:
         logits: [N, V / tp]; labels: [N]; first: global id of column 0.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probs = torch.softmax(wide, dim=-1)
-    # log-sum-exp from the largest probability, which is at least 1/V: no second pass of exp.
-    lse = wide.amax(dim=-1) - probs.amax(dim=-1).log_()
     counts = labels != IGNORE_INDEX
     local = labels - first
     mine = counts & (local >= 0) & (local < logits.shape[1])
     column = torch.where(mine, local, 0).unsqueeze(1)
     target = torch.where(mine, wide.gather(1, column).squeeze(1), 0)
+    largest = wide.amax(dim=-1)
+    probs = torch.softmax(wide, dim=-1, out=wide)  # row by row, so it may be in place
+    # log-sum-exp from the largest probability, which is at least 1/V: no second pass of exp.
+    lse = largest - probs.amax(dim=-1).log_()
     if group is not None:
         largest = lse.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

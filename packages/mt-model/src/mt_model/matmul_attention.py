@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_model.reference_attention import reference_attention
-from mt_model.rotary import rotate_into, rotate_reference
-
-aten = torch.ops.aten
+from mt_model.rotary import rotate_, rotate_reference
 
 
 def plain_matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
@@ -42,7 +40,7 @@ def matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
         table: from `rotary_table` for these positions, or None.
 
     Shape:
-        qkv: [B, S, G, Q + 2, D]; table: [2, S, D/2]. Returns [B, S, G * Q * D].
+        qkv: [B, S, G, Q + 2, D]; table: [2, S, D]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
         return plain_matmul_attention(qkv, table)
@@ -53,13 +51,13 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, table: Tensor | None) -> Tensor:
         batch, length, groups, parts, width = qkv.shape
-        packed = qkv.new_empty(batch, groups, parts, length, width)
-        _permute_rotate(packed, qkv.permute(0, 2, 3, 1, 4), table, inverse=False)
+        packed = qkv.permute(0, 2, 3, 1, 4).contiguous()
+        if table is not None:
+            rotate_(packed[:, :, :-1], table[0], table[1])
         query, key, value = _split(packed)
-        scores = torch.bmm(query, key.transpose(1, 2))
-        by_head = scores.view(-1, length, length)
-        torch.add(_mask(length, qkv), by_head, alpha=width**-0.5, out=by_head)
-        probs = torch.softmax(scores, dim=-1)
+        mask = _mask(length, qkv).repeat(parts - 2, 1)
+        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=width**-0.5)
+        probs = torch.softmax(scores, dim=-1, out=scores)  # row by row, so it may be in place
         ctx.save_for_backward(packed, probs, table)
         out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
@@ -73,32 +71,22 @@ class _MatmulAttention(torch.autograd.Function):
         grad = grad.reshape(query.shape)
         grad_packed = torch.empty_like(packed)
         grad_packed[:, :, -1] = torch.bmm(probs.transpose(1, 2), grad).view_as(packed[:, :, -1])
-        grad_probs = torch.bmm(grad, value.transpose(1, 2))
-        grad_scores = aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        del grad_probs
+        grad_scores = torch.bmm(grad, value.transpose(1, 2))
+        softmax_backward = torch.ops.aten._softmax_backward_data.out
+        softmax_backward(grad_scores, probs, -1, probs.dtype, grad_input=grad_scores)
         grad_query = torch.bmm(grad_scores, key).mul_(width**-0.5)
         grad_packed[:, :, :-2] = grad_query.view_as(packed[:, :, :-2])
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query).mul_(width**-0.5)
         grad_packed[:, :, -2] = grad_key.view_as(packed[:, :, -2])
-        grad_qkv = packed.new_empty(batch, length, groups, parts, width)
-        _permute_rotate(grad_qkv.permute(0, 2, 3, 1, 4), grad_packed, table, inverse=True)
-        return grad_qkv, None
+        if table is not None:
+            rotate_(grad_packed[:, :, :-1], table[0], table[1], inverse=True)
+        return grad_packed.permute(0, 3, 1, 2, 4).contiguous(), None
 
 
 def _split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, G, Q + 2, S, D] -> query [BG, Q * S, D], key and value [BG, S, D], as views."""
     groups = packed.flatten(0, 1)
     return groups[:, :-2].flatten(1, 2), groups[:, -2], groups[:, -1]
-
-
-def _permute_rotate(out: Tensor, x: Tensor, table: Tensor | None, *, inverse: bool) -> None:
-    """Copy x to out, turning queries and keys; both are [B, G, Q + 2, S, D] views."""
-    if table is None:
-        out.copy_(x)
-        return
-    cos, sin = table.unbind(0)
-    rotate_into(out[:, :, :-1], x[:, :, :-1], cos, -sin if inverse else sin)
-    out[:, :, -1] = x[:, :, -1]
 
 
 def _mask(length: int, like: Tensor) -> Tensor:

@@ -19,54 +19,56 @@ def rotary_table(
     """Cosine and sine of `position * theta^(-2i/head_dim)`, computed in fp64 and rounded once.
 
     Shape:
-        Returns [2, length, head_dim / 2]: cosines, then sines.
+        Returns [2, length, head_dim]: cosines for both halves, then sines, negated for the first
+        half, so that `rotate` is `x * table[0] + swap_halves(x) * table[1]`.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     position = torch.arange(length, dtype=torch.float64, device=device)
     angle = torch.outer(position, theta**-exponent)
-    return torch.stack((angle.cos(), angle.sin())).to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(dtype)
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    """The two halves of the last dim, exchanged."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((b, a), dim=-1)
 
 
 def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
     """`(a cos - b sin, b cos + a sin)` for the halves a, b of the last dim.
 
     Shape:
-        x: [B, S, ..., D]; table: [2, S, D/2], or broadcastable after the middle dims are added.
+        x: [B, S, ..., D]; table: [2, S, D]. Returns the shape of x.
     """
     cos, sin = _broadcast(table, x.dim())
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x * cos + swap_halves(x) * sin
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """`rotate_reference` with three passes and one buffer; backward turns the other way.
+    """`rotate_reference` in eager mode with a backward that keeps no activation.
 
     Shape:
-        x: [B, S, ..., D]; table: [2, S, D/2]. Returns a contiguous tensor like x.
+        x: [B, S, ..., D]; table: [2, S, D]. Returns the shape of x.
     """
     if torch.compiler.is_compiling():
         return rotate_reference(x, table)
     return _Rotate.apply(x, table)  # pyright: ignore[reportReturnType]
 
 
-def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Write the turned `x` into `out`; neither may overlap the other.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Turn `x` in place, or back; three passes, fastest where the last two dims are contiguous.
 
     Shape:
-        out, x: [..., D] of one shape and any strides; cos, sin: broadcastable to [..., D/2].
+        x: [..., D]; cos, sin: broadcastable to it.
     """
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    torch.mul(a, cos, out=out[..., :half])
-    torch.mul(b, cos, out=out[..., half:])
-    out[..., :half].addcmul_(b, sin, value=-1)
-    out[..., half:].addcmul_(a, sin)
-    return out
+    swapped = swap_halves(x)
+    return x.mul_(cos).addcmul_(swapped, sin, value=-1 if inverse else 1)
 
 
 def _broadcast(table: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    length, half = table.shape[-2:]
-    cos, sin = table.view(2, length, *(1,) * (dims - 3), half).unbind(0)
+    _, length, width = table.shape
+    cos, sin = table.view(2, length, *(1,) * (dims - 3), width).unbind(0)
     return cos, sin
 
 
@@ -75,10 +77,10 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(table)
         cos, sin = _broadcast(table, x.dim())
-        return rotate_into(x.new_empty(x.shape), x, cos, sin)
+        return (x * cos).addcmul_(swap_halves(x), sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (table,) = ctx.saved_tensors
         cos, sin = _broadcast(table, grads[0].dim())
-        return rotate_into(grads[0].new_empty(grads[0].shape), grads[0], cos, -sin), None
+        return (grads[0] * cos).addcmul_(swap_halves(grads[0]), sin, value=-1), None
