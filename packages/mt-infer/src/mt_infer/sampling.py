@@ -50,7 +50,8 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scores, order = (logits.double() / sampling.temperature).sort(-1, descending=True, stable=True)
+    scores = logits.double() / sampling.temperature
+    scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         smallest = scores[..., sampling.top_k - 1 : sampling.top_k]
         scores = scores.masked_fill(scores < smallest, float("-inf"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mt_ckpt import clean
 from mt_data import (
     BatchSampler,
     IndexedDataset,
@@ -222,6 +223,7 @@ def _corpus_on_all_ranks(loaded: LoadedConfig, out: Path, state: ParallelState) 
     if state.rank == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
+            clean(out / "checkpoints")
             corpus = prepare_corpus(loaded, out)
             tokenizer = out / "tokenizer.json"
             if not tokenizer.exists() or tokenizer.read_bytes() != corpus.tokenizer.read_bytes():

@@ -247,13 +247,14 @@ class Trainer:
 def learning_rates(config: RunConfig) -> LRSchedule:
     """Build the learning-rate schedule of a run, in steps."""
     optimizer, steps = config.optimizer, config.training.steps
+    warmup = min(optimizer.warmup, steps // 2)  # a shortened run still reaches its peak
     return LRSchedule(
         kind=optimizer.schedule,
         max_lr=optimizer.lr,
         min_lr=optimizer.min_lr,
-        warmup=min(optimizer.warmup, steps),
+        warmup=warmup,
         decay=steps,
-        wsd_anneal=round(optimizer.anneal * steps),
+        wsd_anneal=min(round(optimizer.anneal * steps), steps - warmup),
         wsd_shape=optimizer.anneal_shape,
     )
 
