@@ -182,6 +182,37 @@ def test_order_between_stages_of_one_rank(parse, line):
     )
 
 
+@st.composite
+def any_valid_schedule(draw) -> Schedule:
+    """Stages placed anyhow, every rank in any order that can complete."""
+    stages, ranks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 4))
+    placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
+    # A micro-batch goes down and up the stages; which one moves on next is drawn.
+    way = [(Op.F, s) for s in range(stages)] + [(Op.B, s) for s in reversed(range(stages))]
+    turns = draw(st.permutations([i for i in range(microbatches) for _ in way]))
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    for turn, number in enumerate(turns):
+        op, stage = way[turns[:turn].count(number)]
+        lists[placement[stage]].append(Action(op, stage, number))
+    return Schedule(
+        name="drawn",
+        stages=stages,
+        microbatches=microbatches,
+        ranks=tuple(tuple(actions) for actions in lists),
+        stage_ranks=placement,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=any_valid_schedule(), times=st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)))
+def test_inserted_communication_never_deadlocks(schedule, times):
+    assert check(schedule) == []
+    full = insert_communication(schedule, forward=times[0], backward=times[1])
+    assert check(full, buffers=0) == []
+    assert not HandRun(full).goes_wrong()
+
+
 class HandRun:
     """Runs a schedule by hand, with endless buffers: the checker's oracle.
 
@@ -214,9 +245,12 @@ class HandRun:
         if (kind, *key) in self.done or (kind == "B" and ("F", *key) not in self.done):
             return "wrong"
         if action.stage != (0 if kind == "F" else self.schedule.stages - 1):
-            if self.schedule.has_communication and (kind, *key) not in self.arrived:
+            neighbour = action.stage + (-1 if kind == "F" else 1)
+            holder = self.schedule.stage_ranks
+            travels = self.schedule.has_communication and holder[neighbour] != holder[action.stage]
+            if travels and (kind, *key) not in self.arrived:
                 return "wrong"
-            if (kind, action.stage + (-1 if kind == "F" else 1), key[1]) not in self.done:
+            if (kind, neighbour, action.microbatch) not in self.done:
                 return "waits"
         self.done.add((kind, *key))
         return "done"
