@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_testing import KillAt, RankDied, RankFailure, RankTimeout, expect_kill
+from mt_testing.report import Outcome
 
 
 def _world() -> int:
@@ -122,7 +123,16 @@ def test_hang_names_the_running_ranks_and_their_stacks(ranks):
     assert caught.value.running == (1, 2)
     for stack in caught.value.stacks.values():
         assert "in wait_for_nobody" in stack
-    assert "ranks 1, 2 in:" in str(caught.value)
+    assert "in wait_for_nobody" in str(caught.value)
+
+
+def test_equal_stacks_are_printed_once():
+    outcome = Outcome(world_size=4, results={2: b""})
+    message = str(outcome.timed_out(3.0, {0: "in send", 1: "in recv", 3: "in recv"}))
+    assert message == (
+        "ranks 0, 1, 3 of 4 still running after 3 s; returned: rank 2\n\n"
+        "rank 0 in:\nin send\n\nranks 1, 3 in:\nin recv"
+    )
 
 
 def test_children_of_a_failed_rank_are_ended(ranks, tmp_path):

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 
-import torch.distributed as dist
-from mt_testing import RankPool
+import pytest
+from mt_testing import PoolError, RankPool
+
+pytest_plugins = ["pytester"]
 
 SCRIPT = """
 import time
@@ -34,21 +36,52 @@ def _gone(pid: int) -> bool:
     return False
 
 
-def test_pool_survives_a_broken_package_and_leaves_no_process(tmp_path, monkeypatch):
-    (tmp_path / "broken_module.py").write_text("raise RuntimeError('half written')")
-    monkeypatch.syspath_prepend(tmp_path)
-    pool = RankPool(preload=["broken_module"])
+def test_unused_pool_starts_and_closes_nothing():
+    pool = RankPool()
     assert pool.pids == ()
-    with pool as ranks:
-        assert ranks(2, dist.get_rank) == [0, 1]
-        assert "half written" in ranks.preload_errors["broken_module"]
-        server = ranks._processes.server
-        pids = [server._process.pid, *ranks.pids]
-        directory = server.directory
-        assert os.path.isdir(directory)
-    assert all(_gone(pid) for pid in pids)
+    assert pool.preload_errors == {}
+    pool.close()
+    pool.close()
+
+
+def test_slow_start_is_refused_at_once():
+    start = time.monotonic()
+    with pytest.raises(PoolError, match=r"did not import torch within 0 s"):
+        RankPool(start_timeout=0.01)(2, abs, 1)
+    assert time.monotonic() - start < 2.0
+
+
+def test_session_survives_a_broken_package_and_leaves_no_process(pytester):
+    pytester.makeini("[pytest]\nmt_testing_preload = broken_module\n")
+    pytester.makepyfile(
+        broken_module="raise RuntimeError('half written')",
+        helper="def twice(x):\n    return 2 * x\n",
+        test_user="""
+            import sys
+            from pathlib import Path
+
+            import helper
+            import torch.distributed as dist
+
+            def body():
+                return helper.twice(dist.get_rank())
+
+            def test_body(ranks):
+                assert ranks(2, body) == [0, 2]
+                server = ranks._processes.server
+                pids = [server._process.pid, *ranks.pids]
+                Path("left").write_text(" ".join([server.directory, *map(str, pids)]))
+        """,
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["*could not preload broken_module into the rank pool*", "*RuntimeError: half written"]
+    )
+    directory, *pids = (pytester.path / "left").read_text().split()
+    assert len(pids) == 3
+    assert all(_gone(int(pid)) for pid in pids)
     assert not os.path.exists(directory)
-    assert pool.pids == ()
 
 
 def test_busy_ranks_end_when_their_parent_is_killed():

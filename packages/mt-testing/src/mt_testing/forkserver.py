@@ -174,6 +174,8 @@ class ForkServer:
         if os.getpid() != self._owner:  # a fork of the parent owns none of this
             return
         self.control.close()
+        if not self.directory:  # still importing: nothing to clean, and it would not notice yet
+            self._process.kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -184,13 +186,13 @@ class ForkServer:
 def serve(control_fd: int, preload: list[str]) -> None:
     """Run the server until the parent closes the control connection."""
     control = Connection(control_fd)
-    directory = tempfile.mkdtemp(prefix="mt_testing_", dir=_memory_folder())
     errors = _preload([*TORCH_MODULES, *_our_packages(), *preload])
     wake_read, wake_write = socket.socketpair()
     os.set_blocking(wake_read.fileno(), False)
     os.set_blocking(wake_write.fileno(), False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write.fileno())
+    directory = tempfile.mkdtemp(prefix="mt_testing_", dir=_memory_folder())
     gc.collect()
     gc.freeze()  # a collection in a rank then does not copy the pages of every imported module
     children: set[int] = set()
