@@ -292,8 +292,8 @@ def test_misuse_is_refused_with_the_reason():
         GPT(config, layers=range(1, 3)).logits(data["tokens"])
     with pytest.raises(ValueError, match="start=3 needs a cache"):
         model.logits(data["tokens"], start=3)
+    small = KVCache.allocate(model, batch_size=2, max_length=8)
     with pytest.raises(ValueError, match=r"9 tokens are more than the cache holds \(8\)"):
-        small = KVCache.allocate(model, batch_size=2, max_length=8)
         model.logits(data["tokens"], cache=small)
     with pytest.raises(ValueError, match="max_length=33 is not between 1 and"):
         KVCache.allocate(model, batch_size=1, max_length=33)

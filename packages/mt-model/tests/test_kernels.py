@@ -44,7 +44,10 @@ def assert_same_function(fast, plain, inputs, dtype):
 def test_rms_norm_matches_plain_form(dtype, shape):
     inputs = [rand(*shape), rand(shape[-1]) + 1]
     assert_same_function(
-        lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5), inputs, dtype
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: rms_norm_reference(x, w, 1e-5),
+        inputs,
+        dtype,
     )
 
 
@@ -91,7 +94,10 @@ def test_rms_norm_leaves_a_strided_input_unchanged():
 def test_rotate_matches_plain_form(dtype, shape):
     table = rotary_table(shape[1], shape[-1], 100.0, dtype=dtype)
     assert_same_function(
-        lambda x: rotate(x, table), lambda x: rotate_reference(x, table.double()), [rand(*shape)], dtype
+        lambda x: rotate(x, table),
+        lambda x: rotate_reference(x, table.double()),
+        [rand(*shape)],
+        dtype,
     )
 
 

@@ -1,5 +1,7 @@
 """Splitting the model over ranks or stages changes no number: fp64, to 1e-10."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,9 +104,7 @@ def assert_equal_to_one_rank(results, variant):
         assert torch.allclose(got_loss, loss, rtol=1e-10, atol=0)
         assert got_grads.keys() == grads.keys()
         for name, grad in got_grads.items():
-            box = tuple(
-                slice(o, o + s) for o, s in zip(offsets[name], grad.shape, strict=True)
-            )
+            box = tuple(slice(o, o + s) for o, s in zip(offsets[name], grad.shape, strict=True))
             expected = grads[name][box]
             assert (grad - expected).norm() <= 1e-10 * expected.norm(), name
 
@@ -120,7 +120,7 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cuts", [(0, 2, 3), (0, 1, 2, 3)])
 def test_stages_match_the_whole_model(variant, cuts):
-    stages = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [range(a, b) for a, b in pairwise(cuts)]
     assert_equal_to_one_rank([on_rank(variant, 1, stages, False)], variant)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -54,7 +55,8 @@ class _SwiGLU(torch.autograd.Function):
         return activated * up
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.unbind(-2)
         out = torch.empty_like(gate_up)

@@ -10,7 +10,6 @@ import torch
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
-    PartitionSpec,
     initialize_,
     shard_param,
     sharding_of,
@@ -73,7 +72,7 @@ class GPT(nn.Module):
             the model's; or it is None and the layout has several pipeline stages.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a model's own settings, all but two by keyword
         self,
         config: ModelConfig,
         state: ParallelState | None = None,
@@ -191,7 +190,10 @@ class GPT(nn.Module):
             self.position_embedding = None
             if config.positions == "learned":
                 self.position_embedding = nn.Embedding(
-                    config.max_sequence_length, config.hidden_size, device="meta", dtype=placement.dtype
+                    config.max_sequence_length,
+                    config.hidden_size,
+                    device="meta",
+                    dtype=placement.dtype,
                 )
                 placement.mark_replicated(
                     self.position_embedding, partial=placement.sequence_parallel
@@ -225,9 +227,7 @@ class GPT(nn.Module):
     def _mark_tied(self, weight: nn.Parameter) -> None:
         if self.config.tied and not (self.has_embedding and self.has_head):
             spec = sharding_of(weight).spec
-            shard_param(
-                weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding
-            )
+            shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
 
     def _build_tables(self) -> None:
         """Rotary tables for every position, once per distinct (head_dim, theta)."""
@@ -250,25 +250,22 @@ class GPT(nn.Module):
     def _materialize(self, state: ParallelState, seed: int) -> None:
         """Give every parameter memory and its initial value."""
         residual = self.config.init_std / math.sqrt(2 * self.config.num_layers)
-        for name, param in list(self.named_parameters()):
-            owner_name, _, leaf = name.rpartition(".")
-            if param.is_meta and self.placement.device.type != "meta":
-                record = sharding_of(param)
-                fresh = nn.Parameter(torch.empty_like(param, device=self.placement.device))
-                param = shard_param(  # noqa: PLW2901 - the meta parameter is gone
-                    fresh, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy
-                )
-                setattr(self.get_submodule(owner_name), leaf, param)
-            if param.is_meta or owner_name.endswith("norm"):
+        for name, meta in list(self.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            if owner.endswith("norm") or self.placement.device.type == "meta":
                 continue
+            param = nn.Parameter(torch.empty_like(meta, device=self.placement.device))
+            record = sharding_of(meta)
+            shard_param(
+                param, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy
+            )
+            setattr(self.get_submodule(owner), leaf, param)
             if leaf == "bias":
                 nn.init.zeros_(param)
                 continue
-            writes_residual = owner_name.endswith(("attention.out", "mlp.down"))
+            writes_residual = owner.endswith(("attention.out", "mlp.down"))
             std = residual if writes_residual else self.config.init_std
-            initialize_(
-                param, seed=seed, name=name, layout=state.layout, rank=state.rank, std=std
-            )
+            initialize_(param, seed=seed, name=name, layout=state.layout, rank=state.rank, std=std)
 
     def _share(self, batch: Mapping[str, Tensor]) -> Pass:
         if "tokens" not in batch:
@@ -301,7 +298,7 @@ class GPT(nn.Module):
         )
 
     def _drops(self) -> bool:
-        return bool(self.config.dropout) or any(l.mixer.dropout for l in self.config.layers)
+        return bool(self.config.dropout) or any(layer.mixer.dropout for layer in self.config.layers)
 
     def _own_positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens between the tensor-parallel regions."""

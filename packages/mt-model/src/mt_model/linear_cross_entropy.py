@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 
@@ -51,7 +52,7 @@ def linear_cross_entropy(
     return _in_blocks(hidden, weight, labels, group, block_size)
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _in_blocks(
     hidden: Tensor,
     weight: Tensor,
@@ -104,7 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         needs = ctx.needs_input_grad

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mt_model.reference_attention import reference_attention
 from mt_model.rotary import rotate_, rotate_reference
@@ -63,7 +64,8 @@ class _MatmulAttention(torch.autograd.Function):
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         packed, probs, table = ctx.saved_tensors
         batch, groups, parts, length, width = packed.shape
         query, key, value = _split(packed)

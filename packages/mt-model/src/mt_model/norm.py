@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mt_model.config import NormConfig
 
@@ -52,7 +53,8 @@ class _CpuRMSNorm(torch.autograd.Function):
         return y.mul_(weight.to(wide)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         # With r = rstd: dx = r g w - x r^3 mean(g w x) and dw = sum over rows of r g x.
         # Row and column sums are GEMVs because those accumulate in fp32 at full bandwidth.
         x, weight, rstd = ctx.saved_tensors
@@ -104,7 +106,8 @@ class _HeadNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         # dx = r (g w - x r^2 mean(g w x)) and dw = sum over tokens of r g x, as in _CpuRMSNorm.
         qkv, weight, r = ctx.saved_tensors
         x, grad = qkv[..., :-1, :], grads[0][..., :-1, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -155,10 +156,10 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     """
     if name not in _PRESETS:
         raise ValueError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
-    known = gpt.__kwdefaults__.keys() | _PRESETS[name].keys()
+    known = sorted(inspect.signature(gpt).parameters)
     for key in overrides:
         if key not in known:
             raise ValueError(
-                f"preset {name!r}: unknown override {key!r}. {did_you_mean(key, sorted(known))}"
+                f"preset {name!r}: unknown override {key!r}. {did_you_mean(key, known)}"
             )
     return gpt(**{**_PRESETS[name], **overrides})

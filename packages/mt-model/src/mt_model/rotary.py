@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rotary_table(
@@ -80,7 +81,8 @@ class _Rotate(torch.autograd.Function):
         return (x * cos).addcmul_(swap_halves(x), sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (table,) = ctx.saved_tensors
         cos, sin = _broadcast(table, grads[0].dim())
         return (grads[0] * cos).addcmul_(swap_halves(grads[0]), sin, value=-1), None
