@@ -56,7 +56,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.unbind(-2)
         out = torch.empty_like(gate_up)

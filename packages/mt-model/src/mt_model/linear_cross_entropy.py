@@ -106,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         needs = ctx.needs_input_grad

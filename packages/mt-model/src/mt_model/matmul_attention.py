@@ -65,7 +65,7 @@ class _MatmulAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         packed, probs, table = ctx.saved_tensors
         batch, groups, parts, length, width = packed.shape
         query, key, value = _split(packed)

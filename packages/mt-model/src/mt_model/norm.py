@@ -54,7 +54,7 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # With r = rstd: dx = r g w - x r^3 mean(g w x) and dw = sum over rows of r g x.
         # Row and column sums are GEMVs because those accumulate in fp32 at full bandwidth.
         x, weight, rstd = ctx.saved_tensors
@@ -107,7 +107,7 @@ class _HeadNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # dx = r (g w - x r^2 mean(g w x)) and dw = sum over tokens of r g x, as in _CpuRMSNorm.
         qkv, weight, r = ctx.saved_tensors
         x, grad = qkv[..., :-1, :], grads[0][..., :-1, :]

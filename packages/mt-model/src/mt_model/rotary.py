@@ -82,7 +82,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table,) = ctx.saved_tensors
         cos, sin = _broadcast(table, grads[0].dim())
         return (grads[0] * cos).addcmul_(swap_halves(grads[0]), sin, value=-1), None
