@@ -124,8 +124,6 @@ def arrays() -> Callable[..., dict[str, np.ndarray]]:
 def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     def call(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [str(argument) for argument in arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
     return call

@@ -8,6 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -32,19 +34,24 @@ print(json.dumps({"installed": sorted(requires), "reached": sorted(reached)}))
 """
 
 
-def requirement_names(package: str) -> set[str]:
-    manifest = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
-    lines = manifest["project"]["dependencies"]
-    return {line.partition("[")[0].partition(">")[0].strip() for line in lines}
+def project(package: str) -> dict:
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
-def closure(package: str) -> set[str]:
-    """`package`, the siblings it declares, and theirs."""
-    found = {package}
-    for name in requirement_names(package):
-        if name in PACKAGES:
-            found |= closure(name)
-    return found
+def declared(package: str, extras: frozenset[str] = frozenset()) -> tuple[set[str], set[str]]:
+    """What `package[extras]` brings as the manifests say: our packages, and third parties."""
+    table = project(package)
+    lines = list(table["dependencies"])
+    for extra in extras:
+        lines += table["optional-dependencies"][extra]
+    ours, third_parties = {package}, set()
+    for requirement in map(Requirement, lines):
+        if requirement.name in PACKAGES:
+            more = declared(requirement.name, frozenset(requirement.extras))
+            ours, third_parties = ours | more[0], third_parties | more[1]
+        else:
+            third_parties.add(requirement.name)
+    return ours, third_parties
 
 
 def run(*command: str, **options) -> str:
@@ -77,16 +84,18 @@ def test_package_installs_alone_and_its_examples_run(package, environment, tmp_p
     run("uv", "pip", "install", f"packages/{package}", cwd=ROOT, env=environment)
     run(sys.executable, "tools/share_bytecode.py", sys.prefix, str(venv), cwd=ROOT)
 
-    ours = closure(package)
-    third_parties = {name for each in ours for name in requirement_names(each)} - set(PACKAGES)
+    ours, third_parties = declared(package)
     account = json.loads(run(python, "-c", ACCOUNT, *sorted(third_parties), env=environment))
     assert set(account["installed"]) - set(account["reached"]) == ours
-    assert third_parties <= set(account["reached"])
+    assert {canonicalize_name(name) for name in third_parties} <= set(account["reached"])
 
     modules = [name.replace("-", "_") for name in PACKAGES]
     find = f"import importlib.util as u; print([m for m in {modules} if u.find_spec(m)])"
     importable = run(python, "-c", find, env=environment, cwd=tmp_path)
     assert importable.strip() == str([name.replace("-", "_") for name in sorted(ours)])
 
+    if extras := sorted(project(package).get("optional-dependencies", {})):
+        wanted = f"packages/{package}[{','.join(extras)}]"
+        run("uv", "pip", "install", wanted, cwd=ROOT, env=environment)
     for example in sorted((ROOT / "packages" / package).glob("examples/*.py")):
         run(python, str(example), env=environment, cwd=tmp_path)

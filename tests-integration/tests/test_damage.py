@@ -21,9 +21,7 @@ def test_a_truncated_token_file_is_named(ending, tiny, tmp_path, cli) -> None:
     path = data / f"train{ending}"
     path.write_bytes(path.read_bytes()[:-3])
     config = tmp_path / "run.yaml"
-    config.write_text(
-        tiny.config.read_text().replace(str(tiny.config.parent / "data"), str(data))
-    )
+    config.write_text(tiny.config.read_text().replace(str(tiny.config.parent / "data"), str(data)))
     result = cli("mt-train", "run", config, "--out", tmp_path / "out")
     assert result.returncode == 1
     assert f"train{ending}" in result.stderr
@@ -31,7 +29,9 @@ def test_a_truncated_token_file_is_named(ending, tiny, tmp_path, cli) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(seed, run, tiny, tmp_path, cli) -> None:
+def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(
+    seed, run, tiny, tmp_path, cli
+) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     rng = random.Random(seed)

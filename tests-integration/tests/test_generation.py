@@ -13,7 +13,9 @@ PROMPT = "import os\n"
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory) -> Path:
     return tiny.train(
-        tmp_path_factory.mktemp("run"), "training.steps=60", "training.sequence_length=64",
+        tmp_path_factory.mktemp("run"),
+        "training.steps=60",
+        "training.sequence_length=64",
         "training.dtype=bf16",
     )
 
@@ -21,7 +23,9 @@ def run(tiny, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def generate(cli):
     def call(run: Path, *options: object) -> str:
-        result = cli(sys.executable, "-m", "mt_infer", "generate", run, "--prompt", PROMPT, *options)
+        result = cli(
+            sys.executable, "-m", "mt_infer", "generate", run, "--prompt", PROMPT, *options
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -65,17 +69,13 @@ def test_sampling_repeats_with_its_seed_and_on_two_ranks(run, generate) -> None:
     ("folder", "expected"), [("nowhere", "is not a folder"), (".", "tokenizer.json is missing")]
 )
 def test_a_folder_that_is_no_run_is_one_message(folder, expected, tmp_path, cli) -> None:
-    result = cli(
-        sys.executable, "-m", "mt_infer", "generate", tmp_path / folder, "--prompt", "x"
-    )
+    result = cli(sys.executable, "-m", "mt_infer", "generate", tmp_path / folder, "--prompt", "x")
     assert result.returncode == 1
     assert expected in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(run, cli) -> None:
-    result = cli(
-        sys.executable, "-m", "mt_infer", "generate", run, "--prompt", "word " * 200
-    )
+    result = cli(sys.executable, "-m", "mt_infer", "generate", run, "--prompt", "word " * 200)
     assert result.returncode == 2
     assert "the model's context 64" in result.stderr

@@ -54,9 +54,18 @@ def assert_same_run(run, expected, dtype, losses, held_out, arrays) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("layout", "sequence_parallel"), ROWS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_every_layout_trains_like_one_process(  # noqa: PLR0917
-    dtype, layout, sequence_parallel, tied, accumulation, tiny, reference, tmp_path, losses,
-    held_out, arrays,
+def test_every_layout_trains_like_one_process(
+    dtype,
+    layout,
+    sequence_parallel,
+    tied,
+    accumulation,
+    tiny,
+    reference,
+    tmp_path,
+    losses,
+    held_out,
+    arrays,
 ) -> None:
     nproc, dp, overrides = LAYOUTS[layout]
     run = tiny.train(
@@ -71,12 +80,20 @@ def test_every_layout_trains_like_one_process(  # noqa: PLR0917
     assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
 
 
-@pytest.mark.parametrize("option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"])
+@pytest.mark.parametrize(
+    "option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]
+)
 def test_model_options_keep_parity(option, tiny, tmp_path, losses, held_out, arrays) -> None:
     expected = tiny.train(tmp_path / "one", option, "training.dtype=fp64")
     run = tiny.train(
-        tmp_path / "eight", option, "training.dtype=fp64", "training.micro_batch_size=2",
-        "parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL, nproc=8,
+        tmp_path / "eight",
+        option,
+        "training.dtype=fp64",
+        "training.micro_batch_size=2",
+        "parallel.tp=2",
+        "parallel.pp=2",
+        SEQUENCE_PARALLEL,
+        nproc=8,
     )
     assert_same_run(run, expected, "fp64", losses, held_out, arrays)
 
@@ -85,8 +102,12 @@ def test_bf16_layouts_agree_to_bf16_accuracy(tiny, tmp_path, losses) -> None:
     one = losses(tiny.train(tmp_path / "one", "training.dtype=bf16"))
     four = losses(
         tiny.train(
-            tmp_path / "four", "training.dtype=bf16", "parallel.tp=2", "parallel.pp=2",
-            "training.micro_batch_size=2", nproc=4,
+            tmp_path / "four",
+            "training.dtype=bf16",
+            "parallel.tp=2",
+            "parallel.pp=2",
+            "training.micro_batch_size=2",
+            nproc=4,
         )
     )
     np.testing.assert_allclose(list(four.values()), list(one.values()), rtol=2e-2)
@@ -96,14 +117,21 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
     tiny, reference, tmp_path, losses, held_out, arrays
 ) -> None:
     saved = tiny.train(
-        tmp_path / "saved", "parallel.tp=2", "parallel.pp=2", "training.steps=10",
-        "optimizer.schedule=constant", nproc=4,
+        tmp_path / "saved",
+        "parallel.tp=2",
+        "parallel.pp=2",
+        "training.steps=10",
+        "optimizer.schedule=constant",
+        nproc=4,
     )
     whole = tiny.train(tmp_path / "whole", "optimizer.schedule=constant")
     for nproc in (1, 2):
         run = tiny.train(
-            tmp_path / f"resumed{nproc}", "optimizer.schedule=constant",
-            f"training.micro_batch_size={8 // nproc}", f"checkpoint.load={saved}", nproc=nproc,
+            tmp_path / f"resumed{nproc}",
+            "optimizer.schedule=constant",
+            f"training.micro_batch_size={8 // nproc}",
+            f"checkpoint.load={saved}",
+            nproc=nproc,
         )
         steps = losses(run)
         assert list(steps) == list(range(11, 21))

@@ -27,7 +27,11 @@ POINTS = {
     "save.after_latest": 5,
 }
 RANK_ZERO_ONLY = {
-    "save.manifest", "save.before_rename", "save.after_rename", "save.after_latest", "save.arrays",
+    "save.manifest",
+    "save.before_rename",
+    "save.after_rename",
+    "save.after_latest",
+    "save.arrays",
 }
 
 
@@ -55,7 +59,7 @@ def assert_equal_bits(run: Path, expected: Path, arrays, losses) -> None:
 
 
 @pytest.mark.parametrize(("point", "nth", "rank"), seeded_kills(20, seed=7))
-def test_a_killed_rank_continues_to_the_same_bits(  # noqa: PLR0917
+def test_a_killed_rank_continues_to_the_same_bits(
     point, nth, rank, tiny, undisturbed, tmp_path, arrays, losses
 ) -> None:
     with pytest.raises(RankDied, match=f"rank {rank}"):
@@ -70,7 +74,9 @@ def children(pid: int) -> list[int]:
 
 def kill_once(command: list[str], out: Path, rng: random.Random) -> bool:
     """Start the real command and SIGKILL one of its ranks at a random moment of training."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -85,7 +91,9 @@ def kill_once(command: list[str], out: Path, rng: random.Random) -> bool:
     return process.returncode != 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))]
+)
 def test_kill_9_of_the_real_command_continues_to_the_same_bits(
     seed, tiny, undisturbed, tmp_path, arrays, losses, cli
 ) -> None:

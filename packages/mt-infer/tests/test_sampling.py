@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from mt_infer import Sampling, choose
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])

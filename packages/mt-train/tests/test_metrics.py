@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from mt_train.console import PlainLines, describe
 from mt_train.metrics import MetricsFile, read_metrics
 from mt_train.plot import draw_loss

@@ -47,7 +47,5 @@ def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) ->
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
-    load_checkpoint(
-        path, shards, group=state.group("tp"), ignore=("optimizer/",), cast=True
-    )
+    load_checkpoint(path, shards, group=state.group("tp"), ignore=("optimizer/",), cast=True)
     return Generator(model=model, config=config, tokenizer=load_tokenizer(tokenizer_path))

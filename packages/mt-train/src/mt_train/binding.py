@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from mt_train.document import Node
-from mt_train.problem import FieldErrors, Problem
+from mt_train.problem import FieldError, Problem
 
 T = TypeVar("T")
 _INT = re.compile(r"[-+]?\d[\d_]*")
@@ -70,7 +70,7 @@ class Binder:
             return None
         try:
             return cls(**values)
-        except FieldErrors as errors:
+        except FieldError as errors:
             for name, text in errors.errors.items():
                 self.add(f"{path}.{name}" if path else name, text)
             return None
@@ -82,7 +82,11 @@ class Binder:
                 return None
             choices = [item for item in arguments if item is not type(None)]
             if len(choices) > 1:  # text | tuple[text, ...]: one item may stand for a list of one
-                choices = [c for c in choices if (typing.get_origin(c) is tuple) == (node.items is not None)]
+                choices = [
+                    c
+                    for c in choices
+                    if (typing.get_origin(c) is tuple) == (node.items is not None)
+                ]
             return self._value(choices[0], node, path)
         if dataclasses.is_dataclass(hint):
             return self.section(typing.cast(type, hint), node, path)
@@ -100,7 +104,10 @@ class Binder:
             if node.text in arguments:
                 return node.text
             allowed = ", ".join(str(item) for item in arguments)
-            self.add(path, f"{node.text!r} is not one of {allowed}. " + did_you_mean(node.text, arguments))
+            self.add(
+                path,
+                f"{node.text!r} is not one of {allowed}. " + did_you_mean(node.text, arguments),
+            )
             return None
         return self._scalar(hint, node, path)
 

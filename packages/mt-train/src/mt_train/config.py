@@ -1,6 +1,6 @@
 """The run configuration: one small frozen dataclass per section, each validated once.
 
-Every section collects all its problems (`FieldErrors`), so that a user sees them together.
+Every section collects all its problems (`FieldError`), so that a user sees them together.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mt_train.problem import FieldErrors
+from mt_train.problem import FieldError
 
 Dtype = Literal["fp64", "fp32", "bf16"]
 
@@ -43,7 +43,7 @@ class _Checks:
 
     def done(self) -> None:
         if self.errors:
-            raise FieldErrors(self.errors)
+            raise FieldError(self.errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,8 @@ class DataSection:
             checks.add("tokenizer", "missing; data.train needs the tokenizer.json of its tokens")
         if self.weights and len(self.weights) != len(self.train):
             checks.add(
-                "weights", f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
+                "weights",
+                f"{len(self.weights)} weights for {len(self.train)} entries of data.train",
             )
         if any(weight <= 0 for weight in self.weights):
             checks.add("weights", f"{list(self.weights)}: every weight must be greater than 0")
@@ -285,7 +286,7 @@ class RunConfig:
                 f"{stride} is longer than training.sequence_length {training.sequence_length}"
             )
         if errors:
-            raise FieldErrors(errors)
+            raise FieldError(errors)
 
 
 def divisors(number: int) -> str:

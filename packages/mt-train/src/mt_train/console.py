@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from mt_train.metrics import Record
@@ -23,9 +22,7 @@ class Console(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *details: object) -> None: ...
 
 
 def make_console(*, total_steps: int, every: int) -> Console:

@@ -80,7 +80,8 @@ def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
         Training documents and held-out documents.
     """
     data, seed = loaded.config.data, loaded.config.training.seed
-    assert data.corpus is not None
+    if data.corpus is None:
+        raise loaded.error("data.corpus", "missing; there are no documents to split")
     if data.corpus == STANDARD_LIBRARY:
         source = standard_library_sources()[: data.max_files]
         documents = list(read_documents(source))
@@ -155,12 +156,7 @@ def open_training_data(
     return BlendedDataset(datasets, weights=weights, num_samples=num_samples)
 
 
-def validation_bytes(corpus: Corpus, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the held-out text, from its stats file or from its tokens."""
-    assert corpus.validation is not None
-    stats = corpus.validation.with_name(corpus.validation.name + ".json")
-    if stats.exists():
-        return int(json.loads(stats.read_text())["bytes"])
-    indexed = IndexedDataset(corpus.validation)
+def count_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
+    """Count the UTF-8 bytes of the text that a dataset's tokens stand for."""
     lengths = tokenizer.token_bytes
     return int(sum(lengths[indexed[i]].sum() for i in range(len(indexed))))

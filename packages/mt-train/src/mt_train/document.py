@@ -163,10 +163,12 @@ def _convert(node: yaml.Node, place, problems: list[Problem], path: str) -> Node
     if isinstance(node, yaml.ScalarNode):
         return Node(where=where, text=node.value, quoted=node.style in ("'", '"', "|", ">"))
     if isinstance(node, yaml.SequenceNode):
-        items = [_convert(item, place, problems, f"{path}[{i}]") for i, item in enumerate(node.value)]
+        items = [
+            _convert(item, place, problems, f"{path}[{i}]") for i, item in enumerate(node.value)
+        ]
         return Node(where=where, items=items)
-    result = Node(where=where, entries={})
-    assert result.entries is not None
+    entries: dict[str, Node] = {}
+    result = Node(where=where, entries=entries)
     for key_node, value_node in node.value:
         key_place = place(key_node.start_mark)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -174,11 +176,11 @@ def _convert(node: yaml.Node, place, problems: list[Problem], path: str) -> Node
             continue
         key = key_node.value
         dotted = f"{path}.{key}" if path else key
-        if key in result.entries:
+        if key in entries:
             first = result.key_where[key].rpartition(":")[2]
             text = f"this key is already set on line {first}; keep one of the two"
             problems.append(Problem(where=key_place, path=dotted, text=text))
             continue
-        result.entries[key] = _convert(value_node, place, problems, dotted)
+        entries[key] = _convert(value_node, place, problems, dotted)
         result.key_where[key] = key_place
     return result

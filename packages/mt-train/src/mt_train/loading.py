@@ -59,7 +59,9 @@ class LoadedConfig:
         if checkpoint.load is not None:
             wanted.append(("checkpoint.load", self.resolve(checkpoint.load)))
         problems = [
-            self.error(field, f"{path} does not exist; paths are relative to the YAML file").problems[0]
+            self.error(
+                field, f"{path} does not exist; paths are relative to the YAML file"
+            ).problems[0]
             for field, path in wanted
             if not path.exists()
         ]
@@ -82,8 +84,8 @@ class LoadedConfig:
             needed = p.tp * p.pp * p.cp * p.dp
             raise self.error(
                 "parallel.dp",
-                f"tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but there "
-                f"are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
+                f"tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
+                f"there are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
             )
         return self._try(
             "parallel",

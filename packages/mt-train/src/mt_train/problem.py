@@ -32,7 +32,7 @@ class ConfigError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-class FieldErrors(ValueError):
+class FieldError(ValueError):
     """What a section's `__post_init__` found, by field name (dotted when it joins sections)."""
 
     def __init__(self, errors: Mapping[str, str]) -> None:

@@ -19,6 +19,20 @@ from mt_model import ModelConfig
 
 from mt_train.trainer import Progress, Trainer
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What must not change between two parts of a run.
+
+    Attributes:
+        model: The layer list.
+        data: Fingerprint of the training tokens and their order.
+    """
+
+    model: ModelConfig
+    data: str
+
+
 # Changing one of these between two parts of a run would repeat or skip data, or change the model.
 _FIXED = (
     ("training", "global_batch_size"),
@@ -38,7 +52,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     return latest_checkpoint(folder / "checkpoints")
 
 
-def save(trainer: Trainer, root: Path, model_config: ModelConfig) -> Path:
+def save(trainer: Trainer, root: Path, identity: Identity) -> Path:
     """Save the whole training state after a step; every rank calls it."""
     config = trainer.config
     return save_checkpoint(
@@ -53,8 +67,8 @@ def save(trainer: Trainer, root: Path, model_config: ModelConfig) -> Path:
             # seed and the step are the whole state of the generators.
             "rng": {"seed": config.training.seed, "step": trainer.progress.step},
             "optimizer_step": trainer.optimizer.step_count,
-            "data": trainer.data_fingerprint,
-            "model": model_config.to_dict(),
+            "data": identity.data,
+            "model": identity.model.to_dict(),
             "config": _plain(config),
             "layout": dataclasses.asdict(trainer.state.layout),
         },
@@ -64,7 +78,7 @@ def save(trainer: Trainer, root: Path, model_config: ModelConfig) -> Path:
     )
 
 
-def resume(trainer: Trainer, path: Path, model_config: ModelConfig) -> None:
+def resume(trainer: Trainer, path: Path, identity: Identity) -> None:
     """Fill a trainer from a checkpoint written on any layout.
 
     Raises:
@@ -72,7 +86,7 @@ def resume(trainer: Trainer, path: Path, model_config: ModelConfig) -> None:
         CheckpointError: The checkpoint is damaged or lacks tensors.
     """
     metadata = read_metadata(path)
-    _check_same(metadata, trainer, model_config, path)
+    _check_same(metadata, trainer, identity, path)
     load_checkpoint(path, _shards(trainer), group=trainer.state.group("tp-cp-dp-pp"))
     trainer.optimizer.step_count = metadata["optimizer_step"]
     trainer.optimizer.sync_params()
@@ -94,14 +108,12 @@ def _shards(trainer: Trainer) -> list[TensorShard]:
     return shards
 
 
-def _check_same(
-    metadata: dict[str, Any], trainer: Trainer, model_config: ModelConfig, path: Path
-) -> None:
+def _check_same(metadata: dict[str, Any], trainer: Trainer, identity: Identity, path: Path) -> None:
     saved, current = metadata["config"], _plain(trainer.config)
     differences = []
-    if metadata["model"] != model_config.to_dict():
+    if metadata["model"] != identity.model.to_dict():
         differences.append("model: another architecture")
-    if metadata["data"] != trainer.data_fingerprint:
+    if metadata["data"] != identity.data:
         differences.append("data: other training tokens, or another order of them")
     for keys in _FIXED:
         before, now = saved, current

@@ -17,13 +17,14 @@ from mt_data import (
     SequentialWindows,
     load_tokenizer,
 )
+from mt_model import keep_freed_memory
 from mt_parallel_state import DistributedEnv, ParallelState, init_process_group
 
 from mt_train import saving
 from mt_train.board import Board
 from mt_train.config import RunConfig
 from mt_train.console import Console, SilentConsole, make_console
-from mt_train.corpus import Corpus, open_training_data, prepare_corpus, validation_bytes
+from mt_train.corpus import Corpus, count_bytes, open_training_data, prepare_corpus
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record
@@ -57,6 +58,8 @@ def run(
             device = init_process_group(env)
             if dist.is_initialized():
                 stack.callback(dist.destroy_process_group)
+        if device.type == "cpu":
+            keep_freed_memory()  # this is a program: its activations are as large every step
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
         corpus = _corpus_on_all_ranks(loaded, out, state)
         session = _Session(loaded, out, state, corpus, on_event)
@@ -93,23 +96,23 @@ class _Session:
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
         )
-        self.trainer = Trainer(
-            config, self.model_config, state, sampler=sampler, on_event=on_event
-        )
+        self.trainer = Trainer(config, self.model_config, state, sampler=sampler, on_event=on_event)
         self.held_out = None
         if corpus.validation is not None:
             evaluation = config.evaluation
+            indexed = IndexedDataset(corpus.validation)
             self.held_out = HeldOut(
                 windows=SequentialWindows(
-                    IndexedDataset(corpus.validation),
+                    indexed,
                     training.sequence_length,
                     evaluation.stride,
                     start_id=tokenizer.eod_id,
                 ),
-                num_bytes=validation_bytes(corpus, tokenizer),
+                num_bytes=count_bytes(indexed, tokenizer),
                 micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
                 max_windows=evaluation.max_windows,
             )
+        self.identity = saving.Identity(model=self.model_config, data=dataset.fingerprint)
         self.resumed_from = self._resume(loaded)
 
     def _resume(self, loaded: LoadedConfig) -> Path | None:
@@ -119,7 +122,7 @@ class _Session:
             if path is None:
                 raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
         if path is not None:
-            saving.resume(self.trainer, path, self.model_config)
+            saving.resume(self.trainer, path, self.identity)
         return path
 
     def go(self, stack: ExitStack) -> Record | None:
@@ -153,16 +156,12 @@ class _Session:
             )
         return evaluation
 
-    def _reporting(
-        self, stack: ExitStack
-    ) -> tuple[MetricsFile | None, Board | None, Console]:
+    def _reporting(self, stack: ExitStack) -> tuple[MetricsFile | None, Board | None, Console]:
         if self.state.rank != 0:
             return None, None, SilentConsole()
         config = self.config
         _write_config(config, self.out / "config.yaml")
-        metrics = MetricsFile(
-            self.out / "metrics.jsonl", resume_step=self.trainer.progress.step
-        )
+        metrics = MetricsFile(self.out / "metrics.jsonl", resume_step=self.trainer.progress.step)
         stack.callback(metrics.close)
         board = None
         if config.logging.tensorboard:
@@ -211,7 +210,7 @@ class _Session:
         return record
 
     def _save(self, console: Console) -> None:
-        path = saving.save(self.trainer, self.out / "checkpoints", self.model_config)
+        path = saving.save(self.trainer, self.out / "checkpoints", self.identity)
         console.say(f"saved {path}")
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from mt_data import BatchSampler
+from mt_data import BatchSampler, MicroBatch
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import GPT, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
@@ -69,7 +68,6 @@ class Trainer:
     ) -> None:
         training, parallel = config.training, config.parallel
         self.config, self.state, self.sampler = config, state, sampler
-        self.data_fingerprint = sampler.dataset.fingerprint
         self.progress = Progress()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
@@ -170,8 +168,8 @@ class Trainer:
         loss, norm = loss_sum / total, float(norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was not "
-                "applied and the last checkpoint is intact; lower optimizer.lr, lengthen "
+                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was "
+                "not applied and the last checkpoint is intact; lower optimizer.lr, lengthen "
                 "optimizer.warmup or lower training.grad_clip, then run the same command again"
             )
         self.on_event("train.update")
@@ -259,9 +257,7 @@ def learning_rates(config: RunConfig) -> LRSchedule:
     )
 
 
-def to_device(batches: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[Batch]:
+def to_device(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
     """Copy micro-batches of numpy arrays to this rank's device."""
-    return [
-        {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
-        for batch in batches
-    ]
+    names = ("tokens", "labels", "sample_ids")
+    return [{name: torch.from_numpy(batch[name]).to(device) for name in names} for batch in batches]

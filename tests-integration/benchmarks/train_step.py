@@ -1,0 +1,170 @@
+"""Training steps of the quickstart model against transformers' LlamaForCausalLM.
+
+    python tests-integration/benchmarks/train_step.py [--pairs 7] [--steps 4]
+
+Same shape, weights, batch, dtype and threads; both sides first have to give the same loss. Ours
+trains as `mt-train` does (fp32 masters, gradient clipping); theirs is torch's fused AdamW on the
+bf16 weights themselves, which is less work. Sides alternate, and a ratio is made within each round.
+Prints tokens per second as ratios to the others; a ratio above 1 means ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from mt_data_parallel import GradBuffer
+from mt_model import GPT, ModelConfig
+from mt_optim import AdamW, clip_grad_norm
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_train.loading import build_model
+from mt_train.quickstart import load_quickstart
+from torch import Tensor
+
+Step = Callable[[], float]
+
+
+def ours(config: ModelConfig, batch: dict[str, Tensor], *, compiled: bool) -> tuple[Step, GPT]:
+    """The trainer's step: gradient buffer, clip, AdamW over fp32 masters."""
+    state = ParallelState(ParallelLayout(), device="cpu")
+    model = GPT(config, state, dtype=torch.bfloat16)
+    named = list(model.named_parameters())
+    buffer = GradBuffer(named, group=None)
+    optimizer = AdamW(named, lr=1e-4)
+    stage = torch.compile(model) if compiled else model
+    count = batch["labels"].numel()
+
+    def step() -> float:
+        buffer.start(1)
+        loss = stage(None, batch)["lm"] / count
+        loss.backward()
+        buffer.finish()
+        clip_grad_norm(named, state, 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step, model
+
+
+def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compiled: bool) -> Step:
+    """Transformers' Llama with our weights, trained with torch's fused AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layer = config.layers[0]
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=layer.feed_forward.ffn_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=layer.mixer.num_heads,
+            num_key_value_heads=layer.mixer.num_kv_heads,
+            head_dim=layer.mixer.head_dim,
+            max_position_embeddings=config.max_sequence_length,
+            rope_theta=layer.mixer.rope_theta,
+            rms_norm_eps=config.norm.eps,
+            tie_word_embeddings=config.tied,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    ).to(torch.bfloat16)
+    copy_weights(source, llama)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    model = torch.compile(llama) if compiled else llama
+    tokens, labels = batch["tokens"], batch["labels"]
+
+    def step() -> float:
+        logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+@torch.no_grad()
+def copy_weights(source: GPT, llama: torch.nn.Module) -> None:
+    """Give a Llama our weights: fused qkv and gate/up are split by their explicit dims."""
+    ours, named = dict(source.named_parameters()), dict(llama.named_parameters())
+
+    def put(name: str, value: Tensor) -> None:
+        named[name].copy_(value.reshape(named[name].shape))
+
+    put("model.embed_tokens.weight", ours["embedding.weight"])
+    put("model.norm.weight", ours["final_norm.weight"])
+    if "head.weight" in ours:
+        put("lm_head.weight", ours["head.weight"])
+    for i in range(source.config.num_layers):
+        mine, prefix = f"layers.{i}.", f"model.layers.{i}."
+        qkv = ours[mine + "attention.qkv.weight"]
+        put(prefix + "self_attn.q_proj.weight", qkv[:, :-2])
+        put(prefix + "self_attn.k_proj.weight", qkv[:, -2])
+        put(prefix + "self_attn.v_proj.weight", qkv[:, -1])
+        put(prefix + "self_attn.o_proj.weight", ours[mine + "attention.out.weight"])
+        gate_up = ours[mine + "mlp.up.weight"]
+        put(prefix + "mlp.gate_proj.weight", gate_up[0])
+        put(prefix + "mlp.up_proj.weight", gate_up[1])
+        put(prefix + "mlp.down_proj.weight", ours[mine + "mlp.down.weight"])
+        put(prefix + "input_layernorm.weight", ours[mine + "attention_norm.weight"])
+        put(prefix + "post_attention_layernorm.weight", ours[mine + "mlp_norm.weight"])
+
+
+def seconds(step: Step, steps: int) -> tuple[float, float]:
+    """Wall and CPU seconds of some steps."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def main() -> None:
+    """Run the comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled sides out")
+    options = parser.parse_args()
+    loaded = load_quickstart(None)
+    training = loaded.config.training
+    config = build_model(loaded.config, loaded.config.data.vocab_size)
+    shape = (training.micro_batch_size, training.sequence_length + 1)
+    rows = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    step, model = ours(config, batch, compiled=False)
+    sides = {"transformers eager": theirs(config, batch, model, compiled=False)}
+    if not options.no_compile:
+        sides["transformers compiled"] = theirs(config, batch, model, compiled=True)
+        sides["mt compiled"] = ours(config, batch, compiled=True)[0]
+    losses = {"mt": step(), **{name: side() for name, side in sides.items()}}
+    for name, loss in losses.items():
+        if abs(loss - losses["mt"]) > 2e-2 * losses["mt"]:
+            raise SystemExit(f"{name}: loss {loss} is not {losses['mt']}; nothing to compare")
+    for side in (step, *sides.values()):
+        seconds(side, 2)  # warm up
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(options.pairs):
+        wall, cpu = seconds(step, options.steps)
+        for name, side in sides.items():
+            other_wall, other_cpu = seconds(side, options.steps)
+            ratios[name].append((other_wall / wall, other_cpu / cpu))
+    tokens = training.micro_batch_size * training.sequence_length * options.steps
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, batch {shape}, bf16")
+    print(f"mt eager: {tokens / wall:,.0f} tokens/s in the last round")
+    report = {}
+    for name, pairs in ratios.items():
+        for kind, values in (("wall", [p[0] for p in pairs]), ("cpu", [p[1] for p in pairs])):
+            low, middle, high = min(values), statistics.median(values), max(values)
+            report[f"mt / {name}, {kind}"] = [low, middle, high]
+            print(f"mt / {name:22s} {kind:4s} {middle:.2f}x  ({low:.2f} to {high:.2f})")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
