@@ -26,7 +26,7 @@ def loss_and_text(state: ParallelState) -> tuple[float, list[int]]:
         token = logits[:, -1:].argmax(-1)
         text.append(int(token))
         logits = model.logits(token, cache=cache, start=position)
-    return float(losses["lm"] / losses["tokens"]), text
+    return (losses["lm"] / losses["tokens"]).item(), text
 
 
 def rank_main(rank: int, store: str) -> None:
