@@ -36,6 +36,7 @@ def train(rank: int, store: str) -> None:
         dist.all_reduce(loss)
         if rank == 0:
             print(f"step {step}: loss {loss.item():.4f} in {buffer.num_buckets} buckets")
+    buffer.close()  # before the group is destroyed
     weights = [torch.zeros_like(model[0].weight) for _ in range(WORLD)]
     dist.all_gather(weights, model[0].weight.detach())
     assert torch.equal(*weights), "the replicas differ"

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,6 +259,21 @@ def test_close_removes_hooks_and_attributes():
     GradBuffer(net.named_parameters(), group=None).close()
 
 
+def test_close_lets_go_of_the_group(ranks):
+    def body():
+        group, net = dist.group.WORLD, Net()
+        before = sys.getrefcount(group)
+        buffer = GradBuffer(net.named_parameters(), group=group)
+        buffer.start(1)
+        net(tokens_of(0, 0), branch=True).backward()
+        buffer.finish()
+        held = sys.getrefcount(group)
+        buffer.close()
+        return held - before, sys.getrefcount(group) - before
+
+    assert ranks(2, body) == [(1, 0)] * 2
+
+
 def test_calls_out_of_order_are_errors_that_say_what_to_call():
     net = Net()
     buffer = GradBuffer(net.named_parameters(), group=None)
@@ -273,6 +290,9 @@ def test_calls_out_of_order_are_errors_that_say_what_to_call():
     buffer.finish()
     with pytest.raises(ValueError, match="num_backwards must be at least 1, got 0"):
         buffer.start(0)
+    buffer.close()
+    with pytest.raises(RuntimeError, match=r"start\(\) after close\(\)"):
+        buffer.start(1)
 
 
 def test_bad_parameters_and_arguments_are_named():

@@ -96,6 +96,7 @@ class GradBuffer:
         self._slots: dict[str, _Slot] = {}
         self._layouts: dict[torch.dtype, BufferLayout] = {}
         self._buckets = self._allocate(params, bucket_size, grad_dtype)
+        self._closed = False
         self._expected = 0
         self._next = 0
         self._works: list[dist.Work] = []
@@ -124,9 +125,11 @@ class GradBuffer:
                 no part in one of them is reduced by `finish`.
 
         Raises:
-            RuntimeError: `finish` was not called since the last `start`.
+            RuntimeError: `finish` was not called since the last `start`, or the buffer is closed.
             ValueError: `num_backwards` is below 1.
         """
+        if self._closed:
+            raise RuntimeError("GradBuffer.start() after close(); make a new GradBuffer")
         if self._expected:
             raise RuntimeError("GradBuffer.start() was called twice; call finish() in between")
         if num_backwards < 1:
@@ -158,7 +161,13 @@ class GradBuffer:
                 slot.param.grad = slot.main_grad
 
     def close(self) -> None:
-        """Remove the hooks and ``main_grad``; the parameters are plain again."""
+        """Remove the hooks and ``main_grad``, and let go of the group.
+
+        The parameters are plain again. Call it before ``destroy_process_group``: a gloo group that
+        somebody still holds keeps its threads, which can abort the process when Python exits.
+        """
+        self._closed = True
+        self._group = None
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
