@@ -15,7 +15,7 @@ from mt_model.placement import Pass, Placement
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotate
 
-MATMUL_MAX_LENGTH = 1024
+MATMUL_MAX_LENGTH = 512
 
 
 def matmul_attention_obstacle(qkv: Tensor) -> str | None:

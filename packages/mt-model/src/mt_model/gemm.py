@@ -26,7 +26,7 @@ class CpuGemm(TorchGemm):
         Shape:
             grad_y: [..., out]; x: [..., in]. Returns [out, in].
         """
-        if grad_y.dtype != torch.bfloat16:
+        if grad_y.dtype != torch.bfloat16 or torch.compiler.is_compiling():
             return super().wgrad(grad_y, x)
         grad_blocks = grad_y.flatten(0, -2).split(self.block_size)
         x_blocks = x.flatten(0, -2).split(self.block_size)

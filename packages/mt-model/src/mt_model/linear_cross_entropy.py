@@ -83,17 +83,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first = weight.shape[0] * dist.get_rank(group) if group is not None else 0
         single = hidden.shape[0] <= block_size
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        # On a CPU the softmax goes through fewer rows at a time than the products, to stay in cache.
+        alone_on_cpu = hidden.device.type == "cpu" and group is None
+        rows_in_cache = max(16, (1 << 18) // weight.shape[0]) if alone_on_cpu else block_size
         # Blocks are summed in fp32 so that their number does not change the precision.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad and not single else None
         for start in range(0, hidden.shape[0], block_size):
             rows = slice(start, start + block_size)
             logits = F.linear(hidden[rows], weight)
-            loss, grad_logits = _block_loss(logits, labels[rows], first, group)
-            total += loss
+            for part, part_labels in zip(
+                logits.split(rows_in_cache), labels[rows].split(rows_in_cache), strict=True
+            ):
+                loss, grad_logits = _block_loss(part, part_labels, first, group)
+                total += loss
+                if grad_hidden is not None and grad_logits is not part:
+                    part.copy_(grad_logits)
             if grad_hidden is None:
                 continue
-            if grad_logits is not logits:
-                logits.copy_(grad_logits)
             # Ignored tokens are zeroed on the H side of both products, not over the logits.
             counts = (labels[rows] != IGNORE_INDEX).to(hidden.dtype).unsqueeze(1)
             torch.mm(logits, weight, out=grad_hidden[rows])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_model.reference_attention import reference_attention
-from mt_model.rotary import rotate_, rotate_reference
+from mt_model.rotary import rotate_, rotate_reference, swap_halves
 
 
 def plain_matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
@@ -76,12 +76,10 @@ class _MatmulAttention(torch.autograd.Function):
         grad_scores = torch.bmm(grad, value.transpose(1, 2))
         softmax_backward = torch.ops.aten._softmax_backward_data.out
         softmax_backward(grad_scores, probs, -1, probs.dtype, grad_input=grad_scores)
-        grad_query = torch.bmm(grad_scores, key).mul_(width**-0.5)
-        grad_packed[:, :, :-2] = grad_query.view_as(packed[:, :, :-2])
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).mul_(width**-0.5)
-        grad_packed[:, :, -2] = grad_key.view_as(packed[:, :, -2])
-        if table is not None:
-            rotate_(grad_packed[:, :, :-1], table[0], table[1], inverse=True)
+        grad_query = torch.bmm(grad_scores, key).view_as(packed[:, :, :-2])
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view_as(packed[:, :, -2:-1])
+        _scale_rotate_back(grad_packed[:, :, :-2], grad_query, table, width**-0.5)
+        _scale_rotate_back(grad_packed[:, :, -2:-1], grad_key, table, width**-0.5)
         return grad_packed.permute(0, 3, 1, 2, 4).contiguous(), None
 
 
@@ -89,6 +87,15 @@ def _split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, G, Q + 2, S, D] -> query [BG, Q * S, D], key and value [BG, S, D], as views."""
     groups = packed.flatten(0, 1)
     return groups[:, :-2].flatten(1, 2), groups[:, -2], groups[:, -1]
+
+
+def _scale_rotate_back(out: Tensor, grad: Tensor, table: Tensor | None, scale: float) -> None:
+    """`out = scale * (grad * cos - swap_halves(grad) * sin)`, in two passes over `out`."""
+    if table is None:
+        torch.mul(grad, scale, out=out)
+        return
+    torch.mul(grad, table[0] * scale, out=out)
+    out.addcmul_(swap_halves(grad), table[1], value=-scale)
 
 
 def _mask(length: int, like: Tensor) -> Tensor:

@@ -57,14 +57,14 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return _Rotate.apply(x, table)  # pyright: ignore[reportReturnType]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Turn `x` in place, or back; three passes, fastest where the last two dims are contiguous.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn `x` in place; three passes, fastest where the last two dims are contiguous.
 
     Shape:
         x: [..., D]; cos, sin: broadcastable to it.
     """
     swapped = swap_halves(x)
-    return x.mul_(cos).addcmul_(swapped, sin, value=-1 if inverse else 1)
+    return x.mul_(cos).addcmul_(swapped, sin)
 
 
 def _broadcast(table: Tensor, dims: int) -> tuple[Tensor, Tensor]:
