@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_a_truncated_token_file_is_named(ending, tiny, tmp_path, cli) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     config = tmp_path / "run.yaml"
     config.write_text(tiny.config.read_text().replace(str(tiny.config.parent / "data"), str(data)))
-    result = cli("mt-train", "run", config, "--out", tmp_path / "out")
+    result = cli(sys.executable, "-m", "mt_train", "run", config, "--out", tmp_path / "out")
     assert result.returncode == 1
     assert f"train{ending}" in result.stderr
     assert "Traceback" not in result.stderr
@@ -36,13 +37,13 @@ def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(
     shutil.copytree(run, copy)
     rng = random.Random(seed)
     step = copy / "checkpoints" / "step_00000002"
-    path = rng.choice([p for p in sorted(step.rglob("*")) if p.is_file() and "c/" in str(p)])
+    path = rng.choice([p for p in sorted(step.rglob("*")) if p.is_file() and p.name.startswith("c")])
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
     result = cli(*tiny.command(copy, "training.steps=4"))
     assert result.returncode == 1
-    tensor = path.relative_to(step).as_posix().split("/c")[0]
+    tensor = path.parent.relative_to(step).as_posix()
     assert tensor in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from mt_parallel_state import ParallelState
 
 
 @dataclass(kw_only=True)
@@ -71,6 +76,21 @@ def _generate(command: Generate) -> str:
     import torch.distributed as dist
     from mt_parallel_state import ParallelLayout, ParallelState, detect_env, init_process_group
 
+    env = detect_env()
+    with ExitStack() as stack:
+        if env.world_size > 1:
+            device = init_process_group(env)
+            stack.callback(dist.destroy_process_group)
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        layout = ParallelLayout(tp=env.world_size)
+        state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
+        # What still holds a group when Python exits can make gloo abort the process.
+        stack.callback(gc.collect)
+        return _continue(command, state)
+
+
+def _continue(command: Generate, state: ParallelState) -> str:
     from mt_infer.loading import load_run
     from mt_infer.sampling import Sampling
 
@@ -80,20 +100,8 @@ def _generate(command: Generate) -> str:
         top_p=command.top_p,
         seed=command.seed,
     )
-    env = detect_env()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if env.world_size > 1:
-        device = init_process_group(env)
-    try:
-        layout = ParallelLayout(tp=env.world_size)
-        with ParallelState(layout, rank=env.rank, device=device) as state:
-            generator = load_run(command.run, state, dtype=command.dtype)
-            return generator.generate(
-                command.prompt, max_tokens=command.max_tokens, sampling=sampling
-            )
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    generator = load_run(command.run, state, dtype=command.dtype)
+    return generator.generate(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 
 
 def _parse(arguments: list[str]) -> Generate:

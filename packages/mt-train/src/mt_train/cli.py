@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> int:
+    # OpenMP threads that spin while they wait make a step up to ten times slower as soon as
+    # another program wants one of the cores. Read when torch loads, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command = _parse(arguments)
     try:
         if isinstance(command, Config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -62,8 +63,10 @@ def run(
             keep_freed_memory()  # this is a program: its activations are as large every step
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
         corpus = _corpus_on_all_ranks(loaded, out, state)
-        session = _Session(loaded, out, state, corpus, on_event)
-        return session.go(stack)
+        # Whatever still holds a group when Python exits can make gloo abort the process; hooks
+        # on parameters are cycles, so they are collected before the groups are destroyed.
+        stack.callback(gc.collect)
+        return _Session(loaded, out, state, corpus, on_event).go(stack)
 
 
 class _Session:
