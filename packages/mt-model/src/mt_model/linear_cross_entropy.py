@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first = weight.shape[0] * dist.get_rank(group) if group is not None else 0
         single = hidden.shape[0] <= block_size
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        # On a CPU the softmax goes through fewer rows at a time than the products, to stay in cache.
+        # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
         alone_on_cpu = hidden.device.type == "cpu" and group is None
         rows_in_cache = max(16, (1 << 18) // weight.shape[0]) if alone_on_cpu else block_size
         # Blocks are summed in fp32 so that their number does not change the precision.
