@@ -4,7 +4,7 @@ from mt_pipeline.checker import Violation, check
 from mt_pipeline.communication import forward_only, insert_communication
 from mt_pipeline.executor import Executor, Stage, StageError
 from mt_pipeline.ir import Action, Op, Schedule
-from mt_pipeline.placement import split_layers
+from mt_pipeline.placement import own_layers, split_layers
 from mt_pipeline.schedules import make_schedule, one_forward_one_backward
 from mt_pipeline.simulator import Simulation, Span, simulate
 from mt_pipeline.transfer import TensorSpec, TransferError
@@ -26,6 +26,7 @@ __all__ = [
     "insert_communication",
     "make_schedule",
     "one_forward_one_backward",
+    "own_layers",
     "simulate",
     "split_layers",
 ]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mt_parallel_state import ParallelState
+
 
 def split_layers(num_layers: int, stages: int) -> list[range]:
     """Cut a list of layers into contiguous stages of as equal length as can be.
@@ -40,3 +45,16 @@ def split_layers(num_layers: int, stages: int) -> list[range]:
         result.append(range(start, stop))
         start = stop
     return result
+
+
+def own_layers(num_layers: int, state: ParallelState) -> range:
+    """The layers of this rank's stage under `split_layers`, with one stage per pipeline rank.
+
+    Args:
+        num_layers: Layers of the whole model.
+        state: This rank's place in the layout; its `pp` axis is the pipeline.
+
+    Raises:
+        ValueError: As from `split_layers`.
+    """
+    return split_layers(num_layers, state.size("pp"))[state.index("pp")]

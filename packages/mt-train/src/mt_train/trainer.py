@@ -19,7 +19,7 @@ from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import GPT, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
 from mt_parallel_state import ParallelState, global_shape_of, sharding_of
-from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
+from mt_pipeline import Executor, TensorSpec, make_schedule, own_layers
 
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
@@ -71,11 +71,10 @@ class Trainer:
         self.progress = Progress()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
-        stages = split_layers(len(model_config.layers), state.size("pp"))
         self.model = GPT(
             model_config,
             state,
-            layers=stages[state.index("pp")],
+            layers=own_layers(model_config.num_layers, state),
             sequence_parallel=parallel.sequence_parallel,
             seed=training.seed,
             dtype=self.dtype,
