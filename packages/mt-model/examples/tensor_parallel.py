@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mt_model import GPT, KVCache, preset
+from mt_model import GPT, preset
 from mt_parallel_state import ParallelLayout, ParallelState
 
 
@@ -20,7 +20,7 @@ def loss_and_text(state: ParallelState) -> tuple[float, list[int]]:
     tokens = torch.randint(0, 512, (2, 33), generator=torch.Generator().manual_seed(0))
     losses = model(None, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
     prompt = tokens[:1, :4]
-    cache = KVCache.allocate(model, batch_size=1, max_length=16)
+    cache = model.new_cache(batch_size=1, max_length=16)
     logits, text = model.logits(prompt, cache=cache), prompt[0].tolist()
     for position in range(4, 16):
         token = logits[:, -1:].argmax(-1)

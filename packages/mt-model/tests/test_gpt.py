@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_model import GPT, KVCache, gpt, preset
+from mt_model import GPT, gpt, preset
 from mt_parallel_state import ParallelLayout, ParallelState
 
 TINY = {
@@ -172,7 +172,7 @@ def test_cached_decoding_equals_running_the_whole_prefix(variant):
     tokens = prompt
     for _ in range(12):
         tokens = torch.cat((tokens, model.logits(tokens)[:, -1:].argmax(-1)), dim=1)
-    cache = KVCache.allocate(model, batch_size=3, max_length=20)
+    cache = model.new_cache(batch_size=3, max_length=20)
     logits = model.logits(prompt, cache=cache)
     cached = prompt
     for _ in range(12):
@@ -184,7 +184,7 @@ def test_cached_decoding_equals_running_the_whole_prefix(variant):
 def test_prefill_in_pieces_equals_one_prefill():
     model = double(gpt(**TINY))
     tokens = batch(length=11)["tokens"]
-    cache = KVCache.allocate(model, batch_size=2, max_length=11)
+    cache = model.new_cache(batch_size=2, max_length=11)
     starts, ends = (0, 4, 5), (4, 5, 11)
     pieces = [
         model.logits(tokens[:, a:b], cache=cache, start=a)
@@ -292,11 +292,11 @@ def test_misuse_is_refused_with_the_reason():
         GPT(config, layers=range(1, 3)).logits(data["tokens"])
     with pytest.raises(ValueError, match="start=3 needs a cache"):
         model.logits(data["tokens"], start=3)
-    small = KVCache.allocate(model, batch_size=2, max_length=8)
+    small = model.new_cache(batch_size=2, max_length=8)
     with pytest.raises(ValueError, match=r"9 tokens are more than the cache holds \(8\)"):
         model.logits(data["tokens"], cache=small)
     with pytest.raises(ValueError, match="max_length=33 is not between 1 and"):
-        KVCache.allocate(model, batch_size=1, max_length=33)
+        model.new_cache(batch_size=1, max_length=33)
 
 
 def test_pipeline_layout_needs_the_layers_of_the_stage():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from mt_model import GPT, KVCache, gpt
+from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
 
 TINY = {
@@ -133,7 +133,7 @@ def generate(tp):
     state = ParallelState(ParallelLayout(tp=tp))
     model = GPT(gpt(**TINY, num_kv_heads=2), state, seed=11)
     tokens = batch()["tokens"][:, :4]
-    cache = KVCache.allocate(model, batch_size=2, max_length=16)
+    cache = model.new_cache(batch_size=2, max_length=16)
     logits = model.logits(tokens, cache=cache)
     first = logits
     for _ in range(11):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from mt_data import Tokenizer
-from mt_model import GPT, KVCache, ModelConfig
+from mt_model import GPT, ModelConfig
 
 from mt_infer.sampling import Sampling, choose
 
@@ -58,7 +58,7 @@ class Generator:
                 f"shorten it to at most {limit - 1} tokens"
             )
         length = min(limit, len(prompt) + max_tokens)
-        cache = KVCache.allocate(self.model, batch_size=1, max_length=length)
+        cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device
         fed, start = torch.tensor([prompt], device=device), 0
         for position in range(len(prompt), length):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from mt_model.gpt import GPT
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
     """Rotated keys, and values, per layer: this rank's heads of a batch of equal-length sequences.
+
+    `GPT.new_cache` makes one.
 
     Attributes:
         keys: one tensor per layer.
@@ -27,26 +24,6 @@ class KVCache:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-
-    @classmethod
-    def allocate(cls, model: GPT, *, batch_size: int, max_length: int) -> KVCache:
-        """A cache for `model`, on its device and in its dtype.
-
-        Raises:
-            ValueError: `max_length` is longer than the model's sequences.
-        """
-        limit = model.config.max_sequence_length
-        if not 0 < max_length <= limit:
-            raise ValueError(
-                f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
-            )
-        shapes = [
-            (batch_size, layer.attention.num_kv_heads, max_length, layer.attention.head_dim)
-            for layer in model.stage_layers()
-        ]
-        dtype, device = model.placement.dtype, model.placement.device
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return cls(keys=keys, values=[torch.zeros_like(key) for key in keys])
 
     @property
     def max_length(self) -> int:

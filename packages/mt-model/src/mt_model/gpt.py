@@ -180,6 +180,25 @@ class GPT(nn.Module):
             self.placement.gemm.forward(hidden, self._head_weight()), self.placement.group, dim=-1
         )
 
+    def new_cache(self, *, batch_size: int, max_length: int) -> KVCache:
+        """Make an empty cache for `logits`, on this model's device and in its dtype.
+
+        Raises:
+            ValueError: `max_length` is longer than the model's sequences.
+        """
+        limit = self.config.max_sequence_length
+        if not 0 < max_length <= limit:
+            raise ValueError(
+                f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
+            )
+        shapes = [
+            (batch_size, layer.attention.num_kv_heads, max_length, layer.attention.head_dim)
+            for layer in self.stage_layers()
+        ]
+        dtype, device = self.placement.dtype, self.placement.device
+        keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        return KVCache(keys=keys, values=[torch.zeros_like(key) for key in keys])
+
     def _build(self) -> None:
         config, placement = self.config, self.placement
         where = {"dtype": placement.dtype, "device": placement.device}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,15 @@ def linear_cross_entropy(
     Shape:
         hidden: [N, H]; weight: [V / tp, H]; labels: [N]. Returns a scalar.
     """
-    if torch.compiler.is_compiling() and group is None:
-        return linear_cross_entropy_reference(hidden, weight, labels)
+    if torch.compiler.is_compiling():
+        if group is None:
+            return linear_cross_entropy_reference(hidden, weight, labels)
+        # Not a decorator: that would import dynamo with this module.
+        untraced = cast("Callable[..., Tensor]", torch.compiler.disable(_in_blocks))
+        return untraced(hidden, weight, labels, group, block_size)
     return _in_blocks(hidden, weight, labels, group, block_size)
 
 
-@torch.compiler.disable()
 def _in_blocks(
     hidden: Tensor,
     weight: Tensor,
