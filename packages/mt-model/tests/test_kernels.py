@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from mt_model.activation import activate, gated, gated_reference
 from mt_model.gemm import CpuGemm
 from mt_model.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from mt_model.matmul_attention import matmul_attention, plain_matmul_attention
-from mt_model.norm import head_norm, head_norm_reference, rms_norm, rms_norm_reference
+from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
+from mt_model.norm import rms_norm, rms_norm_reference
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotary_table, rotate, rotate_reference
 
@@ -55,21 +55,6 @@ def test_rms_norm_matches_torch_and_finite_differences():
     x, w = rand(4, 6).requires_grad_(), rand(6).requires_grad_()
     assert torch.allclose(rms_norm(x, w, 1e-5), F.rms_norm(x, (6,), w, 1e-5), rtol=1e-12)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, w))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_head_norm_matches_plain_form_and_leaves_the_value(dtype):
-    inputs = [rand(2, 5, 3, 4, 8), rand(3, 8) + 1]
-    assert_same_function(
-        lambda x, w: head_norm(x, w, 1e-5),
-        lambda x, w: head_norm_reference(x, w, 1e-5),
-        inputs,
-        dtype,
-    )
-    qkv, weight = (t.to(dtype) for t in inputs)
-    y = head_norm(qkv, weight, 1e-5)
-    assert torch.equal(y[..., -1, :], qkv[..., -1, :])
-    assert_near(y[..., 1, :], rms_norm_reference(qkv[..., 1, :], weight[1], 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,8 +113,11 @@ def test_activations_match_their_formulas():
         activate(x, "swish")
 
 
-def attend_by_torch(qkv, table):
+def attend_by_torch(qkv, query_weight, key_weight, table, *, norm):
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if norm:
+        query = F.rms_norm(query, query_weight.shape, query_weight, 1e-5)
+        key = F.rms_norm(key, key_weight.shape, key_weight, 1e-5)
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
     query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
@@ -140,21 +128,26 @@ def attend_by_torch(qkv, table):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "queries"), [(3, 1), (2, 3), (1, 4)])
 @pytest.mark.parametrize("rotary", [True, False])
-def test_matmul_attention_matches_torch(dtype, groups, queries, rotary):
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("function", [matmul_attention, plain_matmul_attention])
+def test_matmul_attention_matches_torch(dtype, groups, queries, rotary, norm, function):
     table = rotary_table(9, 8, 100.0, dtype=dtype) if rotary else None
     wide = None if table is None else table.double()
-    assert_same_function(
-        lambda x: matmul_attention(x, table),
-        lambda x: attend_by_torch(x, wide),
-        [rand(2, 9, groups, queries + 2, 8)],
-        dtype,
-    )
-    assert_same_function(
-        lambda x: plain_matmul_attention(x, table),
-        lambda x: attend_by_torch(x, wide),
-        [rand(2, 9, groups, queries + 2, 8)],
-        dtype,
-    )
+
+    def fast(qkv, query_weight, key_weight):
+        head_norm = HeadNorm(query_weight, key_weight, 1e-5) if norm else None
+        return function(qkv, table, head_norm)
+
+    def plain(qkv, query_weight, key_weight):
+        return attend_by_torch(qkv, query_weight, key_weight, wide, norm=norm)
+
+    inputs = [rand(2, 9, groups, queries + 2, 8), rand(8) + 1, rand(8, seed=3) + 1]
+    if not norm:
+        assert_same_function(
+            lambda x: fast(x, *inputs[1:]), lambda x: plain(x, *inputs[1:]), inputs[:1], dtype
+        )
+    else:
+        assert_same_function(fast, plain, inputs, dtype)
 
 
 def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mt_model.config import AttentionConfig
 from mt_model.dropout import DropoutSite, score_index
-from mt_model.matmul_attention import matmul_attention
-from mt_model.norm import RMSNorm, head_norm
+from mt_model.matmul_attention import HeadNorm, matmul_attention
+from mt_model.norm import RMSNorm
 from mt_model.placement import Pass, Placement
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rotary import rotate
@@ -86,24 +86,27 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
         """Attend over the sequence; `layer` is the index in the stage, for the cache."""
         qkv = self.qkv(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries = self.q_norm.weight.expand(self.queries_per_group, -1)
-            weight = torch.cat((queries, self.k_norm.weight[None]))
-            qkv = head_norm(qkv, weight, self.q_norm.eps)
         table = None
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]
         drops = shared.sample_ids is not None and self.dropout.probability > 0
         if shared.cache is None and not drops and matmul_attention_obstacle(qkv) is None:
-            out = matmul_attention(qkv, table)
+            out = matmul_attention(qkv, table, self._norm())
         else:
             out = self._attend_by_head(qkv, table, shared, layer=layer)
         return self.out(out.unflatten(-1, (-1, self.queries_per_group, self.head_dim)))
+
+    def _norm(self) -> HeadNorm | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _attend_by_head(
         self, qkv: Tensor, table: Tensor | None, shared: Pass, *, layer: int
     ) -> Tensor:
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
         query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))

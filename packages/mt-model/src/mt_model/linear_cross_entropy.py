@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
         alone_on_cpu = hidden.device.type == "cpu" and group is None
-        rows_in_cache = max(16, (1 << 18) // weight.shape[0]) if alone_on_cpu else block_size
+        rows_in_cache = max(16, (1 << 19) // weight.shape[0]) if alone_on_cpu else block_size
         # Blocks are summed in fp32 so that their number does not change the precision.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad and not single else None
         for start in range(0, hidden.shape[0], block_size):

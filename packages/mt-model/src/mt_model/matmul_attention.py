@@ -1,4 +1,4 @@
-"""Causal attention as batched matrix products, with rotation and packing in the same function.
+"""Causal attention as batched matrix products, with norms, rotation and packing in one function.
 
 On a CPU torch's flash attention takes two to three times as long as plain products at training
 lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head), so it is
@@ -7,68 +7,97 @@ for short sequences; `attention.py` decides.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_model.norm import rms_norm_reference
 from mt_model.reference_attention import reference_attention
-from mt_model.rotary import rotate_, rotate_reference, swap_halves
+from mt_model.rotary import rotate_reference, swap_halves
 
 
-def plain_matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
-    """Rotate queries and keys, then softmax attention over earlier positions, in plain operations.
+class HeadNorm(NamedTuple):
+    """RMSNorm of queries and of keys, before the rotation.
+
+    Shape:
+        query, key: weights, [D].
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def plain_matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | None) -> Tensor:
+    """Norm and rotate queries and keys, then softmax attention, in plain operations.
 
     Shape:
         As `matmul_attention`.
     """
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if norm is not None:
+        query = rms_norm_reference(query, norm.query, norm.eps)
+        key = rms_norm_reference(key, norm.key, norm.eps)
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
     query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
     return reference_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
-def matmul_attention(qkv: Tensor, table: Tensor | None) -> Tensor:
+def matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | None) -> Tensor:
     """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
 
-    Scores are rounded to the dtype of `qkv`;
-    the softmax is taken in fp32 for bf16.
+    Scores are rounded to the dtype of `qkv`; norms and the softmax are taken in fp32 for bf16.
 
     Args:
         qkv: fused projections; in a group the queries come first, then key, then value.
         table: from `rotary_table` for these positions, or None.
+        norm: of queries and keys, or None.
 
     Shape:
         qkv: [B, S, G, Q + 2, D]; table: [2, S, D]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
-        return plain_matmul_attention(qkv, table)
-    return _MatmulAttention.apply(qkv, table)  # pyright: ignore[reportReturnType]
+        return plain_matmul_attention(qkv, table, norm)
+    query, key, eps = norm or (None, None, 0.0)
+    return _MatmulAttention.apply(qkv, table, query, key, eps)  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
+    # Inside, heads are laid out [B, G, part, S, D]: parts are the queries, the key and the value.
+
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, table: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        table: Tensor | None,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         batch, length, groups, parts, width = qkv.shape
         packed = qkv.permute(0, 2, 3, 1, 4).contiguous()
-        if table is not None:
-            rotate_(packed[:, :, :-1], table[0], table[1])
-        query, key, value = _split(packed)
+        weight = rstd = None
+        if query_weight is not None and key_weight is not None:
+            rstd = _normalise_(packed[:, :, :-1], eps)
+            weight = torch.cat((query_weight.expand(parts - 2, width), key_weight[None]))
+        turned = _weigh_rotate(packed[:, :, :-1], weight, table)
+        query, key, value = _flatten(turned, packed)
         mask = _mask(length, qkv).repeat(parts - 2, 1)
         scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=width**-0.5)
         probs = torch.softmax(scores, dim=-1, out=scores)  # row by row, so it may be in place
-        ctx.save_for_backward(packed, probs, table)
+        ctx.save_for_backward(packed, turned, probs, table, weight, rstd)
         out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        packed, probs, table = ctx.saved_tensors
+        packed, turned, probs, table, weight, rstd = ctx.saved_tensors
         batch, groups, parts, length, width = packed.shape
-        query, key, value = _split(packed)
+        query, key, value = _flatten(turned, packed)
         grad = grads[0].view(batch, length, groups, parts - 2, width).permute(0, 2, 3, 1, 4)
         grad = grad.reshape(query.shape)
         grad_packed = torch.empty_like(packed)
@@ -80,13 +109,48 @@ class _MatmulAttention(torch.autograd.Function):
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view_as(packed[:, :, -2:-1])
         _scale_rotate_back(grad_packed[:, :, :-2], grad_query, table, width**-0.5)
         _scale_rotate_back(grad_packed[:, :, -2:-1], grad_key, table, width**-0.5)
-        return grad_packed.permute(0, 3, 1, 2, 4).contiguous(), None
+        grad_weights = (None, None)
+        if weight is not None and rstd is not None:
+            normed = packed[:, :, :-1]
+            grad_weights = _normalise_backward_(grad_packed[:, :, :-1], normed, weight, rstd)
+        return grad_packed.permute(0, 3, 1, 2, 4).contiguous(), None, *grad_weights, None
 
 
-def _split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, G, Q + 2, S, D] -> query [BG, Q * S, D], key and value [BG, S, D], as views."""
-    groups = packed.flatten(0, 1)
-    return groups[:, :-2].flatten(1, 2), groups[:, -2], groups[:, -1]
+def _normalise_(x: Tensor, eps: float) -> Tensor:
+    """Divide `x` by its root mean square over the last dim, in place; returns the factors."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    wide.mul_(rstd)
+    if wide is not x:
+        x.copy_(wide)
+    return rstd.to(x.dtype)
+
+
+def _normalise_backward_(
+    grad: Tensor, normed: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the gradient of `normed * weight` to that of the input, in place; returns weights'.
+
+    With n = normed and r = rstd: dx = r (g w - n mean(g w n)), and dw sums g n over the tokens.
+    """
+    width, weight_PD1 = normed.shape[-1], weight.unsqueeze(-1)
+    product = grad * normed
+    by_head = product.new_ones(1, product.shape[-2]).matmul(product).squeeze(-2)
+    grad_weight = by_head.flatten(0, 1).sum(0)
+    coefficient = product.matmul(weight_PD1).div_(-width)
+    grad.mul_(weight.unsqueeze(1)).addcmul_(normed, coefficient).mul_(rstd)
+    return grad_weight[:-1].sum(0), grad_weight[-1]
+
+
+def _weigh_rotate(x: Tensor, weight: Tensor | None, table: Tensor | None) -> Tensor:
+    """`rotate(x * weight)` with the weight folded into the table: two passes and a swap."""
+    if table is None:
+        return x if weight is None else x * weight.unsqueeze(1)
+    cos, sin = table.unbind(0)
+    if weight is not None:
+        cos, sin = cos * weight.unsqueeze(1), sin * swap_halves(weight).unsqueeze(1)
+    return (x * cos).addcmul_(swap_halves(x), sin)
 
 
 def _scale_rotate_back(out: Tensor, grad: Tensor, table: Tensor | None, scale: float) -> None:
@@ -96,6 +160,12 @@ def _scale_rotate_back(out: Tensor, grad: Tensor, table: Tensor | None, scale: f
         return
     torch.mul(grad, table[0] * scale, out=out)
     out.addcmul_(swap_halves(grad), table[1], value=-scale)
+
+
+def _flatten(turned: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views for batched products: query [BG, Q * S, D], key and value [BG, S, D]."""
+    heads, values = turned.flatten(0, 1), packed.flatten(0, 1)
+    return heads[:, :-1].flatten(1, 2), heads[:, -1], values[:, -1]
 
 
 def _mask(length: int, like: Tensor) -> Tensor:

@@ -69,59 +69,6 @@ class _CpuRMSNorm(torch.autograd.Function):
         return buffer.mul_(r).addcmul_(x, coefficient), grad_weight, None
 
 
-def head_norm_reference(qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of every head but the last of each group, the value. The plain form of `head_norm`.
-
-    Shape:
-        qkv: [..., P + 1, D]; weight: [P, D]. Returns the shape of qkv.
-    """
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    x = qkv[..., :-1, :].to(wide)
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    return torch.cat((normed.to(qkv.dtype), qkv[..., -1:, :]), dim=-2)
-
-
-def head_norm(qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`head_norm_reference` without the split and concatenation in forward and backward.
-
-    Shape:
-        qkv: [..., P + 1, D]; weight: [P, D]. Returns the shape of qkv.
-    """
-    if torch.compiler.is_compiling():
-        return head_norm_reference(qkv, weight, eps)
-    return _HeadNorm.apply(qkv, weight, eps)  # pyright: ignore[reportReturnType]
-
-
-class _HeadNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(qkv.dtype, torch.float32)
-        x = qkv[..., :-1, :].to(wide)
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        out = torch.empty_like(qkv)
-        out[..., :-1, :] = (x * rstd).mul_(weight.to(wide))
-        out[..., -1, :] = qkv[..., -1, :]
-        ctx.save_for_backward(qkv, weight, rstd.to(qkv.dtype))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # dx = r (g w - x r^2 mean(g w x)) and dw = sum over tokens of r g x, as in _CpuRMSNorm.
-        qkv, weight, r = ctx.saved_tensors
-        x, grad = qkv[..., :-1, :], grads[0][..., :-1, :]
-        buffer = (grad * x).mul_(r)
-        rows = buffer.reshape(-1, weight.numel())
-        grad_weight = rows.new_ones(1, rows.shape[0]).mm(rows).view_as(weight)
-        coefficient = buffer.mul_(weight).sum(-1, keepdim=True).mul_(r).mul_(-1 / x.shape[-1])
-        out = torch.empty_like(qkv)
-        out[..., -1, :] = grads[0][..., -1, :]
-        torch.mul(grad, weight, out=buffer)
-        torch.mul(buffer.addcmul_(x, coefficient), r, out=out[..., :-1, :])
-        return out, grad_weight, None
-
-
 class RMSNorm(nn.Module):
     """RMSNorm with a weight, and no bias.
 

@@ -57,16 +57,6 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return _Rotate.apply(x, table)  # pyright: ignore[reportReturnType]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x` in place; three passes, fastest where the last two dims are contiguous.
-
-    Shape:
-        x: [..., D]; cos, sin: broadcastable to it.
-    """
-    swapped = swap_halves(x)
-    return x.mul_(cos).addcmul_(swapped, sin)
-
-
 def _broadcast(table: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     _, length, width = table.shape
     cos, sin = table.view(2, length, *(1,) * (dims - 3), width).unbind(0)
