@@ -66,7 +66,8 @@ def environment(tmp_path_factory):
     locked = tmp_path_factory.mktemp("locked") / "requirements.txt"
     export = ["uv", "export", "--frozen", "--all-packages", "--no-emit-workspace", "--no-hashes"]
     locked.write_text(run(*export, "--quiet", cwd=ROOT))
-    foreign = ("UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+    # nox sets the first two, which would win over VIRTUAL_ENV.
+    foreign = ("UV_PYTHON", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return kept | {"UV_CONSTRAINT": str(locked)}
 
