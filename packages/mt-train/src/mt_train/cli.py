@@ -127,7 +127,7 @@ def _quickstart(command: Quickstart, arguments: list[str]) -> int:
     from mt_train.quickstart import load_quickstart, quickstart
 
     env = detect_env()
-    loaded = load_quickstart(command.steps)
+    loaded = load_quickstart(command.steps, max(command.nproc, env.world_size))
     if command.nproc > 1 and env.world_size == 1:
         loaded.check_world(command.nproc)
         return launch("mt_train", arguments, command.nproc)

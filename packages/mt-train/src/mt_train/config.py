@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mt_data_parallel import DEFAULT_BUCKET_SIZE
+
 from mt_train.problem import FieldError
 
 Dtype = Literal["fp64", "fp32", "bf16"]
@@ -192,8 +194,8 @@ class ParallelSection:
     ep: int = 1
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
-    schedule: str = "1f1b"
-    bucket_size: int | None = None
+    schedule: Literal["1f1b"] = "1f1b"
+    bucket_size: int = DEFAULT_BUCKET_SIZE
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
@@ -232,7 +234,7 @@ class CheckpointSection:
     """
 
     every: int | None = None
-    keep: int | None = 2
+    keep: int | None = None
     load: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mt_ckpt import latest_checkpoint
 from mt_data import (
     BlendedDataset,
     Document,
@@ -64,6 +65,12 @@ def prepare_corpus(loaded: LoadedConfig, out: Path) -> Corpus:
     description = {"seed": loaded.config.training.seed, **asdict(data)}
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     if not _is_built(folder, description):
+        if folder.exists() and latest_checkpoint(out / "checkpoints") is not None:
+            raise loaded.error(
+                "data",
+                f"{folder} belongs to a run with other data settings or another seed; restore "
+                "them to continue it, or use another --out",
+            )
         _build(loaded, folder, description)
     return Corpus(
         tokenizer=folder / "tokenizer.json",

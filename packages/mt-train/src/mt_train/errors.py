@@ -8,4 +8,11 @@ from mt_data import DataError
 from mt_train.saving import ResumeError
 from mt_train.trainer import NonFiniteLossError
 
-USER_ERRORS = (CheckpointError, DataError, ResumeError, NonFiniteLossError, ModuleNotFoundError)
+USER_ERRORS = (
+    CheckpointError,
+    DataError,
+    ResumeError,
+    NonFiniteLossError,
+    ImportError,
+    OSError,
+)

@@ -17,10 +17,16 @@ class MetricsFile:
     Args:
         path: The file, created if missing.
         resume_step: Records of later steps are dropped.
+        evaluates_again: Whether the evaluation of `resume_step` is dropped too.
     """
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+    def __init__(self, path: Path, *, resume_step: int, evaluates_again: bool = False) -> None:
+        kept = [
+            record
+            for record in read_metrics(path)
+            if record["step"] <= resume_step
+            and not (evaluates_again and record["step"] == resume_step and "val_loss" in record)
+        ]
         scratch = path.with_name(f".{path.name}.tmp")
         scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(scratch, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import lzma
+import os
 import shutil
 import subprocess
 import sys
@@ -16,14 +17,21 @@ from mt_train.corpus import split_corpus
 from mt_train.loading import LoadedConfig, load_config
 from mt_train.session import run, write_summary
 
-_PROMPT = "def read_lines(path):\n"
+_BATCH = 16  # global_batch_size of quickstart.yaml
+_PROMPT = "class Queue:\n    def __init__(self"
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PET_", "GROUP_")
 
 
-def load_quickstart(steps: int | None) -> LoadedConfig:
-    """Load the packaged quickstart.yaml; a number of steps replaces its time budget."""
-    overrides = []
+def load_quickstart(steps: int | None, nproc: int = 1) -> LoadedConfig:
+    """Load the packaged quickstart.yaml.
+
+    Args:
+        steps: Replaces its time budget.
+        nproc: Data-parallel processes, which share the batch.
+    """
+    overrides = [f"training.micro_batch_size={max(1, _BATCH // nproc)}"]
     if steps is not None:
-        overrides = [f"training.steps={steps}", "training.time_budget=null"]
+        overrides += [f"training.steps={steps}", "training.time_budget=null"]
     with as_file(files("mt_train") / "quickstart.yaml") as path:
         return load_config(path, overrides)
 
@@ -67,8 +75,15 @@ def _generate(out: Path) -> str | None:
     if command is None:
         return None
     options = ["--prompt", _PROMPT, "--max-tokens", "120", "--temperature", "0.7", "--seed", "1"]
+    # The sample is one process's work; with our launcher's variables it would wait for the others.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     result = subprocess.run(  # noqa: S603 - our own command with fixed arguments
-        [command, "generate", str(out), *options], capture_output=True, text=True, check=False
+        [command, "generate", str(out), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=alone,
+        timeout=300,
     )
     if result.returncode != 0:
         sys.stderr.write(result.stderr)

@@ -134,14 +134,15 @@ class _Session:
         stack.enter_context(trainer.stopping_on_signals())
         metrics, board, console = self._reporting(stack)
         self._announce(console)
-        saved_step = trainer.progress.step if self.resumed_from else -1
+        own = self.resumed_from is not None and self.out in self.resumed_from.parents
+        saved_step = trainer.progress.step if own else -1
         evaluation: Record | None = None
         stopped = False
         while not trainer.finished and not stopped:
             record, stopped = trainer.train_step()
             step = record["step"]
             self._report(record, metrics, board, console)
-            if self._due(config.evaluation.every, step) and not trainer.finished:
+            if self._due(config.evaluation.every, step) and not (stopped or trainer.finished):
                 self._evaluate(metrics, board, console)
             if self._due(config.checkpoint.every, step):
                 self._save(console)
@@ -164,7 +165,11 @@ class _Session:
             return None, None, SilentConsole()
         config = self.config
         _write_config(config, self.out / "config.yaml")
-        metrics = MetricsFile(self.out / "metrics.jsonl", resume_step=self.trainer.progress.step)
+        metrics = MetricsFile(
+            self.out / "metrics.jsonl",
+            resume_step=self.trainer.progress.step,
+            evaluates_again=self.trainer.finished,
+        )
         stack.callback(metrics.close)
         board = None
         if config.logging.tensorboard:

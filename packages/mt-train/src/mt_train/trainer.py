@@ -107,6 +107,7 @@ class Trainer:
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop_requested = False
+        self._update_seconds = 0.0
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -163,7 +164,9 @@ class Trainer:
         self.on_event("train.reduce")
         reduce_partial_grads(self.named_parameters, self.state)
         norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
-        loss_sum, stop, elapsed = self._agree(outputs, started)
+        # The update of the step before belongs to the rate too, but comes after its clock stops.
+        loss_sum, stop, elapsed = self._agree(outputs, started - self._update_seconds)
+        updating = time.perf_counter()
         loss, norm = loss_sum / total, float(norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
@@ -173,6 +176,7 @@ class Trainer:
             )
         self.on_event("train.update")
         self.optimizer.step(lr)
+        self._update_seconds = time.perf_counter() - updating
         self.progress.step += 1
         self.progress.elapsed += elapsed
         return self._record(loss, norm, lr, total, elapsed), stop
