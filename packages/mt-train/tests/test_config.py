@@ -95,6 +95,18 @@ BROKEN = {
         "inverse-sqrt, wsd. Did you mean cosine?",
     ),
     "context parallel": (MINIMAL + "parallel:\n  cp: 2\n", "run.yaml:13: parallel.cp: 2 is not"),
+    "number too large": (
+        MINIMAL.replace("steps: 2", "steps: 99999999999999999999"),
+        "run.yaml:8: training.steps: expected an integer",
+    ),
+    "list item": (
+        MINIMAL + "optimizer:\n  betas:\n    - 0.9\n    - high\n",
+        "run.yaml:15: optimizer.betas[1]: expected a number, found 'high'",
+    ),
+    "schedule of a later version": (
+        MINIMAL + "parallel:\n  schedule: gpipe\n",
+        "run.yaml:13: parallel.schedule: 'gpipe' is not one of 1f1b",
+    ),
     "heads": (
         MINIMAL.replace("num_heads: 4", "num_heads: 5"),
         "run.yaml:2: model.hidden_size: hidden_size=64 does not divide by num_heads=5",

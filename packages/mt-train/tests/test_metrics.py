@@ -51,7 +51,7 @@ def test_plain_lines_show_the_first_the_last_and_every_nth_step(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed] == ["1/25", "10/25", "20/25", "25/25"]
     assert "loss 2.5000" in printed[0]
-    assert "ETA 00:01:01" in printed[0]
+    assert "ETA 0:01:01" in printed[0]
 
 
 def test_mfu_is_shown_only_where_a_peak_is_known() -> None:

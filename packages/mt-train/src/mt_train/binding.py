@@ -15,7 +15,8 @@ from mt_train.document import Node
 from mt_train.problem import FieldError, Problem
 
 T = TypeVar("T")
-_INT = re.compile(r"[-+]?\d[\d_]*")
+_INT = re.compile(r"[-+]?\d{1,18}", re.ASCII)  # what 64 bits hold
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -94,6 +95,7 @@ class Binder:
             if node.items is None:
                 self.add(path, f"expected a list, found {node.kind}")
                 return None
+            self.places |= {f"{path}[{i}]": item.where for i, item in enumerate(node.items)}
             return tuple(
                 self._value(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(node.items)
             )
@@ -120,13 +122,8 @@ class Binder:
                 return text == "true"
             if hint is int and _INT.fullmatch(text):
                 return int(text)
-            if hint is float:
-                try:
-                    number = float(text)
-                except ValueError:
-                    number = math.nan
-                if math.isfinite(number):
-                    return number
+            if hint is float and _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+                return float(text)
         hint_text = " (remove the quotes)" if node.quoted and hint is not str else ""
         found = "nothing" if node.is_null else repr(text)
         self.add(path, f"expected {describe(hint)}, found {found}{hint_text}")

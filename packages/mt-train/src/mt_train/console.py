@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from typing import Any, Protocol, Self
 
 from mt_train.metrics import Record
@@ -121,5 +122,5 @@ def describe(record: Record) -> dict[str, str]:
     if record.get("mfu") is not None:
         shown["MFU"] = f"{record['mfu']:.1%}"
     shown["memory"] = f"{record['memory_bytes'] / 2**30:.2f} GiB"
-    shown["ETA"] = time.strftime("%H:%M:%S", time.gmtime(record["eta_seconds"]))
+    shown["ETA"] = str(timedelta(seconds=round(record["eta_seconds"])))
     return shown

@@ -31,6 +31,10 @@ from mt_train.loading import STANDARD_LIBRARY, LoadedConfig
 _DESCRIPTION = "corpus.json"
 
 
+class CorpusError(Exception):
+    """Another rank failed to prepare the data."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Prepared token files of a run.

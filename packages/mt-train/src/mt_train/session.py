@@ -25,7 +25,7 @@ from mt_train import saving
 from mt_train.board import Board
 from mt_train.config import RunConfig
 from mt_train.console import Console, SilentConsole, make_console
-from mt_train.corpus import Corpus, count_bytes, open_training_data, prepare_corpus
+from mt_train.corpus import Corpus, CorpusError, count_bytes, open_training_data, prepare_corpus
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record
@@ -98,6 +98,7 @@ class _Session:
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
+            vocab_size=tokenizer.vocab_size,
         )
         self.trainer = Trainer(config, self.model_config, state, sampler=sampler, on_event=on_event)
         self.held_out = None
@@ -243,7 +244,7 @@ def _corpus_on_all_ranks(loaded: LoadedConfig, out: Path, state: ParallelState) 
     if error is not None:
         raise error
     if failed.item():
-        raise RuntimeError("rank 0 could not prepare the data; its message says why")
+        raise CorpusError("rank 0 could not prepare the data; its message says why")
     return prepare_corpus(loaded, out)
 
 
