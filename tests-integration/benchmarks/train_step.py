@@ -134,7 +134,11 @@ def main() -> None:
     keep_freed_memory()  # for both sides, as mt-train does
     loaded = load_quickstart(None)
     training = loaded.config.training
-    config = build_model(loaded.config, loaded.config.data.vocab_size)
+    config = build_model(
+        loaded.config.model,
+        loaded.config.data.vocab_size,
+        loaded.config.training.sequence_length,
+    )
     shape = (training.micro_batch_size, training.sequence_length + 1)
     rows = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}

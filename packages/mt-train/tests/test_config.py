@@ -209,3 +209,76 @@ def test_the_command_line_does_not_import_torch_to_answer_help() -> None:
 
     code = "import sys, mt_train.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_files_and_a_wrong_model_are_reported_together_with_typos(tmp_path: Path) -> None:
+    text = MINIMAL.replace("standard-library", "nowhere").replace("num_heads: 4", "num_heads: 5")
+    found = problems(tmp_path, text + "checkpoint:\n  load: ~no-such-user/run\n")
+    assert [line.split(": ")[1] for line in found] == [
+        "data.corpus",
+        "checkpoint.load",
+        "model.hidden_size",
+    ]
+    found = problems(tmp_path, text + "optimizer:\n  epss: 1\n")
+    assert [line.split(": ")[1] for line in found] == ["optimizer.epss", "data.corpus"]
+
+
+def test_paths_become_absolute_from_the_file_or_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+        (folder / "text.txt").write_text("words\n")
+    path = write(here, MINIMAL.replace("standard-library", "text.txt"))
+    monkeypatch.chdir(elsewhere)
+    assert load_config(path).config.data.corpus == str(here / "text.txt")
+    assert load_config(path, ["data.corpus=text.txt"]).config.data.corpus == str(
+        elsewhere / "text.txt"
+    )
+    with pytest.raises(ConfigError, match="none does not exist; paths are relative to the working"):
+        load_config(path, ["data.corpus=none"])
+
+
+def test_an_override_does_not_go_through_a_value(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, MINIMAL, ["training.steps.count=7"])
+    assert "training.steps is '2' (" in found
+    assert "which has no 'count' in it" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["--nproc", "0"], {}, "command line: --nproc: 0 is too small; use 1 or more"),
+        ([], {"RANK": "0"}, "environment: WORLD_SIZE is not set"),
+        (["parallel.order=tp-tp"], {}, "parallel.order"),
+    ],
+)
+def test_a_wrong_launch_is_one_line(
+    arguments: list[str],
+    environ: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    code, message = run_cli(["run", str(TINY), *arguments], capsys)
+    assert code == 2
+    assert expected in message
+    assert len(message.strip().splitlines()) == 1
+
+
+def test_time_may_shorten_a_run_but_not_its_warm_up() -> None:
+    from types import SimpleNamespace
+
+    from mt_train.trainer import Progress, Trainer, learning_rates
+
+    overrides = ["training.steps=100", "training.time_budget=10", "optimizer.warmup=10"]
+    config = load_config(TINY, overrides).config
+    trainer = SimpleNamespace(config=config, schedule=learning_rates(config))
+    trainer.progress = Progress(step=2, elapsed=3.0)  # by time 30 steps are gone
+    trainer.schedule_position = Trainer.schedule_position.fget(trainer)
+    assert trainer.schedule_position == 30
+    assert Trainer._learning_rate(trainer) == trainer.schedule.at(3)
+    assert trainer.schedule.at(3) < trainer.schedule.at(31)

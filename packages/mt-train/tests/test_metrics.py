@@ -19,6 +19,7 @@ RECORD = {
     "tflops_per_second": 0.25,
     "mfu": None,
     "memory_bytes": 2**30,
+    "progress": 0.5,
     "eta_seconds": 61.0,
 }
 
@@ -46,10 +47,10 @@ def test_plain_lines_show_the_first_the_last_and_every_nth_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = PlainLines(total_steps=25, every=10)
-    for step in range(1, 26):
-        lines.step({**RECORD, "step": step})
+    for step in range(1, 24):  # a time budget ended this run before its 25 steps
+        lines.step({**RECORD, "step": step, "progress": 1.0 if step == 23 else step / 25})
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in printed] == ["1/25", "10/25", "20/25", "25/25"]
+    assert [line.split()[1] for line in printed] == ["1/25", "10/25", "20/25", "23/25"]
     assert "loss 2.5000" in printed[0]
     assert "ETA 0:01:01" in printed[0]
 

@@ -51,6 +51,7 @@ def _main(arguments: list[str]) -> int:
     from mt_ckpt import CheckpointError
     from mt_data import DataError
     from mt_parallel_state import detect_env, launch
+    from torch.distributed import DistError
 
     from mt_infer.generation import PromptError
     from mt_infer.loading import RunError
@@ -58,12 +59,12 @@ def _main(arguments: list[str]) -> int:
     if command.max_tokens < 1 or command.nproc < 1:
         sys.stderr.write("mt-infer: --max-tokens and --nproc must be 1 or more\n")
         return 2
-    env = detect_env()
-    if command.nproc > 1 and env.world_size == 1:
-        return launch("mt_infer", arguments, command.nproc)
     try:
+        env = detect_env()
+        if command.nproc > 1 and env.world_size == 1:
+            return launch("mt_infer", arguments, command.nproc)
         text = _generate(command)
-    except (RunError, PromptError, CheckpointError, DataError, ValueError) as error:
+    except (RunError, PromptError, CheckpointError, DataError, ValueError, DistError) as error:
         sys.stderr.write(f"mt-infer: {error}\n")
         return 2 if isinstance(error, ValueError) else 1
     if env.rank == 0:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from mt_ckpt import latest_checkpoint, load_checkpoint, param_shards, read_metadata
 from mt_data import load_tokenizer
-from mt_model import GPT, ModelConfig
+from mt_model import DTYPES, GPT, ModelConfig
 from mt_parallel_state import ParallelState
 
 from mt_infer.generation import Generator
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RunError(Exception):
@@ -41,7 +38,13 @@ def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) ->
         raise RunError(
             f"{folder / 'checkpoints'} has no committed checkpoint; let the run save one first"
         )
-    config = ModelConfig.from_dict(read_metadata(path)["model"])
+    metadata = read_metadata(path)
+    if "model" not in metadata:
+        raise RunError(
+            f"{path} was not written by mt-train: its metadata has no model; pass the --out folder "
+            "of an mt-train run"
+        )
+    config = ModelConfig.from_dict(metadata["model"])
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     model = GPT(config, state, dtype=chosen)
     model.eval()

@@ -10,11 +10,13 @@ from mt_model.config import (
     NormConfig,
     validate_split,
 )
+from mt_model.dtype import DTYPES
 from mt_model.flops import flops_per_token, num_parameters
 from mt_model.gpt import GPT, LossOutput
 from mt_model.presets import PRESETS, gpt, preset
 
 __all__ = [
+    "DTYPES",
     "GPT",
     "PRESETS",
     "AttentionConfig",

@@ -26,12 +26,14 @@ class Binder:
     Attributes:
         problems: Everything found so far, in document order.
         places: Dotted field name to `file:line`.
+        sections: The sections that are right in themselves, by name.
     """
 
     def __init__(self, root: Node) -> None:
         self.root = root
         self.problems: list[Problem] = []
         self.places: dict[str, str] = {"": root.where}
+        self.sections: dict[str, Any] = {}
 
     def place(self, path: str) -> str:
         """Return where a field, or else its nearest section, is written."""
@@ -39,9 +41,13 @@ class Binder:
             path = path.rpartition(".")[0]
         return self.places[path]
 
+    def problem(self, path: str, text: str) -> Problem:
+        """Make the problem of a dotted field name."""
+        return Problem(where=self.place(path), path=path, text=text)
+
     def add(self, path: str, text: str) -> None:
         """Record a problem at a dotted field name."""
-        self.problems.append(Problem(where=self.place(path), path=path, text=text))
+        self.problems.append(self.problem(path, text))
 
     def section(self, cls: type[T], node: Node, path: str = "") -> T | None:
         """Build one dataclass; None when something in it is wrong (see `problems`)."""
@@ -81,16 +87,13 @@ class Binder:
         if origin in (types.UnionType, typing.Union):
             if node.is_null:
                 return None
-            choices = [item for item in arguments if item is not type(None)]
-            if len(choices) > 1:  # text | tuple[text, ...]: one item may stand for a list of one
-                choices = [
-                    c
-                    for c in choices
-                    if (typing.get_origin(c) is tuple) == (node.items is not None)
-                ]
-            return self._value(choices[0], node, path)
+            (choice,) = [item for item in arguments if item is not type(None)]
+            return self._value(choice, node, path)
         if dataclasses.is_dataclass(hint):
-            return self.section(typing.cast(type, hint), node, path)
+            section = self.section(typing.cast(type, hint), node, path)
+            if section is not None:
+                self.sections[path] = section
+            return section
         if origin is tuple:
             if node.items is None:
                 self.add(path, f"expected a list, found {node.kind}")

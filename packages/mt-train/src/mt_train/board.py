@@ -10,18 +10,22 @@ from mt_train.metrics import Record
 class Board:
     """Writes every number of a record as a scalar.
 
+    Args:
+        folder: TensorBoard's log folder.
+        resume_step: Scalars of later steps, which a lost part of the run wrote, are hidden.
+
     Raises:
         ModuleNotFoundError: tensorboard is not installed; the message says how to get it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ModuleNotFoundError(
                 "logging.tensorboard needs: pip install 'mt-train[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, record: Record) -> None:
         """Write a training or evaluation record."""

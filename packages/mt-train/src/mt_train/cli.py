@@ -6,11 +6,15 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from mt_train.problem import ConfigError
+from mt_train.document import COMMAND_LINE
+from mt_train.problem import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from mt_parallel_state import DistributedEnv
 
 _BAD_CONFIG = 2
 
@@ -76,10 +80,16 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from mt_train.errors import USER_ERRORS
+        from mt_train.errors import USER_ERRORS, is_out_of_memory
 
         if isinstance(error, USER_ERRORS):
             sys.stderr.write(f"mt-train: {error}\n")
+            return 1
+        if is_out_of_memory(error):
+            sys.stderr.write(
+                f"mt-train: {error}\nThe device is out of memory: lower "
+                "training.micro_batch_size, or raise parallel.tp or parallel.pp\n"
+            )
             return 1
         raise
 
@@ -104,13 +114,31 @@ def _print_config(command: Config) -> int:
     return 0
 
 
+def _env(nproc: int) -> DistributedEnv:
+    """This process's place, from --nproc and the launcher's variables."""
+    from mt_parallel_state import detect_env
+
+    if nproc < 1:
+        raise ConfigError(
+            [
+                Problem(
+                    where=COMMAND_LINE, path="--nproc", text=f"{nproc} is too small; use 1 or more"
+                )
+            ]
+        )
+    try:
+        return detect_env()
+    except ValueError as error:
+        raise ConfigError([Problem(where="environment", path="", text=str(error))]) from error
+
+
 def _run(command: Run, arguments: list[str]) -> int:
-    from mt_parallel_state import detect_env, launch
+    from mt_parallel_state import launch
 
     from mt_train.loading import load_config
 
     loaded = load_config(command.config, command.overrides)
-    env = detect_env()
+    env = _env(command.nproc)
     if command.nproc > 1 and env.world_size == 1:
         loaded.check_world(command.nproc)
         return launch("mt_train", arguments, command.nproc)
@@ -122,11 +150,11 @@ def _run(command: Run, arguments: list[str]) -> int:
 
 
 def _quickstart(command: Quickstart, arguments: list[str]) -> int:
-    from mt_parallel_state import detect_env, launch
+    from mt_parallel_state import launch
 
     from mt_train.quickstart import load_quickstart, quickstart
 
-    env = detect_env()
+    env = _env(command.nproc)
     loaded = load_quickstart(command.steps, max(command.nproc, env.world_size))
     if command.nproc > 1 and env.world_size == 1:
         loaded.check_world(command.nproc)

@@ -64,10 +64,10 @@ class ModelSection:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     ffn_size: int | None = None
-    activation: str | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] | None = None
     gated: bool | None = None
-    norm: str | None = None
-    positions: str | None = None
+    norm: Literal["rms", "layer"] | None = None
+    positions: Literal["rope", "learned", "none"] | None = None
     rope_theta: float | None = None
     qk_norm: bool | None = None
     bias: bool | None = None

@@ -57,7 +57,7 @@ class PlainLines(SilentConsole):
 
     def step(self, record: Record) -> None:
         """Print one step."""
-        if record["step"] % self._every == 0 or record["step"] in (1, self._total):
+        if record["step"] % self._every == 0 or record["step"] == 1 or record["progress"] >= 1:
             cells = "  ".join(f"{name} {value}" for name, value in describe(record).items())
             self.say(f"step {record['step']}/{self._total}  {cells}")
 
@@ -80,7 +80,7 @@ class LivePanel(SilentConsole):
     def step(self, record: Record) -> None:
         """Redraw with the newest step, at most four times a second."""
         now = time.monotonic()
-        if now - self._drawn < 0.25 and record["step"] != self._total:
+        if now - self._drawn < 0.25 and record["progress"] < 1:
             return
         self._drawn = now
         self._live.update(self._panel(record))

@@ -60,10 +60,10 @@ def prepare_corpus(loaded: LoadedConfig, out: Path) -> Corpus:
     data = loaded.config.data
     if data.corpus is None:
         return Corpus(
-            tokenizer=loaded.resolve(data.tokenizer or ""),
-            train=tuple(loaded.resolve(prefix) for prefix in data.train),
+            tokenizer=Path(data.tokenizer or ""),
+            train=tuple(Path(prefix) for prefix in data.train),
             weights=data.weights,
-            validation=None if data.validation is None else loaded.resolve(data.validation),
+            validation=None if data.validation is None else Path(data.validation),
         )
     folder = out / "data"
     description = {"seed": loaded.config.training.seed, **asdict(data)}
@@ -97,7 +97,7 @@ def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
         source = standard_library_sources()[: data.max_files]
         documents = list(read_documents(source))
     else:
-        documents = list(read_documents(loaded.resolve(data.corpus), glob=data.glob))
+        documents = list(read_documents(Path(data.corpus), glob=data.glob))
         documents = documents[: data.max_files]
     if not documents:
         raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
@@ -131,11 +131,12 @@ def _is_built(folder: Path, description: dict[str, object]) -> bool:
 def _build(loaded: LoadedConfig, folder: Path, description: dict[str, object]) -> None:
     data = loaded.config.data
     train, held_out = split_corpus(loaded)
+    for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a build that was killed
+        shutil.rmtree(stale, ignore_errors=True)
     scratch = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     if data.tokenizer is not None:
-        tokenizer = load_tokenizer(loaded.resolve(data.tokenizer))
+        tokenizer = load_tokenizer(Path(data.tokenizer))
     else:
         texts = (document.text for document in train)
         tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)
@@ -145,6 +146,24 @@ def _build(loaded: LoadedConfig, folder: Path, description: dict[str, object]) -
     (scratch / _DESCRIPTION).write_text(json.dumps(description))
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
+
+
+def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Refuse tokens that are known to come from another tokenizer.
+
+    Raises:
+        ConfigError: The `.json` beside a token file records another tokenizer's sha256.
+    """
+    prefixes = [*corpus.train, *([] if corpus.validation is None else [corpus.validation])]
+    for prefix in prefixes:
+        recorded = (IndexedDataset(prefix).metadata() or {}).get("tokenizer_sha256")
+        if recorded not in (None, tokenizer.sha256):
+            raise loaded.error(
+                "data.tokenizer",
+                f"{prefix}.bin was made with another tokenizer: its sha256 is "
+                f"{str(recorded)[:12]}..., that of this one {tokenizer.sha256[:12]}...; name the "
+                "one it was made with",
+            )
 
 
 def open_training_data(

@@ -7,6 +7,7 @@ aliases and tags are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from mt_train.problem import ConfigError, Problem
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 20
+COMMAND_LINE = "command line"
+Place = Callable[[yaml.Mark | None], str]
 
 
 @dataclass(kw_only=True)
@@ -84,28 +87,41 @@ def apply_overrides(root: Node, overrides: list[str]) -> None:
     problems = []
     for override in overrides:
         path, equals, value = override.partition("=")
-        where = "command line"
         if not equals or not path:
             text = f"{override!r} is not an override; write section.key=value"
-            problems.append(Problem(where=where, path="", text=text))
+            problems.append(Problem(where=COMMAND_LINE, path="", text=text))
             continue
-        leaf = _parse(value, f"{where} ({override})", lines=False)
-        if leaf is None:
-            leaf = Node(where=f"{where} ({override})", text="")
+        where = f"{COMMAND_LINE} ({override})"
+        leaf = _parse(value, where, lines=False) or Node(where=where, text="")
         *parents, last = path.split(".")
         node = root
         for name in parents:
-            entries = node.entries if node.entries is not None else {}
-            node.entries = entries
-            node.text = None
-            node.key_where.setdefault(name, leaf.where)
-            node = entries.setdefault(name, Node(where=leaf.where, entries={}))
-        if node.entries is None:
-            node.entries, node.text, node.items = {}, None, None
-        node.entries[last] = leaf
-        node.key_where[last] = leaf.where
+            node = _entry(node, name, where)
+        entries = _entries(node)
+        if entries is None:
+            text = f"{'.'.join(parents)} is {node.kind} ({node.where}), which has no {last!r} in it"
+            problems.append(Problem(where=where, path=path, text=text))
+            continue
+        entries[last] = leaf
+        node.key_where[last] = where
     if problems:
         raise ConfigError(problems)
+
+
+def _entries(node: Node) -> dict[str, Node] | None:
+    """The entries of a mapping, or of an empty section; None for a scalar or a list."""
+    if node.entries is None and node.items is None and node.is_null:
+        node.entries, node.text = {}, None
+    return node.entries
+
+
+def _entry(node: Node, name: str, where: str) -> Node:
+    """The section `name`, made if missing; a scalar on the way is returned as it is."""
+    entries = _entries(node)
+    if entries is None:
+        return node
+    node.key_where.setdefault(name, where)
+    return entries.setdefault(name, Node(where=where, entries={}))
 
 
 def _parse(source: str, name: str, *, lines: bool = True) -> Node | None:
@@ -140,7 +156,7 @@ def _line_of(source: str, mark: yaml.Mark | None) -> str:
     return lines[mark.line] if mark and mark.line < len(lines) else ""
 
 
-def _refuse_indirection(source: str, place) -> None:  # noqa: ANN001 - a closure of _parse
+def _refuse_indirection(source: str, place: Place) -> None:
     depth = 0
     for event in yaml.parse(source, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -158,7 +174,7 @@ def _refuse_indirection(source: str, place) -> None:  # noqa: ANN001 - a closure
         raise ConfigError([Problem(where=place(event.start_mark), path="", text=text)])
 
 
-def _convert(node: yaml.Node, place, problems: list[Problem], path: str) -> Node:  # noqa: ANN001
+def _convert(node: yaml.Node, place: Place, problems: list[Problem], path: str) -> Node:
     where = place(node.start_mark)
     if isinstance(node, yaml.ScalarNode):
         return Node(where=where, text=node.value, quoted=node.style in ("'", '"', "|", ">"))

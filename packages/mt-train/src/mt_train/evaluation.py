@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,9 @@ from mt_data import SequentialWindows
 
 from mt_train.metrics import Record
 from mt_train.trainer import Trainer, to_device
+
+# Micro-batches per stage between two looks at a stop request, and on the device at once.
+_CHUNK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,35 +34,37 @@ class HeldOut:
     max_windows: int | None
 
 
-def evaluate(trainer: Trainer, held_out: HeldOut) -> Record:
+def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
     """Evaluate on all data-parallel ranks together.
 
     Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
     does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion.
 
     Returns:
-        `step`, `val_loss` (nats per token), `bits_per_byte`; equal on all ranks.
+        `step`, `val_loss` (nats per token), `bits_per_byte`, equal on all ranks; None when a rank
+        was asked to stop before the end.
     """
     state, windows = trainer.state, held_out.windows
-    batches = list(
-        windows.batches(
-            held_out.micro_batch_size,
-            dp_rank=state.index("dp"),
-            dp_size=state.size("dp"),
-            limit=held_out.max_windows,
-        )
+    batches = windows.batches(
+        held_out.micro_batch_size,
+        dp_rank=state.index("dp"),
+        dp_size=state.size("dp"),
+        limit=held_out.max_windows,
     )
-    trainer.model.eval()
-    outputs = trainer.executor.evaluate(to_device(batches, state.device))
-    trainer.model.train()
     counts = state.is_last_stage and state.index("tp") == 0
-    total = torch.tensor(
-        [
-            sum(float(output["lm"]) for output in outputs) if counts else 0.0,
-            sum(float(output["tokens"]) for output in outputs) if counts else 0.0,
-        ],
-        dtype=torch.float64,
-    )
+    total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    trainer.model.eval()
+    try:
+        while chunk := list(islice(batches, _CHUNK * state.size("pp"))):
+            trainer.on_event("evaluate.chunk")
+            if trainer.stop_requested():
+                return None
+            outputs = trainer.executor.evaluate(to_device(chunk, state.device))
+            if counts:
+                for output in outputs:
+                    total += torch.tensor([float(output["lm"]), float(output["tokens"])])
+    finally:
+        trainer.model.train()
     group = state.group("tp-cp-dp-pp")
     if group is not None:
         total = total.to(state.device)

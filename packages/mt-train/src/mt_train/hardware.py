@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 
 import torch
 
@@ -31,4 +32,5 @@ def memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from mt_data import load_tokenizer
@@ -14,8 +16,8 @@ from mt_model import AttentionConfig, ModelConfig, gpt, preset
 from mt_parallel_state import ParallelLayout
 
 from mt_train.binding import Binder
-from mt_train.config import RunConfig, divisors
-from mt_train.document import apply_overrides, read_document
+from mt_train.config import ModelSection, RunConfig, divisors
+from mt_train.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.problem import ConfigError
 
 T = TypeVar("T")
@@ -25,7 +27,12 @@ STANDARD_LIBRARY = "standard-library"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A checked configuration that can still say where each field was written."""
+    """A checked configuration that can still say where each field was written.
+
+    Attributes:
+        config: The run; its paths are absolute.
+        path: The YAML file.
+    """
 
     config: RunConfig
     path: Path
@@ -33,49 +40,17 @@ class LoadedConfig:
 
     def error(self, field: str, text: str) -> ConfigError:
         """Make the error for one field found wrong later (world size, a missing file)."""
-        binder = Binder(self._binder.root)
-        binder.places = self._binder.places
-        binder.add(field, text)
-        return ConfigError(binder.problems)
-
-    def resolve(self, path: str) -> Path:
-        """Read a path of the configuration relative to the YAML file's folder."""
-        return self.path.parent / Path(path).expanduser()
-
-    def check_files(self) -> None:
-        """Check that every path the configuration names exists."""
-        data, checkpoint = self.config.data, self.config.checkpoint
-        wanted: list[tuple[str, Path]] = []
-        if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
-            wanted.append(("data.corpus", self.resolve(data.corpus)))
-        for i, prefix in enumerate(data.train):
-            wanted += [(f"data.train[{i}]", self.resolve(prefix + end)) for end in (".bin", ".idx")]
-        if data.validation is not None:
-            wanted += [
-                ("data.validation", self.resolve(data.validation + end)) for end in (".bin", ".idx")
-            ]
-        if data.tokenizer is not None:
-            wanted.append(("data.tokenizer", self.resolve(data.tokenizer)))
-        if checkpoint.load is not None:
-            wanted.append(("checkpoint.load", self.resolve(checkpoint.load)))
-        problems = [
-            self.error(
-                field, f"{path} does not exist; paths are relative to the YAML file"
-            ).problems[0]
-            for field, path in wanted
-            if not path.exists()
-        ]
-        if problems:
-            raise ConfigError(problems)
+        return ConfigError([self._binder.problem(field, text)])
 
     def model(self, vocab_size: int) -> ModelConfig:
         """Build the model configuration; `vocab_size` is the tokenizer's."""
-        padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         given = self.config.model.vocab_size
         if given is not None and given < vocab_size:
             text = f"{given} is below the tokenizer's {vocab_size}; leave it out or raise it"
             raise self.error("model.vocab_size", text)
-        return self._try("model", lambda: build_model(self.config, given or padded))
+        rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        length = self.config.training.sequence_length
+        return self._try("model", lambda: build_model(self.config.model, given or rounded, length))
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
@@ -95,33 +70,23 @@ class LoadedConfig:
         )
 
     def check_world(self, world_size: int) -> None:
-        """Check before starting processes that the layout fits them."""
-        self.check_layout(self.model(self._planned_vocab_size()), self.layout(world_size))
+        """Check before starting processes that the layout fits them and the model.
 
-    def _planned_vocab_size(self) -> int:
-        data = self.config.data
-        if data.tokenizer is None:
-            return data.vocab_size
-        return load_tokenizer(self.resolve(data.tokenizer)).vocab_size
+        Raises:
+            ConfigError: Everything that does not fit.
+        """
+        layout = self.layout(world_size)
+        self.check_layout(self.model(_planned_vocab_size(self.config)), layout)
 
     def check_layout(self, model: ModelConfig, layout: ParallelLayout) -> None:
-        """Check what joins model, batch and layout."""
-        training = self.config.training
-        per_step = training.micro_batch_size * layout.dp
-        if training.global_batch_size % per_step:
-            raise self.error(
-                "training.global_batch_size",
-                f"{training.global_batch_size} is not divisible by micro_batch_size "
-                f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
-                f"use a multiple of {per_step}",
-            )
-        if layout.pp > len(model.layers):
-            text = f"{layout.pp} stages for {len(model.layers)} layers; use at most one per layer"
-            raise self.error("parallel.pp", text)
-        for name, value in _tensor_parallel_sizes(model):
-            if value % layout.tp:
-                text = f"{layout.tp} does not divide model.{name} {value}; use {divisors(value)}"
-                raise self.error("parallel.tp", text)
+        """Check what joins model, batch and layout.
+
+        Raises:
+            ConfigError: Everything that does not fit.
+        """
+        found = [self._binder.problem(*pair) for pair in _misfits(self.config, model, layout)]
+        if found:
+            raise ConfigError(found)
 
     def _try(self, field: str, build: Callable[[], T]) -> T:
         try:
@@ -133,49 +98,133 @@ class LoadedConfig:
 def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     """Read, override and check a run configuration.
 
+    Paths in the file are relative to its folder, paths in overrides to the working directory.
+
     Args:
         path: The YAML file.
         overrides: `section.key=value` strings, applied over the file.
 
     Raises:
-        ConfigError: All problems of the file in one pass.
+        ConfigError: All problems in one pass.
     """
     root = read_document(path)
     apply_overrides(root, overrides or [])
     binder = Binder(root)
     config = binder.section(RunConfig, root)
-    if config is None:
+    sections = dict(binder.sections)
+    paths = _Paths(binder, path.parent)
+    for name, resolve in (("data", paths.data), ("checkpoint", paths.checkpoint)):
+        if name in sections:
+            sections[name] = resolve(sections[name])
+    if getattr(sections.get("logging"), "tensorboard", False) and find_spec("tensorboard") is None:
+        binder.add("logging.tensorboard", "needs: pip install 'mt-train[tensorboard]'")
+    loaded = None
+    if config is not None:
+        config = dataclasses.replace(config, **sections)
+        loaded = LoadedConfig(config=config, path=path, _binder=binder)
+        if not any(problem.path == "data.tokenizer" for problem in binder.problems):
+            try:
+                loaded.model(_planned_vocab_size(config))
+            except ConfigError as error:
+                binder.problems += error.problems
+    if loaded is None or binder.problems:
         raise ConfigError(binder.problems)
-    loaded = LoadedConfig(config=config, path=path, _binder=binder)
-    loaded.check_files()
-    loaded.model(loaded._planned_vocab_size())
     return loaded
 
 
-def build_model(config: RunConfig, vocab_size: int) -> ModelConfig:
+class _Paths:
+    """Makes the paths of sections absolute, and notes those that do not exist."""
+
+    def __init__(self, binder: Binder, folder: Path) -> None:
+        self._binder, self._folder = binder, folder.absolute()
+
+    def data(self, data: Any) -> Any:
+        changes: dict[str, Any] = {
+            "train": tuple(
+                self._resolve(f"data.train[{i}]", prefix, (".bin", ".idx"))
+                for i, prefix in enumerate(data.train)
+            )
+        }
+        if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
+            changes["corpus"] = self._resolve("data.corpus", data.corpus)
+        if data.validation is not None:
+            changes["validation"] = self._resolve(
+                "data.validation", data.validation, (".bin", ".idx")
+            )
+        if data.tokenizer is not None:
+            changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
+        return dataclasses.replace(data, **changes)
+
+    def checkpoint(self, checkpoint: Any) -> Any:
+        if checkpoint.load is None:
+            return checkpoint
+        load = self._resolve("checkpoint.load", checkpoint.load)
+        return dataclasses.replace(checkpoint, load=load)
+
+    def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
+        by_hand = self._binder.place(field).startswith(COMMAND_LINE)
+        origin = "the working directory" if by_hand else "the YAML file"
+        try:
+            path = (Path.cwd() if by_hand else self._folder) / Path(text).expanduser()
+        except RuntimeError as error:
+            self._binder.add(field, f"{text!r}: {error}; write the path out")
+            return text
+        for suffix in suffixes:
+            if not Path(f"{path}{suffix}").exists():
+                self._binder.add(
+                    field, f"{path}{suffix} does not exist; paths are relative to {origin}"
+                )
+        return str(path)
+
+
+def build_model(section: ModelSection, vocab_size: int, sequence_length: int) -> ModelConfig:
     """Turn the model section into a typed layer list."""
     fields = {
         name: value
-        for name, value in dataclasses.asdict(config.model).items()
+        for name, value in dataclasses.asdict(section).items()
         if value is not None and name != "preset"
     }
-    fields["vocab_size"] = vocab_size
-    fields["max_sequence_length"] = config.training.sequence_length
-    name = config.model.preset
-    return preset(name, **fields) if name is not None else gpt(**fields)
+    fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
+    return preset(section.preset, **fields) if section.preset is not None else gpt(**fields)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Turn a configuration into plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
+def _planned_vocab_size(config: RunConfig) -> int:
+    if config.data.tokenizer is None:
+        return config.data.vocab_size
+    return load_tokenizer(Path(config.data.tokenizer)).vocab_size
+
+
+def _misfits(
+    config: RunConfig, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield (field, text) of what does not fit the layout."""
+    training = config.training
+    per_step = training.micro_batch_size * layout.dp
+    if training.global_batch_size % per_step:
+        yield (
+            "training.global_batch_size",
+            f"{training.global_batch_size} is not divisible by micro_batch_size "
+            f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
+            f"use a multiple of {per_step}",
+        )
+    if layout.pp > len(model.layers):
+        text = f"{layout.pp} stages for {len(model.layers)} layers; use at most one per layer"
+        yield "parallel.pp", text
+    for name, value in _tensor_parallel_sizes(model):
+        if value % layout.tp:
+            text = f"{layout.tp} does not divide model.{name} {value}; use {divisors(value)}"
+            yield "parallel.tp", text
+            return
 
 
 def _blame(config: RunConfig, section: str, message: str) -> str:

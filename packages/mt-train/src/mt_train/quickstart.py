@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import lzma
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,13 +68,20 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> None:
     sample = _generate(out)
     if sample is not None:
         say(f"\na sample, prompted with {_PROMPT.strip()!r}\n\n{_PROMPT}{sample}\n")
-    say(
-        f"\nloss curve   {out / 'loss.png'}\ncheckpoint   {out / 'checkpoints'}\n\nNext, try\n"
-        f"  mt-infer generate {out} --prompt 'class Stack:' --max-tokens 100\n"
-        f"  mt-train run {out / 'config.yaml'} training.steps=200 training.time_budget=null "
-        "parallel.tp=2 --nproc 2 --out runs/two\n"
-        f"  mt-train config {out / 'config.yaml'}\n"
-    )
+    say(f"\nloss curve   {out / 'loss.png'}\ncheckpoint   {out / 'checkpoints'}\n\nNext, try\n")
+    uv = ["uv", "run"] if "UV" in os.environ else []
+    for command in _next_commands(out):
+        say(f"  {shlex.join([*uv, *command])}\n")
+
+
+def _next_commands(out: Path) -> list[list[str]]:
+    run, config = str(out), str(out / "config.yaml")
+    shorter = ["training.steps=200", "training.time_budget=null", "parallel.tp=2"]
+    return [
+        ["mt-infer", "generate", run, "--prompt", "class Stack:", "--max-tokens", "100"],
+        ["mt-train", "run", config, *shorter, "--nproc", "2", "--out", f"{run}-tp2"],
+        ["mt-train", "config", config],
+    ]
 
 
 def _generate(out: Path) -> str | None:

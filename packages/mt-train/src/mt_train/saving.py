@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from mt_ckpt import (
 )
 from mt_model import ModelConfig
 
+from mt_train.loading import to_dict
 from mt_train.trainer import Progress, Trainer
 
 
@@ -39,6 +39,8 @@ _FIXED = (
     ("training", "sequence_length"),
     ("training", "seed"),
 )
+
+_KEYS = {"step", "elapsed", "optimizer_step", "data", "model", "config"}
 
 
 class ResumeError(Exception):
@@ -69,7 +71,7 @@ def save(trainer: Trainer, root: Path, identity: Identity) -> Path:
             "optimizer_step": trainer.optimizer.step_count,
             "data": identity.data,
             "model": identity.model.to_dict(),
-            "config": _plain(config),
+            "config": to_dict(config),
             "layout": dataclasses.asdict(trainer.state.layout),
         },
         group=trainer.state.group("tp-cp-dp-pp"),
@@ -86,6 +88,12 @@ def resume(trainer: Trainer, path: Path, identity: Identity) -> None:
         CheckpointError: The checkpoint is damaged or lacks tensors.
     """
     metadata = read_metadata(path)
+    missing = sorted(_KEYS - metadata.keys())
+    if missing:
+        raise ResumeError(
+            f"{path} was not written by mt-train: its metadata lacks {', '.join(missing)}; name a "
+            "run folder of mt-train, or use another --out"
+        )
     _check_same(metadata, trainer, identity, path)
     load_checkpoint(path, _shards(trainer), group=trainer.state.group("tp-cp-dp-pp"))
     trainer.optimizer.step_count = metadata["optimizer_step"]
@@ -109,7 +117,7 @@ def _shards(trainer: Trainer) -> list[TensorShard]:
 
 
 def _check_same(metadata: dict[str, Any], trainer: Trainer, identity: Identity, path: Path) -> None:
-    saved, current = metadata["config"], _plain(trainer.config)
+    saved, current = metadata["config"], to_dict(trainer.config)
     differences = []
     if metadata["model"] != identity.model.to_dict():
         differences.append("model: another architecture")
@@ -122,11 +130,11 @@ def _check_same(metadata: dict[str, Any], trainer: Trainer, identity: Identity, 
         if before != now:
             differences.append(f"{'.'.join(keys)}: saved with {before}, now {now}")
     if differences:
+        way_out = "Use the same configuration to continue it, or "
+        if trainer.config.checkpoint.load is not None:
+            way_out += "another --out or checkpoint.load"
+        else:
+            way_out += "another --out to start anew"
         raise ResumeError(
-            f"{path} belongs to another run. Use the same configuration to continue it, or another "
-            "--out to start anew:\n  " + "\n  ".join(differences)
+            f"{path} belongs to another run. {way_out}:\n  " + "\n  ".join(differences)
         )
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))

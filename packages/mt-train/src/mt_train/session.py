@@ -25,11 +25,19 @@ from mt_train import saving
 from mt_train.board import Board
 from mt_train.config import RunConfig
 from mt_train.console import Console, SilentConsole, make_console
-from mt_train.corpus import Corpus, CorpusError, count_bytes, open_training_data, prepare_corpus
+from mt_train.corpus import (
+    Corpus,
+    CorpusError,
+    check_tokenizer,
+    count_bytes,
+    open_training_data,
+    prepare_corpus,
+)
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record
 from mt_train.plot import draw_loss
+from mt_train.stopping import StopRequest
 from mt_train.trainer import Trainer
 
 
@@ -53,20 +61,17 @@ def run(
     """
     layout = loaded.layout(env.world_size)
     with ExitStack() as stack:
-        if dist.is_initialized():  # the caller's process group, or a test's
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        else:
-            device = init_process_group(env)
-            if dist.is_initialized():
-                stack.callback(dist.destroy_process_group)
+        stop = StopRequest()
+        stack.enter_context(stop.listening())
+        device = _join(env, stack)
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
-        corpus = _corpus_on_all_ranks(loaded, out, state)
+        corpus = _corpus_on_all_ranks(loaded, out, state, env)
         # Whatever still holds a group when Python exits can make gloo abort the process; hooks
         # on parameters are cycles, so they are collected before the groups are destroyed.
         stack.callback(gc.collect)
-        return _Session(loaded, out, state, corpus, on_event).go(stack)
+        return _Session(loaded, out, state, corpus, stop, on_event).go(stack)
 
 
 class _Session:
@@ -78,11 +83,13 @@ class _Session:
         out: Path,
         state: ParallelState,
         corpus: Corpus,
+        stop: StopRequest,
         on_event: Callable[[str], None] | None,
     ) -> None:
         config = loaded.config
         self.config, self.out, self.state = config, out, state
         tokenizer = load_tokenizer(corpus.tokenizer)
+        check_tokenizer(loaded, corpus, tokenizer)
         self.model_config = loaded.model(tokenizer.vocab_size)
         loaded.check_layout(self.model_config, state.layout)
         training = config.training
@@ -100,7 +107,9 @@ class _Session:
             dp_size=state.size("dp"),
             vocab_size=tokenizer.vocab_size,
         )
-        self.trainer = Trainer(config, self.model_config, state, sampler=sampler, on_event=on_event)
+        self.trainer = Trainer(
+            config, self.model_config, state, sampler=sampler, stop=stop, on_event=on_event
+        )
         self.held_out = None
         if corpus.validation is not None:
             evaluation = config.evaluation
@@ -122,7 +131,7 @@ class _Session:
     def _resume(self, loaded: LoadedConfig) -> Path | None:
         path = saving.find_checkpoint(self.out)
         if path is None and loaded.config.checkpoint.load is not None:
-            path = saving.find_checkpoint(loaded.resolve(loaded.config.checkpoint.load))
+            path = saving.find_checkpoint(Path(loaded.config.checkpoint.load))
             if path is None:
                 raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
         if path is not None:
@@ -132,26 +141,27 @@ class _Session:
     def go(self, stack: ExitStack) -> Record | None:
         """Train to the end; rank 0 also reports."""
         config, trainer = self.config, self.trainer
-        stack.enter_context(trainer.stopping_on_signals())
         metrics, board, console = self._reporting(stack)
         self._announce(console)
         own = self.resumed_from is not None and self.out in self.resumed_from.parents
-        saved_step = trainer.progress.step if own else -1
+        saved_step = trainer.progress.step if own else 0
         evaluation: Record | None = None
-        stopped = False
+        stopped = trainer.stop_requested()
         while not trainer.finished and not stopped:
             record, stopped = trainer.train_step()
             step = record["step"]
             self._report(record, metrics, board, console)
-            if self._due(config.evaluation.every, step) and not (stopped or trainer.finished):
-                self._evaluate(metrics, board, console)
+            between = self._due(config.evaluation.every, step) and not trainer.finished
+            if between and not stopped and self.held_out is not None:
+                stopped = self._evaluate(self.held_out, metrics, board, console) is None
             if self._due(config.checkpoint.every, step):
                 self._save(console)
                 saved_step = step
         if saved_step != trainer.progress.step:
             self._save(console)
         if not stopped and self.held_out is not None:
-            evaluation = self._evaluate(metrics, board, console)
+            evaluation = self._evaluate(self.held_out, metrics, board, console)
+            stopped = evaluation is None
         if self.state.rank == 0:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         if stopped:
@@ -174,7 +184,7 @@ class _Session:
         stack.callback(metrics.close)
         board = None
         if config.logging.tensorboard:
-            board = Board(self.out / "tensorboard")
+            board = Board(self.out / "tensorboard", resume_step=self.trainer.progress.step)
             stack.callback(board.close)
         console = make_console(total_steps=config.training.steps, every=config.logging.every)
         return metrics, board, stack.enter_context(console)
@@ -203,11 +213,11 @@ class _Session:
         console.step(record)
 
     def _evaluate(
-        self, metrics: MetricsFile | None, board: Board | None, console: Console
+        self, held_out: HeldOut, metrics: MetricsFile | None, board: Board | None, console: Console
     ) -> Record | None:
-        if self.held_out is None:
+        record = evaluate(self.trainer, held_out)
+        if record is None:
             return None
-        record = evaluate(self.trainer, self.held_out)
         if metrics is not None:
             metrics.write(record)
         if board is not None:
@@ -223,29 +233,57 @@ class _Session:
         console.say(f"saved {path}")
 
 
-def _corpus_on_all_ranks(loaded: LoadedConfig, out: Path, state: ParallelState) -> Corpus:
-    """Build the corpus on rank 0 while the others wait, then open it everywhere."""
-    group = state.group("tp-cp-dp-pp")
-    failed = torch.zeros(1, device=state.device)
-    error: Exception | None = None
-    if state.rank == 0:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            clean(out / "checkpoints")
-            corpus = prepare_corpus(loaded, out)
-            tokenizer = out / "tokenizer.json"
-            if not tokenizer.exists() or tokenizer.read_bytes() != corpus.tokenizer.read_bytes():
-                _replace(tokenizer, corpus.tokenizer.read_bytes())
-        except Exception as caught:  # noqa: BLE001 - raised below, after the others were told
-            error = caught
-            failed += 1
-    if group is not None:
-        dist.all_reduce(failed, group=group)
-    if error is not None:
-        raise error
-    if failed.item():
-        raise CorpusError("rank 0 could not prepare the data; its message says why")
-    return prepare_corpus(loaded, out)
+class LaunchError(Exception):
+    """This process can't join the others; the message says why."""
+
+
+def _join(env: DistributedEnv, stack: ExitStack) -> torch.device:
+    """Join the process group, unless the caller has one, and choose this rank's device."""
+    if dist.is_initialized():  # the caller's process group, or a test's
+        if torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+    try:
+        device = init_process_group(env)
+    except (ValueError, dist.DistError) as error:
+        raise LaunchError(str(error)) from error
+    if dist.is_initialized():
+        stack.callback(dist.destroy_process_group)
+    return device
+
+
+def _corpus_on_all_ranks(
+    loaded: LoadedConfig, out: Path, state: ParallelState, env: DistributedEnv
+) -> Corpus:
+    """Build the corpus on rank 0, then where nodes share no disk on one rank of each; open it."""
+    corpus: Corpus | None = None
+    for builds in (env.rank == 0, env.local_rank == 0):
+        error: Exception | None = None
+        if builds:
+            try:
+                corpus = _prepare_folder(loaded, out, first=env.rank == 0)
+            except Exception as caught:  # noqa: BLE001 - raised once the others were told
+                error = caught
+        failed = torch.tensor(float(error is not None), device=state.device)
+        group = state.group("tp-cp-dp-pp")
+        if group is not None:
+            dist.all_reduce(failed, group=group)
+        if error is not None:
+            raise error
+        if failed.item():
+            raise CorpusError("another rank could not prepare the data; its message says why")
+    return corpus or prepare_corpus(loaded, out)
+
+
+def _prepare_folder(loaded: LoadedConfig, out: Path, *, first: bool) -> Corpus:
+    out.mkdir(parents=True, exist_ok=True)
+    if first:
+        clean(out / "checkpoints")
+    corpus = prepare_corpus(loaded, out)
+    tokenizer = out / "tokenizer.json"
+    if not tokenizer.exists() or tokenizer.read_bytes() != corpus.tokenizer.read_bytes():
+        _replace(tokenizer, corpus.tokenizer.read_bytes())
+    return corpus
 
 
 def _write_config(config: RunConfig, path: Path) -> None:

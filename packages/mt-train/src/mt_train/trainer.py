@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mt_data import BatchSampler, MicroBatch
 from mt_data_parallel import GradBuffer, reduce_partial_grads
-from mt_model import GPT, ModelConfig, flops_per_token
+from mt_model import DTYPES, GPT, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
 from mt_parallel_state import ParallelState, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec, make_schedule, own_layers
@@ -24,8 +20,8 @@ from mt_pipeline import Executor, TensorSpec, make_schedule, own_layers
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.metrics import Record
+from mt_train.stopping import StopRequest
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -54,6 +50,7 @@ class Trainer:
         model_config: The layer list.
         state: This rank's place in the layout.
         sampler: Gives the micro-batches of any step.
+        stop: Looked at after every step; a request on one rank stops all.
         on_event: Called with the name of each point reached (fault injection, profiling).
     """
 
@@ -64,6 +61,7 @@ class Trainer:
         state: ParallelState,
         *,
         sampler: BatchSampler,
+        stop: StopRequest | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         training, parallel = config.training, config.parallel
@@ -106,7 +104,7 @@ class Trainer:
         )
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
-        self._stop_requested = False
+        self._stop = stop or StopRequest()
         self._update_seconds = 0.0
 
     def _activation(self, batch: Batch) -> TensorSpec:
@@ -154,7 +152,7 @@ class Trainer:
             NonFiniteLossError: On every rank, before any parameter has changed.
         """
         started = time.perf_counter()
-        lr = self.schedule.at(self.schedule_position + 1)
+        lr = self._learning_rate()
         batches = to_device(self.sampler.step(self.progress.step), self.state.device)
         self.on_event("train.forward_backward")
         self.buffer.start(len(batches))
@@ -181,6 +179,21 @@ class Trainer:
         self.progress.elapsed += elapsed
         return self._record(loss, norm, lr, total, elapsed), stop
 
+    def stop_requested(self) -> bool:
+        """Tell whether any rank was asked to stop; every rank calls it and gets one answer."""
+        group = self.state.group("tp-cp-dp-pp")
+        if group is None:
+            return self._stop.made
+        flag = torch.tensor(float(self._stop.made), device=self.state.device)
+        dist.all_reduce(flag, group=group)
+        return bool(flag)
+
+    def _learning_rate(self) -> float:
+        """Return the next step's rate; time may shorten the run but never the warm-up."""
+        lr = self.schedule.at(self.schedule_position + 1)
+        step = self.progress.step + 1
+        return min(lr, self.schedule.at(step)) if step <= self.schedule.warmup else lr
+
     def _global_tokens(self, batches: Sequence[Batch]) -> float:
         """Count the labelled tokens of the global batch; the loss is their mean."""
         count = torch.tensor(
@@ -197,7 +210,7 @@ class Trainer:
         counts = self.state.is_last_stage and self.state.index("tp") == 0
         loss = sum(float(output["lm"]) for output in outputs) if counts else 0.0
         elapsed = time.perf_counter() - started if self.state.rank == 0 else 0.0
-        shared = torch.tensor([loss, float(self._stop_requested), elapsed], dtype=torch.float64)
+        shared = torch.tensor([loss, float(self._stop.made), elapsed], dtype=torch.float64)
         group = self.state.group("tp-cp-dp-pp")
         if group is not None:
             shared = shared.to(self.state.device)
@@ -225,24 +238,6 @@ class Trainer:
             "progress": min(position / training.steps, 1.0),
             "eta_seconds": self.progress.elapsed * left / max(position, 1e-9),
         }
-
-    @contextmanager
-    def stopping_on_signals(self) -> Iterator[None]:
-        """Turn SIGTERM and SIGINT into a stop after the running step."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python delivers signals to the main thread only
-            return
-
-        def request_stop(number: int, frame: FrameType | None) -> None:
-            self._stop_requested = True
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(number, request_stop) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, previous, strict=True):
-                signal.signal(number, handler)
 
 
 def learning_rates(config: RunConfig) -> LRSchedule:
