@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import zarr
 from mt_ckpt import latest_checkpoint, load_checkpoint, param_shards, save_checkpoint
-from mt_parallel_state import ParallelLayout, PartitionSpec, shard_param
+from mt_parallel_state import ParallelLayout, PartitionSpec, leave_process_group, shard_param
 
 WHOLE = torch.arange(32.0).reshape(8, 4)
 
@@ -42,7 +42,7 @@ def save(rank: int, world_size: int, folder: str) -> None:
     )
     if rank == 0:
         print(f"saved {path.name} on {world_size} ranks")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def load(rank: int, world_size: int, folder: str) -> None:

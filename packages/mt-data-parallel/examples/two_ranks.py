@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mt_data_parallel import GradBuffer, grad_of
+from mt_parallel_state import leave_process_group
 from torch import nn
 
 WORLD, ROWS, STEPS, MICROBATCHES = 2, 16, 5, 2
@@ -42,7 +43,7 @@ def train(rank: int, store: str) -> None:
     assert torch.equal(*weights), "the replicas differ"
     if rank == 0:
         print("both ranks hold bit-equal parameters")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

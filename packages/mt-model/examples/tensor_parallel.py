@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mt_model import GPT, preset
-from mt_parallel_state import ParallelLayout, ParallelState
+from mt_parallel_state import ParallelLayout, ParallelState, leave_process_group
 
 
 def loss_and_text(state: ParallelState) -> tuple[float, list[int]]:
@@ -38,7 +38,7 @@ def rank_main(rank: int, store: str) -> None:
     alone = loss_and_text(ParallelState(ParallelLayout()))
     assert abs(loss - alone[0]) < 1e-10
     assert text == alone[1]
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from mt_parallel_state import DistributedEnv, detect_env, init_process_group
+from mt_parallel_state import (
+    DistributedEnv,
+    detect_env,
+    init_process_group,
+    leave_process_group,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -153,4 +160,12 @@ def test_an_env_checks_itself() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="states the CPU case")
 def test_one_process_joins_no_process_group() -> None:
     assert init_process_group(DistributedEnv()) == torch.device("cpu")
+    assert not dist.is_initialized()
+
+
+def test_leaving_ends_the_process_group_and_needs_none(tmp_path: Path) -> None:
+    leave_process_group()
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    leave_process_group()
     assert not dist.is_initialized()

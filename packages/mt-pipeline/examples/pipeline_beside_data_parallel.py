@@ -5,7 +5,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mt_parallel_state import ParallelLayout, ParallelState
+from mt_parallel_state import ParallelLayout, ParallelState, leave_process_group
 from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
 from torch import nn
 
@@ -38,7 +38,7 @@ def train(rank: int, store: str) -> None:
         norm = torch.stack([p.grad.norm() for p in own.parameters()]).norm()
         where = f"stage {state.index('pp')} of pipeline {state.index('dp')}"
         print(f"rank {rank} = {where}: gradient norm {norm.item():.6f}")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

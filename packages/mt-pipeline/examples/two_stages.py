@@ -5,6 +5,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from mt_parallel_state import leave_process_group
 from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ def train(rank: int, stages: int, store: str) -> None:
             losses = [objective(y, batch) for y, batch in zip(outputs, batches, strict=True)]
             print(f"{stages} stage(s), step {step}: loss {torch.stack(losses).sum().item():.17f}")
     if group is not None:
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from mt_parallel_state import leave_process_group
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -56,7 +57,7 @@ def rank_main(rank: int, world: int, rendezvous: str) -> None:
     weight = tuple(split.up.weight.shape)
     print(f"rank {rank}: up.weight {weight}, largest difference to dense {error:.1e}", flush=True)
     assert error < 1e-12
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

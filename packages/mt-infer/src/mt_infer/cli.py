@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -74,20 +73,23 @@ def _main(arguments: list[str]) -> int:
 
 def _generate(command: Generate) -> str:
     import torch
-    import torch.distributed as dist
-    from mt_parallel_state import ParallelLayout, ParallelState, detect_env, init_process_group
+    from mt_parallel_state import (
+        ParallelLayout,
+        ParallelState,
+        detect_env,
+        init_process_group,
+        leave_process_group,
+    )
 
     env = detect_env()
     with ExitStack() as stack:
         if env.world_size > 1:
             device = init_process_group(env)
-            stack.callback(dist.destroy_process_group)
+            stack.callback(leave_process_group)
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layout = ParallelLayout(tp=env.world_size)
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
-        # What still holds a group when Python exits can make gloo abort the process.
-        stack.callback(gc.collect)
         return _continue(command, state)
 
 

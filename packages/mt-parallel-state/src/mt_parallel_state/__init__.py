@@ -1,6 +1,11 @@
 """Rank layouts, named process groups and parameter sharding records."""
 
-from mt_parallel_state.environment import DistributedEnv, detect_env, init_process_group
+from mt_parallel_state.environment import (
+    DistributedEnv,
+    detect_env,
+    init_process_group,
+    leave_process_group,
+)
 from mt_parallel_state.launch import launch
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.randomness import fill_normal_, hash_key, initialize_, random_uniform
@@ -27,6 +32,7 @@ __all__ = [
     "init_process_group",
     "initialize_",
     "launch",
+    "leave_process_group",
     "offsets_of",
     "random_uniform",
     "shard_param",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["DistributedEnv", "detect_env", "init_process_group"]
+__all__ = ["DistributedEnv", "detect_env", "init_process_group", "leave_process_group"]
+
+_RELEASE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,20 @@ def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None)
             timeout=timeout,
         )
     return device
+
+
+def leave_process_group() -> None:
+    """Leaves the default process group so that this process can end; does nothing without one.
+
+    The threads of gloo let go of a collective's tensors a moment after it is done, and what holds a
+    group in a reference cycle keeps them running. A process whose interpreter ends meanwhile is
+    aborted now and then ("terminate called without an active exception"). So cycles are collected
+    first, and the threads get their moment.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+        time.sleep(_RELEASE_SECONDS)
 
 
 def _bracketed(host: str) -> str:

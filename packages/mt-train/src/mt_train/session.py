@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -19,7 +18,12 @@ from mt_data import (
     load_tokenizer,
 )
 from mt_model import keep_freed_memory
-from mt_parallel_state import DistributedEnv, ParallelState, init_process_group
+from mt_parallel_state import (
+    DistributedEnv,
+    ParallelState,
+    init_process_group,
+    leave_process_group,
+)
 
 from mt_train import saving
 from mt_train.board import Board
@@ -68,9 +72,6 @@ def run(
             keep_freed_memory()  # this is a program: its activations are as large every step
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
         corpus = _corpus_on_all_ranks(loaded, out, state, env)
-        # Whatever still holds a group when Python exits can make gloo abort the process; hooks
-        # on parameters are cycles, so they are collected before the groups are destroyed.
-        stack.callback(gc.collect)
         return _Session(loaded, out, state, corpus, stop, on_event).go(stack)
 
 
@@ -247,8 +248,7 @@ def _join(env: DistributedEnv, stack: ExitStack) -> torch.device:
         device = init_process_group(env)
     except (ValueError, dist.DistError) as error:
         raise LaunchError(str(error)) from error
-    if dist.is_initialized():
-        stack.callback(dist.destroy_process_group)
+    stack.callback(leave_process_group)
     return device
 
 
