@@ -1,9 +1,39 @@
 """Attention over a sequence that is split over ranks."""
 
-from mt_context_parallel.splits import Segment, pad_length, positions, segments, shard, unshard
+from mt_context_parallel.attention import (
+    Algorithm,
+    HierarchicalGroups,
+    context_parallel_attention,
+    default_kernels,
+)
+from mt_context_parallel.kernels import FlashKernel, Kernel, ReferenceKernel, SdpaCpuKernel
+from mt_context_parallel.local import merge
+from mt_context_parallel.splits import (
+    Segment,
+    Split,
+    pad_length,
+    positions,
+    segments,
+    shard,
+    unshard,
+)
+from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
 
 __all__ = [
+    "Algorithm",
+    "AttentionDropout",
+    "AttentionMask",
+    "FlashKernel",
+    "HierarchicalGroups",
+    "Kernel",
+    "ReferenceKernel",
+    "SdpaCpuKernel",
     "Segment",
+    "Split",
+    "Tile",
+    "context_parallel_attention",
+    "default_kernels",
+    "merge",
     "pad_length",
     "positions",
     "segments",
