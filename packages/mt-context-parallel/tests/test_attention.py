@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -194,3 +196,44 @@ def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
     if sinks is not None:
         result["dsinks"] = sinks.grad
     assert worst(case, result) < 1e-10
+
+
+GRID = [
+    (world, algorithm, split, replace(MASKS[0], **dict(zip(names, values, strict=True))))
+    for world in (1, 2, 4)
+    for algorithm in ALGORITHMS
+    for split in ("zigzag", "contiguous")
+    for names in [("groups", "causal", "window", "cu_seqlens", "sinks", "dropout", "dtype")]
+    for values in itertools.product(
+        (1, 2, 4),
+        (True, False),
+        (None, 6),
+        (None, (0, 8, 32)),
+        (False, True),
+        (0.0, 0.3),
+        (torch.float64, torch.float32),
+    )
+]
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def _check_cells(ranks, cells) -> None:
+    for world in (1, 2, 4):
+        here = [cell for cell in cells if cell[0] == world]
+
+        def body(here=here) -> list[dict[str, Tensor]]:
+            return [split_run(case, name, split=split) for _, name, split, case in here]
+
+        results = ranks(world, body)[0] if here else []
+        for cell, result in zip(here, results, strict=True):
+            assert worst(cell[3], result) < BOUNDS[cell[3].dtype], cell
+
+
+def test_a_sample_of_the_grid_agrees_with_one_rank(ranks) -> None:
+    _check_cells(ranks, random.Random(20).sample(GRID, 60))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(24))
+def test_the_whole_grid_agrees_with_one_rank(ranks, part) -> None:
+    _check_cells(ranks, GRID[part::24])
