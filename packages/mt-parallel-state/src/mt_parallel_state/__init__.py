@@ -1,5 +1,6 @@
 """Rank layouts, named process groups and parameter sharding records."""
 
+from mt_parallel_state.check import CheckMode, CollectiveError
 from mt_parallel_state.environment import (
     DistributedEnv,
     detect_env,
@@ -20,6 +21,8 @@ from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
 
 __all__ = [
+    "CheckMode",
+    "CollectiveError",
     "DistributedEnv",
     "ParallelLayout",
     "ParallelState",

@@ -15,7 +15,14 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["create_group", "destroy_group", "next_state_index"]
+__all__ = [
+    "create_group",
+    "destroy_group",
+    "next_state_index",
+    "register_alias",
+    "unregister_alias",
+    "world_store",
+]
 
 
 def next_state_index(rank: int) -> int:
@@ -24,8 +31,12 @@ def next_state_index(rank: int) -> int:
     The count lives in the rendezvous store, under this rank's own key: it starts anew with every
     world, and ranks that build their states in the same order agree on it without talking.
     """
-    _, store = c10d._world.pg_map[c10d._get_default_group()]
-    return store.add(f"mt_parallel_state/states/{rank}", 1)
+    return world_store().add(f"mt_parallel_state/states/{rank}", 1)
+
+
+def world_store() -> dist.Store:
+    """The rendezvous store of the current world."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
 
 
 def create_group(
@@ -47,6 +58,18 @@ def create_group(
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast("dist.ProcessGroup", group)  # this rank is a member
+
+
+def register_alias(alias: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Lets ``torch.distributed`` answer for ``alias`` what it answers for ``group``."""
+    c10d._world.pg_map[alias] = c10d._world.pg_map[group]
+    c10d._world.pg_group_ranks[alias] = c10d._world.pg_group_ranks[group]
+
+
+def unregister_alias(alias: dist.ProcessGroup) -> None:
+    """Forgets an alias; the group it stood for stays."""
+    c10d._world.pg_map.pop(alias, None)
+    c10d._world.pg_group_ranks.pop(alias, None)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.groups import create_group, destroy_group, next_state_index
+from mt_parallel_state.check import CheckMode, Ledger
+from mt_parallel_state.checked_group import CheckedGroup
+from mt_parallel_state.groups import (
+    create_group,
+    destroy_group,
+    next_state_index,
+    register_alias,
+    unregister_alias,
+    world_store,
+)
 from mt_parallel_state.layout import EMBEDDING, ParallelLayout
 
 __all__ = ["ParallelState"]
@@ -28,6 +37,8 @@ class ParallelState:
         device: The device of this rank; ``None`` is the current CUDA device where the process
             group can use one, else the CPU.
         timeout: Of the collectives in these groups; ``None`` is torch's default.
+        check: Compares every call on these groups between its ranks before it starts (see
+            :class:`CheckMode`); for finding errors, slow.
 
     Raises:
         ValueError: The layout does not fill the world, or ``rank`` is not this process's rank.
@@ -41,14 +52,21 @@ class ParallelState:
         rank: int | None = None,
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
+        check: CheckMode | None = None,
     ) -> None:
         self.layout = layout
         self.rank = _bind_rank(layout, rank)
         self.device = _default_device() if device is None else torch.device(device)
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._checked: dict[tuple[int, ...], CheckedGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
-        self._index = next_state_index(self.rank) if layout.world_size > 1 else 0
+        self._index, self._ledger = 0, None
+        if layout.world_size > 1:
+            self._index = next_state_index(self.rank)
+            if check is not None:
+                store = dist.PrefixStore(f"mt_parallel_state/check/{self._index}", world_store())
+                self._ledger = Ledger(store, self.rank, check)
 
     def size(self, axes: str) -> int:
         """The number of ranks in this rank's group of ``axes``."""
@@ -72,7 +90,17 @@ class ParallelState:
         return the same object.
         """
         ranks = tuple(self.ranks(axes))
-        return self._group(ranks) if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        group = self._group(ranks)
+        if self._ledger is None:
+            return group
+        if ranks not in self._checked:
+            name = f"{axes}-{'_'.join(map(str, ranks))}"
+            alias = CheckedGroup(group, ranks=ranks, name=name, ledger=self._ledger)
+            register_alias(alias, group)
+            self._checked[ranks] = alias
+        return self._checked[ranks]
 
     @property
     def is_first_stage(self) -> bool:
@@ -104,6 +132,8 @@ class ParallelState:
 
     def close(self) -> None:
         """Destroys the groups this state made. The default process group stays."""
+        while self._checked:
+            unregister_alias(self._checked.popitem()[1])
         while self._groups:
             _, group = self._groups.popitem()
             destroy_group(group)
