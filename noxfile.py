@@ -112,8 +112,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device; never in CI."""
-    session.run(*DEV, "pytest", *test_folders(), "-m", "gpu", *session.posargs)
+    """The tests and the benchmark that need a CUDA device; never in CI."""
+    session.run(*DEV, "pytest", *test_folders(), "-m", "gpu", "-ra", *session.posargs)
+    out = "docs/benchmarks/gpu_train.json"
+    session.run(*DEV, "python", "tests-integration/benchmarks/gpu_train.py", "--out", out)
 
 
 @nox.session(python=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import time
 from math import prod
 from pathlib import Path
 
@@ -192,7 +193,7 @@ def test_rank_arithmetic_needs_no_torch() -> None:
     code = (
         "import importlib.util, sys, types\n"
         "sys.modules['mt_parallel_state'] = types.ModuleType('mt_parallel_state')\n"
-        "for name in ('layout', 'spec'):\n"
+        "for name in ('levels', 'layout', 'spec'):\n"
         "    full = 'mt_parallel_state.' + name\n"
         f"    path = {str(folder)!r} + '/' + name + '.py'\n"
         "    spec = importlib.util.spec_from_file_location(full, path)\n"
@@ -202,3 +203,19 @@ def test_rank_arithmetic_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_world_of_16384_ranks_is_enumerated_in_a_second() -> None:
+    layout = ParallelLayout.fit(16384, tp=8, cp=2, pp=16, ep=64, etp=1)
+    started = time.perf_counter()
+    for axes in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "ep", "edp", "tp-ep-pp", "embedding"):
+        groups = layout.groups(axes)
+        assert sum(map(len, groups)) in (16384, 2048)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_only_the_first_stage_has_position_tables() -> None:
+    layout = ParallelLayout(tp=2, pp=3)
+    assert layout.groups("position-embedding") == [[0], [1]]
+    assert layout.size("position-embedding") == 1
+    assert layout.group_of("position-embedding", 5) == [5]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
-from mt_parallel_state import ParallelLayout, ParallelState
+from mt_parallel_state import GroupOptions, ParallelLayout, ParallelState, layout_of_mesh
 
 
 def _sum_of_ranks(group: dist.ProcessGroup | None) -> float:
@@ -121,5 +123,78 @@ def test_a_device_mesh_carries_dtensors_over_our_groups(ranks) -> None:
             assert line.mesh.tolist() == state.ranks("tp")
             assert torch.equal(distribute_tensor(whole, line, [Replicate()]).to_local(), whole)
             assert state.device_mesh("tp-cp").mesh.tolist() == [[r] for r in state.ranks("tp")]
+
+    ranks(4, body)
+
+
+def test_two_models_share_a_world_side_by_side(ranks) -> None:
+    def body() -> tuple[int, float, float]:
+        mine = dist.get_rank()
+        encoder = mine < 2
+        with ParallelState(
+            ParallelLayout(tp=2) if encoder else ParallelLayout(dp=2), offset=0 if encoder else 2
+        ) as state:
+            group = state.group("tp" if encoder else "dp")
+            with ParallelState(ParallelLayout(pp=4)) as whole:
+                return state.rank, _sum_of_ranks(group), _sum_of_ranks(whole.group("pp"))
+
+    assert ranks(4, body) == [(0, 1.0, 6.0), (1, 1.0, 6.0), (0, 5.0, 6.0), (1, 5.0, 6.0)]
+
+
+def test_a_layout_beyond_the_world_or_elsewhere_is_refused(ranks) -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=r"offset=1 puts .* use an offset"):
+            ParallelState(ParallelLayout(tp=2), offset=1)
+
+    ranks(2, body)
+
+    def outside() -> None:
+        if dist.get_rank() == 2:
+            with pytest.raises(ValueError, match="this process is rank 2, and the layout is on"):
+                ParallelState(ParallelLayout(tp=2))
+
+    ranks(3, outside)
+
+
+def test_level_and_block_groups_reduce_over_their_ranks(ranks) -> None:
+    def body() -> list[float]:
+        with ParallelState(ParallelLayout(dp=4)) as state:
+            inner, outer = state.level_groups("dp", (2, 2))
+            pair = state.block_group("dp", 2)
+            assert pair is inner
+            assert state.block_group("dp", 4) is state.group("dp")
+            return [_sum_of_ranks(group) for group in (inner, outer)]
+
+    assert ranks(4, body) == [[1.0, 2.0], [1.0, 4.0], [5.0, 2.0], [5.0, 4.0]]
+
+
+def test_group_options_reach_the_group_and_are_checked(ranks) -> None:
+    def body() -> float:
+        options = {"tp": GroupOptions(timeout=timedelta(seconds=7), max_ctas=8)}
+        with ParallelState(ParallelLayout(tp=2), options=options) as state:
+            group = state.group("tp")
+            assert group is not None
+            return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    assert ranks(2, body) == [7.0, 7.0]
+    with pytest.raises(ValueError, match="max_ctas=64 must be from 1 to 32"):
+        GroupOptions(max_ctas=64)
+    with pytest.raises(ValueError, match="min_ctas=8 is above max_ctas=4"):
+        GroupOptions(min_ctas=8, max_ctas=4)
+    with pytest.raises(ValueError, match="unknown axis 'tpp'"):
+        ParallelState(ParallelLayout(), options={"tpp": GroupOptions()})
+
+
+def test_a_mesh_and_a_layout_turn_into_each_other(ranks) -> None:
+    def body() -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        layout = ParallelLayout(tp=2, dp=2, order="tp-dp-cp-ep-pp")
+        with ParallelState(layout) as state:
+            mesh = state.device_mesh("dp-tp")
+            again = layout_of_mesh(mesh)
+            assert (again.tp, again.dp, again.groups("tp")) == (2, 2, layout.groups("tp"))
+        with pytest.raises(ValueError, match="name them among tp, cp, dp, pp"):
+            layout_of_mesh(DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "y")))
 
     ranks(4, body)

@@ -15,23 +15,46 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["create_group", "destroy_group", "next_state_index"]
+from mt_parallel_state.options import GroupOptions
+
+__all__ = [
+    "create_group",
+    "destroy_group",
+    "next_state_index",
+    "register_alias",
+    "unregister_alias",
+    "world_store",
+]
 
 
-def next_state_index(rank: int) -> int:
-    """How many times this rank has called this in the current world.
+def next_state_index(ranks: range, rank: int) -> int:
+    """How many times ``rank`` has built a state over ``ranks`` in the current world.
 
     The count lives in the rendezvous store, under this rank's own key: it starts anew with every
     world, and ranks that build their states in the same order agree on it without talking.
     """
-    _, store = c10d._world.pg_map[c10d._get_default_group()]
-    return store.add(f"mt_parallel_state/states/{rank}", 1)
+    return world_store().add(f"mt_parallel_state/states/{ranks.start}-{ranks.stop}/{rank}", 1)
+
+
+def world_store() -> dist.Store:
+    """The rendezvous store of the current world."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
 
 
 def create_group(
-    ranks: tuple[int, ...], *, name: str, timeout: timedelta | None
+    ranks: tuple[int, ...],
+    *,
+    name: str,
+    timeout: timedelta | None = None,
+    options: GroupOptions | None = None,
 ) -> dist.ProcessGroup:
-    """Makes the group of ``ranks`` (ascending, holding this rank) under ``name``."""
+    """Makes the group of ``ranks`` (ascending, holding this rank) under ``name``.
+
+    It has the backends of the world: under ``cpu:gloo,cuda:nccl`` one group serves tensors of both
+    devices. ``options`` win over ``timeout``.
+    """
+    if options is not None and options.timeout is not None:
+        timeout = options.timeout
     default = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
     backend = dist.Backend(backend)
@@ -42,11 +65,28 @@ def create_group(
         backend,
         store,
         cast("Any", name),  # a NewType of str in newer versions of torch
+        backend_options=_nccl_options(str(backend), options),
         timeout=c10d._get_default_timeout(backend) if timeout is None else timeout,
         group_desc=name,
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast("dist.ProcessGroup", group)  # this rank is a member
+
+
+def _nccl_options(backend: str, options: GroupOptions | None) -> Any:
+    return None if options is None or "nccl" not in backend else options.for_nccl()
+
+
+def register_alias(alias: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Lets ``torch.distributed`` answer for ``alias`` what it answers for ``group``."""
+    c10d._world.pg_map[alias] = c10d._world.pg_map[group]
+    c10d._world.pg_group_ranks[alias] = c10d._world.pg_group_ranks[group]
+
+
+def unregister_alias(alias: dist.ProcessGroup) -> None:
+    """Forgets an alias; the group it stood for stays."""
+    c10d._world.pg_map.pop(alias, None)
+    c10d._world.pg_group_ranks.pop(alias, None)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

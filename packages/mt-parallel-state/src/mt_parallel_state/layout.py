@@ -7,22 +7,27 @@ string alone, so a layout of thousands of ranks can be inspected on a laptop.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-__all__ = ["EMBEDDING", "ParallelLayout"]
+from mt_parallel_state.levels import cut_into_levels
+
+__all__ = ["EMBEDDING", "POSITION_EMBEDDING", "ParallelLayout"]
 
 EMBEDDING = "embedding"
 """The pseudo axis of tied embeddings: the first and the last pipeline stage."""
+POSITION_EMBEDDING = "position-embedding"
+"""The pseudo axis of position tables, which only the first pipeline stage has."""
 
 _DENSE = ("tp", "cp", "dp", "pp")
 _EXPERT = ("etp", "ep", "edp", "pp")
 _EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
-_KNOWN = (*_DENSE, "ep", "etp", "edp", EMBEDDING)
+_PSEUDO = (EMBEDDING, POSITION_EMBEDDING)
+_KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +126,8 @@ class ParallelLayout:
 
     def size(self, axes: str) -> int:
         """The number of ranks in one group of ``axes`` (``"tp"``, ``"dp-cp"``, ``"embedding"``)."""
-        if axes == EMBEDDING:
-            return min(self.pp, 2)
+        if axes in _PSEUDO:
+            return min(self.pp, 2) if axes == EMBEDDING else 1
         return prod(self._axis_size(axis) for axis in self._resolve(axes))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -142,7 +147,7 @@ class ParallelLayout:
         ``layout.rank(**layout.coordinates(r)) == r``.
         """
         for axis, index in coords.items():
-            if axis not in _KNOWN or axis == EMBEDDING:
+            if axis not in _KNOWN or axis in _PSEUDO:
                 raise ValueError(_unknown_axis(axis))
             if not 0 <= index < self._axis_size(axis):
                 raise ValueError(
@@ -174,6 +179,8 @@ class ParallelLayout:
         """
         if axes == EMBEDDING:
             return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
+        if axes == POSITION_EMBEDDING:
+            return [g[:1] for g in self.groups("pp")]
         chosen = self._resolve(axes)
         strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
         inside = _spans(self, {a: s for a, s in strides.items() if a in chosen})
@@ -187,11 +194,39 @@ class ParallelLayout:
             stages = self.group_of("pp", rank)
             ends = [stages[0], stages[-1]]
             return ends if rank in ends and len(stages) > 1 else [rank]
+        if axes == POSITION_EMBEDDING:
+            return [rank]
         chosen = self._resolve(axes)
         strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
         inner = {a: s for a, s in strides.items() if a in chosen}
         base = rank - sum(rank // s % self._axis_size(a) * s for a, s in inner.items())
         return [base + offset for offset in _spans(self, inner)]
+
+    def levels(self, axes: str, sizes: Sequence[int]) -> list[list[list[int]]]:
+        """All groups of ``axes`` cut into levels (see :func:`cut_into_levels`), innermost first.
+
+        ``levels("dp-cp", (dp * cp // n, n))`` are the groups inside and across ``n`` data-parallel
+        instances; ``levels("cp", (8, 2))`` those of hierarchical context parallelism.
+
+        Returns:
+            For each level its groups; each level partitions the world.
+        """
+        cut = [cut_into_levels(group, sizes) for group in self.groups(axes)]
+        return [[group for each in level for group in each] for level in zip(*cut, strict=True)]
+
+    def stages_of(self, rank: int, *, chunks: int = 1, v_shaped: bool = False) -> list[int]:
+        """The pipeline stages of ``rank`` when each rank holds several model chunks.
+
+        Chunk c of pipeline index r is stage ``c * pp + r``; V-shaped, where every second chunk
+        runs backwards through the ranks, odd chunks are ``(c + 1) * pp - 1 - r``.
+        """
+        if chunks < 1:
+            raise ValueError(f"chunks={chunks} must be at least 1")
+        r = self.coordinates(rank)["pp"]
+        return [
+            (c + 1) * self.pp - 1 - r if v_shaped and c % 2 else c * self.pp + r
+            for c in range(chunks)
+        ]
 
     def axis_names(self, axes: str) -> tuple[str, ...]:
         """The axes of an axes string as :meth:`coordinates` names them, in the order given."""
@@ -220,7 +255,7 @@ class ParallelLayout:
         """The axis names of one view that an axes string stands for."""
         names = axes.split("-")
         for name in names:
-            if name not in _KNOWN or name == EMBEDDING:
+            if name not in _KNOWN or name in _PSEUDO:
                 raise ValueError(_unknown_axis(name))
         if _EXPERT_ONLY & set(names):
             if "cp" in names:

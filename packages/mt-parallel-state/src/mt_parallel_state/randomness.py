@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.sharding import global_shape_of, offsets_of
 
-__all__ = ["fill_normal_", "hash_key", "initialize_", "random_uniform"]
+__all__ = ["fill_normal_", "hash_key", "initialize_", "random_uniform", "stream_key"]
 
 # Multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -42,6 +42,17 @@ def hash_key(*parts: int | str) -> int:
         tag = b"s" if isinstance(part, str) else b"i"
         digest.update(tag + len(data).to_bytes(8, "little") + data)
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def stream_key(seed: int, stream: str, **coordinates: int) -> int:
+    """The key of a named random stream at some coordinates of a layout.
+
+    ``stream_key(seed, "expert", ep=3, pp=1)`` is a generator's seed that ranks with the same ep and
+    pp share and no other stream or coordinate has. The order of the coordinates does not matter;
+    leave out the axes over which the numbers are to be equal.
+    """
+    parts = [part for axis in sorted(coordinates) for part in (axis, coordinates[axis])]
+    return hash_key("stream", seed, stream, *parts)
 
 
 def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -9,8 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.groups import create_group, destroy_group, next_state_index
+from mt_parallel_state.check import CheckMode, Ledger
+from mt_parallel_state.checked_group import CheckedGroup
+from mt_parallel_state.groups import (
+    create_group,
+    destroy_group,
+    next_state_index,
+    register_alias,
+    unregister_alias,
+    world_store,
+)
 from mt_parallel_state.layout import EMBEDDING, ParallelLayout
+from mt_parallel_state.levels import blocks, cut_into_levels
+from mt_parallel_state.options import GroupOptions
 
 __all__ = ["ParallelState"]
 
@@ -23,14 +35,23 @@ class ParallelState:
     once per distinct list of ranks. A world of one rank needs no ``torch.distributed`` at all.
 
     Args:
-        layout: The layout; it must fill the world exactly.
-        rank: This rank; ``None`` asks ``torch.distributed`` (0 where it is not initialised).
+        layout: The layout. Its ranks are ``offset`` to ``offset + world_size - 1`` of the world.
+        rank: This rank in the layout; ``None`` asks ``torch.distributed`` (0 where it is not
+            initialised).
         device: The device of this rank; ``None`` is the current CUDA device where the process
             group can use one, else the CPU.
         timeout: Of the collectives in these groups; ``None`` is torch's default.
+        check: Compares every call on these groups between its ranks before it starts (see
+            :class:`CheckMode`); for finding errors, slow.
+        offset: Where the layout begins in the world, for several models side by side. Ranks outside
+            build no state for it.
+        options: How the groups of an axes string are made, e.g. ``{"ep":
+            GroupOptions(high_priority=True)}``. Strings with the same ranks share one group, made
+            with the options of the name it is first asked for by.
 
     Raises:
-        ValueError: The layout does not fill the world, or ``rank`` is not this process's rank.
+        ValueError: The layout does not fit the world, this process is outside it, or ``rank`` is
+            not this process's rank.
         RuntimeError: The layout has several ranks and ``torch.distributed`` is not initialised.
     """
 
@@ -41,14 +62,28 @@ class ParallelState:
         rank: int | None = None,
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
+        check: CheckMode | None = None,
+        offset: int = 0,
+        options: Mapping[str, GroupOptions] | None = None,
     ) -> None:
         self.layout = layout
-        self.rank = _bind_rank(layout, rank)
+        self.offset = offset
+        self.rank = _bind_rank(layout, rank, offset)
         self.device = _default_device() if device is None else torch.device(device)
-        self._timeout = timeout
+        self._timeout, self._options = timeout, dict(options or {})
+        for axes in self._options:
+            layout.size(axes)  # an unknown name is an error here, not an option without effect
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._checked: dict[tuple[int, ...], CheckedGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
-        self._index = next_state_index(self.rank) if layout.world_size > 1 else 0
+        self._index, self._ledger = 0, None
+        if layout.world_size > 1:
+            ranks = range(offset, offset + layout.world_size)
+            self._index = next_state_index(ranks, self.rank)
+            if check is not None:
+                prefix = f"mt_parallel_state/check/{offset}-{layout.world_size}-{self._index}"
+                store = dist.PrefixStore(prefix, world_store())
+                self._ledger = Ledger(store, offset + self.rank, check)
 
     def size(self, axes: str) -> int:
         """The number of ranks in this rank's group of ``axes``."""
@@ -61,7 +96,7 @@ class ParallelState:
         return self.ranks(axes).index(self.rank)
 
     def ranks(self, axes: str) -> list[int]:
-        """The global ranks of this rank's group of ``axes``, ascending."""
+        """The layout ranks of this rank's group of ``axes``, ascending."""
         return self.layout.group_of(axes, self.rank)
 
     def group(self, axes: str) -> dist.ProcessGroup | None:
@@ -72,7 +107,24 @@ class ParallelState:
         return the same object.
         """
         ranks = tuple(self.ranks(axes))
-        return self._group(ranks) if len(ranks) > 1 else None
+        return self._of(ranks, axes)
+
+    def level_groups(self, axes: str, sizes: Sequence[int]) -> tuple[dist.ProcessGroup | None, ...]:
+        """This rank's group at each level of ``axes``, innermost first; ``None`` where it is alone.
+
+        See :meth:`ParallelLayout.levels`. Every member of ``axes`` makes the same call.
+        """
+        levels = cut_into_levels(self.ranks(axes), sizes)
+        own = [next(group for group in level if self.rank in group) for level in levels]
+        return tuple(self._of(tuple(ranks), f"{axes}.level{i}") for i, ranks in enumerate(own))
+
+    def block_group(self, axes: str, size: int) -> dist.ProcessGroup | None:
+        """This rank's group among the aligned blocks of ``size`` ranks of ``axes``.
+
+        ``size`` is a power of two, or all ranks: that block is the group of ``axes`` itself.
+        """
+        own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
+        return self._of(tuple(own), f"{axes}.block{size}")
 
     @property
     def is_first_stage(self) -> bool:
@@ -96,14 +148,18 @@ class ParallelState:
         position = {rank: self.layout.coordinates(rank) for rank in self.ranks(axes)}
         keys = self.layout.axis_names(axes)
         ordered = sorted(position, key=lambda r: tuple(position[r][key] for key in keys))
-        mesh = torch.tensor(ordered, dtype=torch.int).view([self.layout.size(k) for k in keys])
-        groups = [self._group(tuple(self.ranks(key))) for key in keys]
+        mesh = torch.tensor(self._global(tuple(ordered)), dtype=torch.int).view(
+            [self.layout.size(k) for k in keys]
+        )
+        groups = [self._group(tuple(self.ranks(key)), key) for key in keys]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=names)
 
     def close(self) -> None:
         """Destroys the groups this state made. The default process group stays."""
+        while self._checked:
+            unregister_alias(self._checked.popitem()[1])
         while self._groups:
             _, group = self._groups.popitem()
             destroy_group(group)
@@ -122,14 +178,37 @@ class ParallelState:
     def __repr__(self) -> str:
         return f"ParallelState({self.layout!r}, rank={self.rank}, device={self.device})"
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _of(self, ranks: tuple[int, ...], axes: str) -> dist.ProcessGroup | None:
+        """The group of these layout ranks, checked if this state checks."""
+        if len(ranks) == 1:
+            return None
+        group = self._group(ranks, axes)
+        if self._ledger is None:
+            return group
+        if ranks not in self._checked:
+            members = self._global(ranks)
+            name = f"{axes}-{'_'.join(map(str, members))}"
+            alias = CheckedGroup(group, ranks=members, name=name, ledger=self._ledger)
+            register_alias(alias, group)
+            self._checked[ranks] = alias
+        return self._checked[ranks]
+
+    def _group(self, ranks: tuple[int, ...], axes: str) -> dist.ProcessGroup:
         if ranks not in self._groups:
-            name = f"mt-{self._index}-{'_'.join(map(str, ranks))}"
-            self._groups[ranks] = create_group(ranks, name=name, timeout=self._timeout)
+            members = self._global(ranks)
+            self._groups[ranks] = create_group(
+                members,
+                name=f"mt-{self._index}-{self.offset}-{'_'.join(map(str, members))}",
+                timeout=self._timeout,
+                options=self._options.get(axes),
+            )
         return self._groups[ranks]
 
+    def _global(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.offset + rank for rank in ranks)
 
-def _bind_rank(layout: ParallelLayout, rank: int | None) -> int:
+
+def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
     if not dist.is_initialized():
         if layout.world_size > 1:
             raise RuntimeError(
@@ -140,15 +219,29 @@ def _bind_rank(layout: ParallelLayout, rank: int | None) -> int:
     world, own = dist.get_world_size(), dist.get_rank()
     if layout.world_size == 1:  # this process alone, whatever world it is in
         return 0 if rank is None else rank
-    if layout.world_size != world:
+    sizes = f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp} x pp={layout.pp}"
+    if offset == 0 and layout.world_size > world:
         raise ValueError(
-            f"the layout needs {layout.world_size} ranks (tp={layout.tp} x cp={layout.cp} x "
-            f"dp={layout.dp} x pp={layout.pp}), but the world has {world}; start "
-            f"{layout.world_size} ranks or use ParallelLayout.fit({world}, ...)"
+            f"the layout needs {layout.world_size} ranks ({sizes}), but the world has {world}; "
+            f"start {layout.world_size} ranks or use ParallelLayout.fit({world}, ...)"
         )
-    if rank is not None and rank != own:
-        raise ValueError(f"rank={rank} was given, but this process is rank {own} of the world")
-    return own
+    last = offset + layout.world_size - 1
+    if offset < 0 or last >= world:
+        raise ValueError(
+            f"offset={offset} puts the layout's {layout.world_size} ranks ({sizes}) on {offset} to "
+            f"{last}, but the world's are 0 to {world - 1}; use an offset of 0 to "
+            f"{world - layout.world_size}"
+        )
+    if not offset <= own <= last:
+        raise ValueError(
+            f"this process is rank {own}, and the layout is on ranks {offset} to {last} of a world "
+            f"of {world}: build this state there only, or use ParallelLayout.fit({world}, ...)"
+        )
+    if rank is not None and rank != own - offset:
+        raise ValueError(
+            f"rank={rank} was given, but this process is rank {own - offset} of the layout"
+        )
+    return own - offset
 
 
 def _default_device() -> torch.device:

@@ -185,7 +185,11 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """Axis sizes; `dp: null` takes what the processes leave over."""
+    """Axis sizes; `dp: null` takes what the processes leave over.
+
+    `check_timeout` (seconds) compares every collective between its ranks before it starts, which
+    names the call and the rank behind a wrong number or a hang; slow.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -198,10 +202,12 @@ class ParallelSection:
     sequence_parallel: bool = False
     schedule: Literal["1f1b"] = "1f1b"
     bucket_size: int = DEFAULT_BUCKET_SIZE
+    check_timeout: float | None = None
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
         checks.at_least(1, "tp", "pp", "dp", "cp", "cp_inner", "ep", "bucket_size")
+        checks.above(0, "check_timeout")
         if self.ep > 1:
             checks.add(
                 "ep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from mt_ckpt import CheckpointError
 from mt_data import DataError
+from mt_parallel_state import CollectiveError
 
 from mt_train.corpus import CorpusError
 from mt_train.saving import ResumeError
@@ -13,6 +14,7 @@ from mt_train.trainer import NonFiniteLossError
 
 USER_ERRORS = (
     CheckpointError,
+    CollectiveError,
     CorpusError,
     DataError,
     LaunchError,

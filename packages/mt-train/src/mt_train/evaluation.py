@@ -60,9 +60,9 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             if trainer.stop_requested():
                 return None
             outputs = trainer.executor.evaluate(to_device(chunk, state.device))
-            if counts:
-                for output in outputs:
-                    total += torch.tensor([float(output["lm"]), float(output["tokens"])])
+            for output in outputs if counts else ():
+                total[0] += float(output["lm"])
+                total[1] += float(output["tokens"])
     finally:
         trainer.model.train()
     group = state.group("tp-cp-dp-pp")

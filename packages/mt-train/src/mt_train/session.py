@@ -19,6 +19,7 @@ from mt_data import (
 )
 from mt_model import keep_freed_memory
 from mt_parallel_state import (
+    CheckMode,
     DistributedEnv,
     ParallelState,
     init_process_group,
@@ -70,7 +71,11 @@ def run(
         device = _join(env, stack)
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
-        state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
+        timeout = loaded.config.parallel.check_timeout
+        check = None if timeout is None else CheckMode(timeout=timeout)
+        state = stack.enter_context(
+            ParallelState(layout, rank=env.rank, device=device, check=check)
+        )
         corpus = _corpus_on_all_ranks(loaded, out, state, env)
         return _Session(loaded, out, state, corpus, stop, on_event).go(stack)
 

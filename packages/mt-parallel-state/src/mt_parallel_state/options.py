@@ -1,0 +1,61 @@
+"""How the process group of an axis is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["GroupOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Settings of the groups of one axes string; what is None keeps the library's default.
+
+    Args:
+        timeout: Of this group's collectives; also gloo's.
+        high_priority: NCCL runs the group on a high-priority stream (for what the next layer waits
+            for, such as expert all-to-all).
+        min_ctas: Fewest thread blocks that NCCL uses.
+        max_ctas: Most of them; fewer leave more of the GPU to the overlapped computation.
+        cluster_size: Thread blocks in an NCCL cluster (Hopper and later).
+        net_name: NCCL's network plugin.
+
+    Raises:
+        ValueError: A number is out of range, or ``min_ctas`` is above ``max_ctas``.
+    """
+
+    timeout: timedelta | None = None
+    high_priority: bool = False
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    cluster_size: int | None = None
+    net_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("min_ctas", 1, 32), ("max_ctas", 1, 32), ("cluster_size", 0, 8)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value} must be from {low} to {high}")
+        if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}")
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ValueError(f"timeout={self.timeout} must be above 0")
+
+    def for_nccl(self) -> Any:
+        """The ``ProcessGroupNCCL.Options`` of these settings."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
+        for name, value in (
+            ("min_ctas", self.min_ctas),
+            ("max_ctas", self.max_ctas),
+            ("cga_cluster_size", self.cluster_size),
+            ("net_name", self.net_name),
+        ):
+            if value is not None:
+                setattr(options.config, name, value)
+        if self.timeout is not None:
+            options._timeout = self.timeout
+        return options
