@@ -6,6 +6,13 @@ from mt_context_parallel.attention import (
     context_parallel_attention,
     default_kernels,
 )
+from mt_context_parallel.dynamic import (
+    DynamicItem,
+    DynamicPlan,
+    block_groups,
+    plan_dynamic,
+    ranks_for,
+)
 from mt_context_parallel.kernels import FlashKernel, Kernel, ReferenceKernel, SdpaCpuKernel
 from mt_context_parallel.local import merge
 from mt_context_parallel.splits import (
@@ -23,6 +30,8 @@ __all__ = [
     "Algorithm",
     "AttentionDropout",
     "AttentionMask",
+    "DynamicItem",
+    "DynamicPlan",
     "FlashKernel",
     "HierarchicalGroups",
     "Kernel",
@@ -31,11 +40,14 @@ __all__ = [
     "Segment",
     "Split",
     "Tile",
+    "block_groups",
     "context_parallel_attention",
     "default_kernels",
     "merge",
     "pad_length",
+    "plan_dynamic",
     "positions",
+    "ranks_for",
     "segments",
     "shard",
     "unshard",

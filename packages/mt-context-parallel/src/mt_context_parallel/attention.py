@@ -27,12 +27,12 @@ class HierarchicalGroups:
     """The two levels of a context group: rank = outer rank * inner size + inner rank.
 
     Attributes:
-        inner: neighbours, on one node, who swap tokens for heads.
-        outer: the ranks with the same place in their inner groups, who form rings.
+        inner: neighbours, on one node, who swap tokens for heads; None for one rank.
+        outer: the ranks with the same place in their inner groups, who form rings; None for one.
     """
 
-    inner: dist.ProcessGroup
-    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup | None
+    outer: dist.ProcessGroup | None
 
     @staticmethod
     def create(group: dist.ProcessGroup, *, inner_size: int) -> HierarchicalGroups:

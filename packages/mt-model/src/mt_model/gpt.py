@@ -104,7 +104,7 @@ class GPT(nn.Module):
             gemm=default_gemm(where) if gemm is None else gemm,
             dtype=dtype,
             device=where,
-            context=Context.create(state.group("cp"), context_algorithm, context_inner_size),
+            context=Context.create(state, context_algorithm, context_inner_size),
         )
         self._build()
         self._materialize(state, seed)

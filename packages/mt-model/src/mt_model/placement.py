@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 from mt_context_parallel import Algorithm, HierarchicalGroups, segments, shard
-from mt_parallel_state import PartitionSpec, shard_param
+from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
@@ -41,18 +41,22 @@ class Context:
     levels: HierarchicalGroups | None = None
 
     @staticmethod
-    def create(
-        group: dist.ProcessGroup | None, algorithm: Algorithm, inner_size: int | None
-    ) -> Context:
-        """Make it, with the levels that the algorithm needs. Collective over the group."""
-        levels = None
+    def create(state: ParallelState, algorithm: Algorithm, inner_size: int | None) -> Context:
+        """Make it, with the levels that the algorithm needs. Collective over the group.
+
+        Raises:
+            ValueError: the hierarchical algorithm, and an inner size that does not divide cp.
+        """
+        group, size, levels = state.group("cp"), state.size("cp"), None
         if group is not None and algorithm == "hierarchical":
-            if inner_size is None:
+            if not inner_size or size % inner_size:
+                valid = [n for n in range(1, size + 1) if size % n == 0]
                 raise ValueError(
-                    f"the hierarchical algorithm over {group.size()} ranks needs the size of its "
-                    "inner groups; give context_inner_size"
+                    f"context_inner_size={inner_size} does not divide cp={size}, which the "
+                    f"hierarchical algorithm needs; use one of {valid}"
                 )
-            levels = HierarchicalGroups.create(group, inner_size=inner_size)
+            inner, outer = state.level_groups("cp", (inner_size, size // inner_size))
+            levels = HierarchicalGroups(inner=inner, outer=outer)
         return Context(group=group, algorithm=algorithm, levels=levels)
 
     @property
