@@ -96,12 +96,13 @@ BROKEN = {
     ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
-        "parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical algorithm needs; "
-        "use one of 1, 2, 4",
+        "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the "
+        "hierarchical algorithm needs; use one of 1, 2, 4",
     ),
     "a sequence that context parallelism cannot cut": (
         MINIMAL + "parallel:\n  cp: 5\n",
-        "is not divisible by 10, which parallel.tp 1 with sequence_parallel=false and parallel.cp 5",
+        "run.yaml:11: training.sequence_length: 16 is not divisible by 10, which parallel.tp 1 "
+        "with sequence_parallel=false and parallel.cp 5 need; use 10 or 20",
     ),
     "number too large": (
         MINIMAL.replace("steps: 2", "steps: 99999999999999999999"),
