@@ -105,6 +105,58 @@ def test_bf16_is_as_exact_as_one_rank_in_bf16(ranks) -> None:
     assert max(ranks(2, body)) < 0.02
 
 
+def test_the_ring_sends_before_it_computes_and_no_more_than_it_must(ranks) -> None:
+    def body() -> tuple[list[str], list[str]]:
+        events: list[str] = []
+        send = dist.batch_isend_irecv
+
+        class Noting(ReferenceKernel):
+            def forward(self, q, k, v, tile):
+                events.append("compute")
+                return super().forward(q, k, v, tile)
+
+            def backward(self, q, k, v, tile, of_queries):
+                events.append("compute")
+                return super().backward(q, k, v, tile, of_queries)
+
+        def noted(operations):
+            events.append("send")
+            return send(operations)
+
+        qkv = [x.requires_grad_() for x in _qkv(4)]
+        dist.batch_isend_irecv = noted
+        try:
+            mask = AttentionMask(causal=False)
+            out = context_parallel_attention(
+                *qkv, group=dist.group.WORLD, mask=mask, split="contiguous", kernels=(Noting(),)
+            )
+            forward, events[:] = list(events), []
+            out.sum().backward()
+        finally:
+            dist.batch_isend_irecv = send
+        return forward, events
+
+    for forward, backward in ranks(3, body):
+        # The next keys are under way during each computation but the last.
+        assert forward == ["send", "compute", "send", "compute", "compute"]
+        # And so are the gradients of the step before.
+        assert backward == ["send", "compute", "send", "send", "compute", "send", "compute", "send"]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_calls_of_the_flash_kernel_fit_the_operators_of_this_torch(groups, monkeypatch) -> None:
+    # Shapes and types alone, on the meta device; the values are tested on a GPU.
+    monkeypatch.setattr(FlashKernel, "supports", lambda *_: None)
+    qkv = [
+        torch.empty(2, 64, n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for n in (4, groups, groups)
+    ]
+    out = context_parallel_attention(*qkv, group=None, kernels=(FlashKernel(),))
+    out.sum().backward()
+    assert out.shape == qkv[0].shape
+    assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
+
+
 def test_merge_of_two_halves_is_the_softmax_over_both() -> None:
     g = torch.Generator().manual_seed(2)
     scores = torch.randn(1, 2, 3, 10, generator=g, dtype=torch.float64)
