@@ -89,8 +89,8 @@ def test_simulation_counts_latency_and_uneven_stages():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"forward": -1.0}, "forward is -1.0: times are 0 or more"),
-        ({"backward": [1.0]}, "backward has 1 times for 4 stages"),
+        ({"forward": -1.0}, "forward is -1.0: expected numbers of 0 or more"),
+        ({"backward": [1.0]}, "backward has 1 numbers for 4 stages"),
         ({"latency": -1.0}, "latency is -1.0"),
     ],
 )

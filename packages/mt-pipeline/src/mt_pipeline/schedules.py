@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mt_pipeline.ir import Action, Op, Schedule, require_positive
+from mt_pipeline.action import Action, Op, require_positive
+from mt_pipeline.ir import Schedule
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
