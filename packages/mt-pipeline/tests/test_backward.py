@@ -109,7 +109,7 @@ def halves(module, x):
     """Both halves; what `.grad` held in between."""
     output = first(module(x))
     root = get_gradient_edge(output)
-    pending = backward_input(root, ramp(output), x)
+    pending = backward_input([root], [ramp(output)], [x])
     del output
     between = {n for n, p in module.named_parameters() if p.grad is not None}
     if pending is not None:
@@ -156,7 +156,7 @@ def test_the_input_half_computes_no_weight_gradient_and_the_second_no_input_grad
     x = torch.randn(4, 6, requires_grad=True)
     output = module(x)
     with torch.profiler.profile() as profile:
-        pending = backward_input(get_gradient_edge(output), torch.ones(4, 6), x)
+        pending = backward_input([get_gradient_edge(output)], [torch.ones(4, 6)], [x])
     assert sum(event.name == "aten::mm" for event in profile.events()) == 2
     with torch.profiler.profile() as profile:
         pending()
@@ -182,7 +182,7 @@ def test_hooks_inside_the_stage_change_the_gradient_once():
         h.register_hook(lambda grad: grad * 3)
         output = b(h)
         if two_halves:
-            backward_input(get_gradient_edge(output), torch.ones_like(output), x)()
+            backward_input([get_gradient_edge(output)], [torch.ones_like(output)], [x])()
         else:
             output.backward(torch.ones_like(output))
         return [x.grad, *(p.grad for m in (a, b) for p in m.parameters())]
@@ -194,12 +194,12 @@ def test_hooks_inside_the_stage_change_the_gradient_once():
 def test_without_an_input_all_is_done_in_the_second_half():
     layer = nn.Linear(6, 2)
     output = layer(torch.ones(3, 6)).sum()
-    pending = backward_input(get_gradient_edge(output), None, None)
+    pending = backward_input([get_gradient_edge(output)], [None], [])
     assert layer.weight.grad is None
     pending()
     assert torch.equal(layer.bias.grad, torch.full((2,), 3.0))
     x = torch.ones(3, 6, requires_grad=True)  # an input that the output does not depend on
-    pending = backward_input(get_gradient_edge(layer(torch.ones(3, 6)).sum()), None, x)
+    pending = backward_input([get_gradient_edge(layer(torch.ones(3, 6)).sum())], [None], [x])
     pending()
     assert x.grad is None
     assert torch.equal(layer.bias.grad, torch.full((2,), 6.0))
@@ -215,8 +215,26 @@ def test_the_graph_is_freed_by_the_second_half():
     h.grad_fn.metadata["witness"] = witness
     alive = weakref.ref(witness)
     root = get_gradient_edge(nn.Linear(6, 6)(h))
-    pending = backward_input(root, torch.ones(4, 6), x)
+    pending = backward_input([root], [torch.ones(4, 6)], [x])
     del h, witness, root
     pending()
     del pending
     assert alive() is None
+
+
+def test_several_outputs_and_inputs_share_one_backward():
+    def run(two_halves):
+        torch.manual_seed(0)
+        a, b, c = (nn.Linear(6, 6).double() for _ in range(3))
+        x, y = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        outputs = [a(x) * y, b(x), c(torch.ones(4, 6).double())]  # the last one has no input
+        roots = [get_gradient_edge(output) for output in outputs]
+        grads = [ramp(output) for output in outputs]
+        if two_halves:
+            backward_input(roots, grads, [x, y])()
+        else:
+            torch.autograd.backward(outputs, grads)
+        return [x.grad, y.grad, *(p.grad for m in (a, b, c) for p in m.parameters())]
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours, theirs)

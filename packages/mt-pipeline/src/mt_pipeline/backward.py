@@ -17,8 +17,15 @@ Pending: TypeAlias = Callable[[], None]
 """What is left of a backward; calling it adds the remaining gradients to `.grad`."""
 
 
-def backward_input(root: GradientEdge, grad: Tensor | None, x: Tensor | None) -> Pending | None:
-    """Take the gradient of a stage's input, and leave its weights' for later.
+def backward(roots: list[GradientEdge], grads: list[Tensor | None]) -> None:
+    """Add all gradients to `.grad`: those of the inputs and those of the weights."""
+    _backward(roots, grads)
+
+
+def backward_input(
+    roots: list[GradientEdge], grads: list[Tensor | None], inputs: list[Tensor]
+) -> Pending | None:
+    """Take the gradients of a stage's inputs, and leave its weights' for later.
 
     The backward graph is cut. Nodes on a path from the output to the input run now, once, and
     without their weights' part; where such a node also leads to weights, the gradient that enters
@@ -31,26 +38,28 @@ def backward_input(root: GradientEdge, grad: Tensor | None, x: Tensor | None) ->
     which makes all its gradients in one go. If nothing is left, the graph is freed at once.
 
     Args:
-        root: The stage's output, or the objective.
-        grad: Its gradient; None for a number.
-        x: The input, a leaf. None: there is none, and everything is done later.
+        roots: The stage's outputs, or the objective.
+        grads: Their gradients; None for a number.
+        inputs: Leaves. Where the outputs depend on none of them everything is done later.
 
     Returns:
-        The second half, None where nothing is left to do. The input's gradient is in `x.grad`; it
-        stays None where the output does not depend on the input. Hooks on tensors inside the stage
-        are called in both halves; what they return counts once.
+        The second half, None where nothing is left to do. The gradients of the inputs are in their
+        `.grad`, which stays None where the outputs do not depend on one. Hooks on tensors inside
+        the stage are called in both halves; what they return counts once.
     """
-    if x is None or not x.requires_grad:
-        return lambda: _backward([root], [grad])
-    graph = _Graph(root.node, get_gradient_edge(x).node)
-    if root.node not in graph.on_path:
-        return lambda: _backward([root], [grad])
+    graph = _Graph(
+        [root.node for root in roots],
+        [get_gradient_edge(x).node for x in inputs if x.requires_grad],
+    )
+    reached = [x for x in inputs if x.requires_grad and get_gradient_edge(x).node in graph.nodes]
+    if not reached:
+        return lambda: _backward(roots, grads)
     now, later = graph.cut()
     if not later:
-        _backward([root], [grad])
+        _backward(roots, grads)
         return None
     entries = [_Entry(node, leaves) for node, leaves in later.items()]
-    _backward([root], [grad], inputs=[x, *now], retain_graph=True)
+    _backward(roots, grads, inputs=[*reached, *now], retain_graph=True)
 
     def weights() -> None:
         while entries:
@@ -85,31 +94,35 @@ class _Entry:
 
 
 class _Graph:
-    """The backward graph below a root.
+    """The backward graph below some roots.
 
     Args:
-        root: Where it starts.
-        target: The node of the input. `on_path` has the nodes that lead to it.
+        roots: Where it starts.
+        targets: The nodes of the inputs. Nodes that lead to one of them are on the path.
     """
 
-    def __init__(self, root: Node, target: Node) -> None:
-        self.on_path: set[Node] = {target}
-        self._nodes: dict[Node, list[Node]] = {}
+    def __init__(self, roots: list[Node], targets: list[Node]) -> None:
+        self.nodes: dict[Node, list[Node]] = {}
+        self._roots = roots
+        self._on_path = set(targets)
         # Depth first: a node is decided after all that it leads to.
-        stack: list[tuple[Node, Iterator[Node]]] = [(root, self._children(root))]
-        while stack:
-            node, children = stack[-1]
-            child = next(children, None)
-            if child is None:
-                stack.pop()
-                if any(below in self.on_path for below in self._nodes[node]):
-                    self.on_path.add(node)
-            elif child not in self._nodes:
-                stack.append((child, self._children(child)))
+        stack: list[tuple[Node, Iterator[Node]]] = []
+        for root in roots:
+            if root not in self.nodes:
+                stack.append((root, self._children(root)))
+            while stack:
+                node, children = stack[-1]
+                child = next(children, None)
+                if child is None:
+                    stack.pop()
+                    if any(below in self._on_path for below in self.nodes[node]):
+                        self._on_path.add(node)
+                elif child not in self.nodes:
+                    stack.append((child, self._children(child)))
 
     def _children(self, node: Node) -> Iterator[Node]:
-        self._nodes[node] = [child for child, _ in node.next_functions if child is not None]
-        return iter(self._nodes[node])
+        self.nodes[node] = [child for child, _ in node.next_functions if child is not None]
+        return iter(self.nodes[node])
 
     def cut(self) -> tuple[list[Tensor], dict[Node, list[Tensor]]]:
         """Sort the weights by when they get their gradient.
@@ -118,11 +131,12 @@ class _Graph:
             Those whose gradient comes with the input's, and the others by the one node on the path
             that leads to them.
         """
-        owner: dict[Node, Node | None] = {}  # of every node off the path; None: several
-        for node, children in self._nodes.items():
-            if node in self.on_path:
+        owner: dict[Node, Node | None] = {}  # of every node off the path; None: not just one
+        self._claim([root for root in self._roots if root not in self._on_path], None, owner)
+        for node, children in self.nodes.items():
+            if node in self._on_path:
                 whole = isinstance(node, torch.autograd.function.BackwardCFunction)
-                aside = [child for child in children if child not in self.on_path]
+                aside = [child for child in children if child not in self._on_path]
                 self._claim(aside, None if whole else node, owner)
         now: list[Tensor] = []
         later: dict[Node, list[Tensor]] = {}
@@ -143,7 +157,7 @@ class _Graph:
             claim = by if owner.get(node, by) is by else None
             if node not in owner or owner[node] is not claim:
                 owner[node] = claim
-                todo.extend(self._nodes[node])
+                todo.extend(self.nodes[node])
 
 
 def _backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.action import Action, Op
+from mt_pipeline.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Mailbox:
         schedule: Says which rank is at the other end.
         group: The ranks of the pipeline, in the schedule's order; None if there is one.
         device: Where received tensors live.
-        spec: The spec of the activation of a micro-batch, by its index.
+        specs: The spec of the activation of each micro-batch; None if no other rank is there.
         batched: One `batch_isend_irecv` for each exchange.
     """
 
@@ -104,13 +105,13 @@ class Mailbox:
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        spec: Callable[[int], TensorSpec],
+        specs: Sequence[TensorSpec] | None,
         batched: bool,
     ) -> None:
         self._schedule = schedule
         self._group = group
         self._device = device
-        self._spec = spec
+        self._specs = specs or ()
         self._batched = batched
         self._outgoing: dict[Action, Tensor] = {}
         self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
@@ -141,14 +142,14 @@ class Mailbox:
             now: The sends and receives of this exchange.
             ahead: Those of the next one, whose receives may be started already.
         """
-        now = [action for action in now if self._carries(action)]
+        now = [action for action in now if self.carries(action)]
         if self._batched:
             self.finish()
             self._start_batch(now)
             return
-        for action in [*now, *(action for action in ahead if self._carries(action))]:
+        for action in [*now, *(action for action in ahead if self.carries(action))]:
             if action.op.is_receive and action not in self._arriving:
-                tensor = self._empty(action)
+                tensor = self.empty(action)
                 with self._naming(action):
                     work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
                 self._arriving[action] = (tensor, work)
@@ -169,7 +170,7 @@ class Mailbox:
     def _start_batch(self, actions: list[Action]) -> None:
         if not actions:
             return
-        tensors = [self._outgoing.pop(a) if a.op.is_send else self._empty(a) for a in actions]
+        tensors = [self._outgoing.pop(a) if a.op.is_send else self.empty(a) for a in actions]
         transfers = [
             dist.P2POp(
                 dist.isend if action.op.is_send else dist.irecv,
@@ -189,12 +190,13 @@ class Mailbox:
             else:
                 self._arriving[action] = (tensor, work)
 
-    def _carries(self, action: Action) -> bool:
+    def carries(self, action: Action) -> bool:
         """Whether a message exists: what has no gradient gets none back."""
-        return action.op in (Op.SEND_F, Op.RECV_F) or self._spec(action.microbatch).has_gradient
+        return action.op in (Op.SEND_F, Op.RECV_F) or self._specs[action.microbatch].has_gradient
 
-    def _empty(self, receive: Action) -> Tensor:
-        spec = self._spec(receive.microbatch)
+    def empty(self, message: Action) -> Tensor:
+        """Room for what a message brings."""
+        spec = self._specs[message.microbatch]
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
     def _peer(self, action: Action) -> int:
