@@ -102,8 +102,8 @@ def test_simulation_refuses_bad_times(options, message):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("1f1b1",), {}, "unknown schedule '1f1b1'. Did you mean '1f1b'\\? Known: 1f1b"),
-        (("zzz",), {}, "unknown schedule 'zzz'. Known: 1f1b"),
+        (("1f1b1",), {}, "unknown schedule '1f1b1'. Did you mean '1f1b'\\? Known: gpipe, 1f1b"),
+        (("zzz",), {}, "unknown schedule 'zzz'. Known: gpipe, 1f1b"),
         (("1f1b", 0), {}, "stages is 0: expected a whole number of at least 1"),
         (("1f1b", 2, 2.5), {}, "microbatches is 2.5"),
         (("1f1b",), {"chunks": 2}, "schedule '1f1b' has no option 'chunks'; its options: none"),

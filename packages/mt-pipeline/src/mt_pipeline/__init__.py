@@ -7,7 +7,7 @@ from mt_pipeline.costs import Costs
 from mt_pipeline.executor import Executor
 from mt_pipeline.ir import Schedule
 from mt_pipeline.placement import own_layers, split_layers
-from mt_pipeline.schedules import make_schedule
+from mt_pipeline.schedules import GENERATORS, make_schedule
 from mt_pipeline.simulator import Simulation, Span, simulate
 from mt_pipeline.stage import (
     DefersWeightGradients,
@@ -19,6 +19,7 @@ from mt_pipeline.stage import (
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 __all__ = [
+    "GENERATORS",
     "Action",
     "Costs",
     "DefersWeightGradients",
