@@ -17,7 +17,7 @@ from mt_pipeline.failure import share, share_failure
 from mt_pipeline.ir import Schedule
 from mt_pipeline.run import Place, Run
 from mt_pipeline.simulator import Span
-from mt_pipeline.stage import Stage, require_activation
+from mt_pipeline.stage import Stage
 from mt_pipeline.transfer import TensorSpec, connect
 
 M = TypeVar("M")
@@ -151,13 +151,7 @@ class Executor(Generic[M]):
         Returns:
             As from `run`, all from the rank of the (first direction's) last stage.
         """
-        if not microbatches:
-            return []
-        number = len(microbatches)
-        if number not in self._forward_only:
-            self._forward_only[number] = forward_only(self.schedule, number)
-        with torch.no_grad():
-            return self._execute(self._forward_only[number], microbatches, None)
+        return self._evaluate(microbatches, None)
 
     def infer(
         self, microbatches: Sequence[M], *, output: Callable[[M], TensorSpec]
@@ -175,20 +169,27 @@ class Executor(Generic[M]):
         Returns:
             The outputs, in the order of the micro-batches, equal on all ranks.
         """
-        outputs = self.evaluate(microbatches)
         specs = [output(microbatch) for microbatch in microbatches]
-        if outputs:
-            for tensor, spec in zip(outputs, specs, strict=True):
-                require_activation(tensor, spec, said_by="output()")
-        else:
-            outputs = [
-                torch.empty(s.shape, dtype=s.dtype, device=self._place.device) for s in specs
-            ]
+        outputs = self._evaluate(microbatches, specs)
+        if not outputs:
+            device = self._place.device
+            outputs = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
         if self._place.group is not None:
             source = self.schedule.stage_ranks[self.schedule.depth - 1]
             for tensor in outputs:
-                dist.broadcast(tensor.contiguous(), group=self._place.group, group_src=source)
+                dist.broadcast(tensor, group=self._place.group, group_src=source)
         return outputs
+
+    def _evaluate(
+        self, microbatches: Sequence[M], outputs: Sequence[TensorSpec] | None
+    ) -> list[Any]:
+        if not microbatches:
+            return []
+        number = len(microbatches)
+        if number not in self._forward_only:
+            self._forward_only[number] = forward_only(self.schedule, number)
+        with torch.no_grad():
+            return self._execute(self._forward_only[number], microbatches, None, outputs=outputs)
 
     def _execute(
         self,
@@ -196,12 +197,20 @@ class Executor(Generic[M]):
         microbatches: Sequence[M],
         objective: Callable[[Any, M], Tensor] | None,
         *,
+        outputs: Sequence[TensorSpec] | None = None,
         record: bool = False,
     ) -> list[Any]:
         specs = None
         if self._activation is not None:
             specs = [self._activation(microbatch) for microbatch in microbatches]
-        run = Run(self._place, schedule, microbatches, specs=specs, objective=objective)
+        run = Run(
+            self._place,
+            schedule,
+            microbatches,
+            specs=specs,
+            output_specs=outputs,
+            objective=objective,
+        )
         run.spans = [] if record else None
         todo = steps(schedule.ranks[self.rank])
         while todo:

@@ -105,6 +105,7 @@ class Run(Generic[M]):
         schedule: With communication.
         microbatches: As many as the schedule has.
         specs: The spec of the activation of each; None where the pipeline has one rank.
+        output_specs: What the last stage has to return for each; None: anything.
         objective: None to run forwards only, without gradients.
     """
 
@@ -115,6 +116,7 @@ class Run(Generic[M]):
         microbatches: Sequence[M],
         *,
         specs: Sequence[TensorSpec] | None,
+        output_specs: Sequence[TensorSpec] | None,
         objective: Callable[[Any, M], Tensor] | None,
     ) -> None:
         self.outputs: dict[int, Any] = {}
@@ -127,6 +129,7 @@ class Run(Generic[M]):
         self._schedule = schedule
         self._microbatches = microbatches
         self._specs = specs
+        self._output_specs = output_specs
         self._objective = objective
         self._in_parts = bool(schedule.overlaps)
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -228,6 +231,9 @@ class Run(Generic[M]):
             remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
             spec = self._specs[action.microbatch] if remote and self._specs else None
             end = require_activation(state, spec)
+        elif self._output_specs is not None:
+            spec = self._output_specs[action.microbatch]
+            end = require_activation(state, spec, said_by="output()")
         elif learns and self._objective is not None:
             end = require_scalar(self._objective(state, microbatch))
             kept.seed = torch.ones_like(end)
