@@ -64,7 +64,7 @@ def prompts():
 
 def generate(step, tokens, new):
     """Greedy decoding of several requests; `step` gives the logits of all of them."""
-    fed = {name: prompt for name, prompt in tokens.items()}
+    fed = dict(tokens)
     for _ in range(new):
         logits = step([{"request": name, "tokens": t} for name, t in fed.items()])
         fed = {name: each.argmax(-1, keepdim=True) for name, each in zip(fed, logits, strict=True)}
@@ -79,7 +79,7 @@ def expected(new):
         for _ in range(new):
             stage = Stage(range(LAYERS), first=True, last=True)
             logits = stage(None, {"request": name, "tokens": tokens})
-            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)  # noqa: PLW2901
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
         result[name] = tokens
     return result
 
