@@ -1,6 +1,7 @@
 """Pipeline schedules as values: generate, check, simulate and run them."""
 
 from mt_pipeline.action import Action, Mark, Op
+from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, plan_moves
 from mt_pipeline.checker import Violation, check
 from mt_pipeline.communication import forward_only, insert_communication, insert_hooks
 from mt_pipeline.costs import Costs
@@ -21,10 +22,13 @@ from mt_pipeline.transfer import TensorSpec, TransferError
 __all__ = [
     "GENERATORS",
     "Action",
+    "Box",
+    "Bridge",
     "Costs",
     "DefersWeightGradients",
     "Executor",
     "Mark",
+    "Move",
     "Op",
     "Schedule",
     "Simulation",
@@ -36,12 +40,15 @@ __all__ = [
     "TransferError",
     "Violation",
     "WeightGradients",
+    "batch_boxes",
     "check",
     "forward_only",
     "insert_communication",
     "insert_hooks",
+    "layout_boxes",
     "make_schedule",
     "own_layers",
+    "plan_moves",
     "simulate",
     "split_layers",
 ]
