@@ -175,7 +175,12 @@ def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
     """Deadlock of the computation alone, however well it communicates."""
-    _, stuck = advance(schedule, Costs(forward=0.0, backward=0.0), {})
+    timeline = advance(schedule, Costs(forward=0.0, backward=0.0))
+    stuck = {
+        rank: (action, source_of(schedule, action))
+        for rank in range(len(schedule.ranks))
+        if (action := timeline.stuck_at(rank)) is not None
+    }
     found = []
     for rank, (action, source) in stuck.items():
         peer = schedule.stage_ranks[source.stage]

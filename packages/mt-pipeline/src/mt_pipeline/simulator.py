@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mt_pipeline.action import Action, Mark, Op
@@ -26,6 +30,34 @@ class Span(NamedTuple):
     end: float
 
 
+class Timeline(NamedTuple):
+    """When the compute actions of each rank ran; of a rank that is stuck fewer than it has."""
+
+    plans: list[list[Action]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The actions of a rank that ran."""
+        return tuple(map(Span, self.plans[rank], self.starts[rank], self.ends[rank]))
+
+    def stuck_at(self, rank: int) -> Action | None:
+        """The first action of a rank that did not run."""
+        plan, ran = self.plans[rank], len(self.ends[rank])
+        return plan[ran] if ran < len(plan) else None
+
+    def busy(self, rank: int) -> float:
+        """For how long a rank computed."""
+        total, until = 0.0, 0.0
+        for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
+            if start >= until:
+                total += end - start
+            elif end > until:  # what is overlapped counts once
+                total += end - until
+            until = max(until, end)
+        return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """What a schedule costs.
@@ -33,18 +65,26 @@ class Simulation:
     Attributes:
         makespan: Time from the first action's start to the last one's end, in the unit of the
             times given.
+        longest_rank: The longest time from a rank's first action to its last: what a step takes
+            where each rank begins the next one as soon as it is done, as the zero-bubble papers
+            count.
         bubble: For each rank the share of the makespan in which it does not compute.
         peak_activations: For each rank the most (stage, micro-batch) pairs at once whose forward
             has begun and whose backward (B, or W where it is split) has not ended.
         peak_bytes: For each rank the most bytes that such pairs keep at once.
-        timeline: For each rank when each of its compute actions ran.
     """
 
     makespan: float
+    longest_rank: float
     bubble: tuple[float, ...]
     peak_activations: tuple[int, ...]
     peak_bytes: tuple[float, ...]
-    timeline: tuple[tuple[Span, ...], ...] = field(repr=False)
+    _timeline: Timeline = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank when each of its compute actions ran."""
+        return tuple(self._timeline.spans(rank) for rank in range(len(self.bubble)))
 
 
 def simulate(
@@ -79,42 +119,28 @@ def simulate(
         costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
     elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
         raise ValueError("costs is given beside single times: give the one or the others")
-    timeline, stuck = advance(schedule, costs, measured or {})
-    if stuck:
+    timeline = advance(schedule, costs, measured or {})
+    ranks = range(len(schedule.ranks))
+    if any(timeline.stuck_at(rank) for rank in ranks):
         raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
-    makespan = max((spans[-1].end for spans in timeline if spans), default=0.0)
-    memory = [peaks(schedule, actions, costs) for actions in schedule.ranks]
+    makespan = max((ends[-1] for ends in timeline.ends if ends), default=0.0)
+    edges = zip(timeline.starts, timeline.ends, strict=True)
+    memory = peaks(schedule, costs)
     return Simulation(
         makespan=makespan,
-        bubble=tuple(1.0 - _busy(spans) / makespan if makespan else 0.0 for spans in timeline),
+        longest_rank=max((ends[-1] - starts[0] for starts, ends in edges if ends), default=0.0),
+        bubble=tuple(1.0 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks),
         peak_activations=tuple(count for count, _ in memory),
         peak_bytes=tuple(size for _, size in memory),
-        timeline=tuple(tuple(spans) for spans in timeline),
+        _timeline=timeline,
     )
 
 
-def _busy(spans: Sequence[Span]) -> float:
-    total, until = 0.0, 0.0
-    for span in spans:  # overlapped ones count once
-        total += max(0.0, span.end - max(span.start, until))
-        until = max(until, span.end)
-    return total
-
-
 def advance(
-    schedule: Schedule, costs: Costs, measured: Mapping[Action, float]
-) -> tuple[list[list[Span]], dict[int, tuple[Action, Action]]]:
-    """Let every rank go as far as it can.
-
-    Returns:
-        For each rank when its actions ran; and for each rank that does not reach its end the
-        action that it is stuck at and the action whose result that one waits for.
-    """
-    run = _Run(schedule, costs, measured)
-    while run.runnable:
-        run.go_on(run.runnable.pop())
-    stuck = {rank: (a, source_of(schedule, a)) for rank, a in enumerate(run.waits_at) if a}
-    return run.timeline, stuck
+    schedule: Schedule, costs: Costs, measured: Mapping[Action, float] = MappingProxyType({})
+) -> Timeline:
+    """Let every rank go as far as it can, whether or not the schedule is right."""
+    return _Run(schedule, costs, measured).result()
 
 
 def source_of(schedule: Schedule, action: Action) -> Action:
@@ -131,6 +157,16 @@ def source_of(schedule: Schedule, action: Action) -> Action:
     return Action(Op.I if schedule.is_split(after, microbatch) else Op.B, after, microbatch)
 
 
+class _Edge(NamedTuple):
+    """Where the results of a stage's F, or of its B and I, go."""
+
+    cells: list[float | None]
+    stage: int
+    rank: int
+    is_away: bool
+    size: float
+
+
 class _Run:
     """One simulation under way.
 
@@ -140,95 +176,106 @@ class _Run:
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, measured: Mapping[Action, float]) -> None:
-        size = schedule.stages * schedule.microbatches
         self._schedule, self._costs, self._measured = schedule, costs, measured
         self._times = action_times(schedule, costs)
-        self._message_bytes = _listed(costs, "message_bytes", schedule)
-        inputs: list[float | None] = [None] * size
+        inputs: list[float | None] = [None] * (schedule.stages * schedule.microbatches)
         gradients, leaves = inputs.copy(), inputs.copy()
-        self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: leaves}
         for first in range(0, schedule.stages, schedule.depth):
             for number in schedule.microbatches_of(first):
                 inputs[first * schedule.microbatches + number] = 0.0
+        self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: leaves}
+        self._edges = self._connect(inputs, gradients)
         self._recomputed = {a for mark, a in schedule.marks if mark is Mark.RECOMPUTE}
         self._links: dict[tuple[int, int], float] = {}
         self._plans = [[a for a in rank if a.op in self._times] for rank in schedule.ranks]
-        self.timeline: list[list[Span]] = [[] for _ in self._plans]
-        self.waits_at: list[Action | None] = [None] * len(self._plans)
-        self.runnable = list(range(len(self._plans)))
+        # For each rank that cannot go on: the cell that is empty.
+        self._waits: list[tuple[list[float | None], int] | None] = [None] * len(self._plans)
+        self._runnable = deque(range(len(self._plans)))
+        # For each action: when it began and ended. Numbers rather than spans, of which millions
+        # would keep the garbage collector busy.
+        self._starts: list[list[float]] = [[] for _ in self._plans]
+        self._ends: list[list[float]] = [[] for _ in self._plans]
 
-    def go_on(self, rank: int) -> None:
-        """Take the actions of a rank until one's input is not there."""
-        plan, spans = self._plans[rank], self.timeline[rank]
-        overlap_of, microbatches = self._schedule.overlap_of, self._schedule.microbatches
-        self.waits_at[rank] = None
-        free = spans[-1].end if spans else 0.0
-        while len(spans) < len(plan):
-            unit = plan[len(spans) : len(spans) + 1]
-            if overlap_of and plan[len(spans) + 1 :][:1] == [overlap_of.get(unit[0])]:
-                unit.append(plan[len(spans) + 1])
-            start = free
-            for action in unit:
-                ready = self._cells[action.op][action.stage * microbatches + action.microbatch]
-                if ready is None:
-                    self.waits_at[rank] = action
-                    return
-                start = max(start, ready)
-            free = start + self._duration(unit)
-            for action in unit:
-                spans.append(Span(action, start, free))
-                self._feed(rank, action, free)
+    def result(self) -> Timeline:
+        """Let every rank go as far as it can."""
+        programs = [self._program(rank) for rank in range(len(self._plans))]
+        while self._runnable:
+            next(programs[self._runnable.popleft()], None)
+        return Timeline(self._plans, self._starts, self._ends)
 
-    def _duration(self, unit: Sequence[Action]) -> float:
-        total = 0.0
-        for action in unit:
-            time = self._times[action.op][action.stage]
-            if self._recomputed and action.op in (Op.B, Op.I):
-                again = Action(Op.F, action.stage, action.microbatch)
-                time += self._times[Op.F][action.stage] if again in self._recomputed else 0.0
-            total += self._measured.get(action, time) if self._measured else time
-        return total if len(unit) == 1 else total * self._costs.overlap
+    def _connect(
+        self, inputs: list[float | None], gradients: list[float | None]
+    ) -> dict[Op, list[_Edge | None]]:
+        schedule, sizes = self._schedule, _listed(self._costs, "message_bytes", self._schedule)
+
+        def edge(stage: int, other: int | None, cells: list[float | None]) -> _Edge | None:
+            if other is None:
+                return None
+            rank = schedule.stage_ranks[other]
+            is_away = rank != schedule.stage_ranks[stage]
+            return _Edge(cells, other, rank, is_away, sizes[min(stage, other)])
+
+        stages = range(schedule.stages)
+        down = [edge(s, schedule.next_stage(s), inputs) or edge(s, s, gradients) for s in stages]
+        up = [edge(s, schedule.previous_stage(s), gradients) for s in stages]
+        return {Op.F: down, Op.B: up, Op.I: up, Op.W: [None for _ in stages]}
+
+    def _program(self, rank: int) -> Iterator[None]:
+        """Take the actions of a rank; pause where an input is not there."""
+        starts, ends, overlap_of = self._starts[rank], self._ends[rank], self._schedule.overlap_of
+        times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
+        constant = not self._recomputed and not self._measured
+        free, pair = 0.0, None
+        for action, after in zip_longest(self._plans[rank], self._plans[rank][1:]):
+            op, stage, microbatch = action
+            cell = stage * microbatches + microbatch
+            while (start := cells[op][cell]) is None:
+                self._waits[rank] = (cells[op], cell)
+                yield
+            if start < free:
+                start = free
+            duration = times[op][stage] if constant else self._duration(action)
+            if overlap_of and after is not None and overlap_of.get(action) == after:
+                pair = (action, start, duration)
+                continue
+            if pair is not None:
+                first, begun, more = pair
+                start, pair = max(start, begun), None
+                duration = (duration + more) * self._costs.overlap
+                starts.append(start)
+                ends.append(start + duration)
+                self._feed(rank, first, start + duration)
+            free = start + duration
+            starts.append(start)
+            ends.append(free)
+            self._feed(rank, action, free)
+
+    def _duration(self, action: Action) -> float:
+        time = self._times[action.op][action.stage]
+        if action.op in (Op.B, Op.I) and action._replace(op=Op.F) in self._recomputed:
+            time += self._times[Op.F][action.stage]
+        return self._measured.get(action, time)
 
     def _feed(self, rank: int, action: Action, end: float) -> None:
         """Fill the cells of what works on an action's result."""
         op, stage, microbatch = action
-        if op is Op.W:
-            return
         if op is Op.I:
-            self._fill(rank, Action(Op.W, stage, microbatch), end)
-        forward = op is Op.F
-        after = (
-            self._schedule.next_stage(stage) if forward else self._schedule.previous_stage(stage)
-        )
-        if after is not None:
-            at = self._arrival(rank, after, self._message_bytes[min(stage, after)], end)
-            self._fill(rank, Action(op, after, microbatch), at)
-        elif forward:
-            self._fill(rank, Action(Op.B, stage, microbatch), end)
-
-    def _fill(self, rank: int, action: Action, at: float) -> None:
-        cells = self._cells[action.op]
-        cells[action.stage * self._schedule.microbatches + action.microbatch] = at
-        holder = self._schedule.stage_ranks[action.stage]
-        waiting = self.waits_at[holder]
-        if (
-            waiting is not None
-            and waiting[1:] == action[1:]
-            and self._cells[waiting.op] is cells
-            and holder != rank
-        ):
-            self.waits_at[holder] = None
-            self.runnable.append(holder)
-
-    def _arrival(self, rank: int, stage: int, size: float, end: float) -> float:
-        """When a result reaches another stage; messages queue on the link of two ranks."""
-        link = (rank, self._schedule.stage_ranks[stage])
-        if link[0] == link[1]:
-            return end
-        if size and self._costs.bandwidth != math.inf:
-            end = max(end, self._links.get(link, 0.0)) + size / self._costs.bandwidth
-            self._links[link] = end
-        return end + self._costs.latency
+            self._cells[Op.W][stage * self._schedule.microbatches + microbatch] = end
+        edge = self._edges[op][stage]
+        if edge is None:
+            return
+        cells, other, holder, is_away, size = edge
+        if is_away:
+            if size and self._costs.bandwidth != math.inf:  # messages queue on the ranks' link
+                end = max(end, self._links.get((rank, holder), 0.0)) + size / self._costs.bandwidth
+                self._links[rank, holder] = end
+            end += self._costs.latency
+        cell = other * self._schedule.microbatches + microbatch
+        cells[cell] = end
+        waits = self._waits[holder]
+        if waits is not None and waits[1] == cell and waits[0] is cells:
+            self._waits[holder] = None
+            self._runnable.append(holder)
 
 
 def action_times(schedule: Schedule, costs: Costs) -> dict[Op, list[float]]:
@@ -247,23 +294,38 @@ def _listed(costs: Costs, what: str, schedule: Schedule) -> list[float]:
     return list(getattr(costs.spread(schedule.depth), what)) * schedule.directions
 
 
-def peaks(schedule: Schedule, actions: Iterable[Action], costs: Costs) -> tuple[int, float]:
-    """The most live activations of one rank's actions, and the most bytes that they keep."""
+def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
+    """For each rank the most live activations, and the most bytes that they keep."""
     kept = _listed(costs, "activation_bytes", schedule)
-    message = _listed(costs, "message_bytes", schedule)
-    marks = {action: mark for mark, action in schedule.marks if mark is not Mark.DEFER}
-    live = peak = 0
-    size = most = 0.0
-    for action in actions:
-        if action.op not in (Op.F, Op.B, Op.W):
-            continue
-        begins = action.op is Op.F
-        mark = marks.get(Action(Op.F, *action[1:])) if marks else None
-        own = kept[action.stage] if mark is None else 0.0
-        before = schedule.previous_stage(action.stage)
-        if mark is Mark.RECOMPUTE and before is not None:
-            own = message[before]
-        live += 1 if begins else -1
-        size += own if begins else -own
-        peak, most = max(peak, live), max(most, size)
-    return peak, most
+    inputs = _input_bytes(schedule, costs)
+    marks = {action[1:]: mark for mark, action in schedule.marks if mark is not Mark.DEFER}
+    found = []
+    for actions in schedule.ranks:
+        live = peak = 0
+        size = most = 0.0
+        for op, stage, microbatch in actions:
+            if op not in _LIVES:
+                continue
+            own = kept[stage]
+            if marks and (stage, microbatch) in marks:
+                is_recomputed = marks[stage, microbatch] is Mark.RECOMPUTE
+                own = inputs[stage] if is_recomputed else 0.0
+            if op is Op.F:
+                live += 1
+                size += own
+                if live > peak or size > most:
+                    peak, most = max(peak, live), max(most, size)
+            else:
+                live -= 1
+                size -= own
+        found.append((peak, most))
+    return found
+
+
+_LIVES = frozenset({Op.F, Op.B, Op.W})  # begin or end the life of an activation
+
+
+def _input_bytes(schedule: Schedule, costs: Costs) -> list[float]:
+    sizes = _listed(costs, "message_bytes", schedule)
+    before = [schedule.previous_stage(stage) for stage in range(schedule.stages)]
+    return [0.0 if stage is None else sizes[stage] for stage in before]
