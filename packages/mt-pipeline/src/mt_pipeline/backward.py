@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
+_FSDP = "RegisterPostBackwardFunctionBackward"
+
 Pending: TypeAlias = Callable[[], None]
 """What is left of a backward; calling it adds the remaining gradients to `.grad`."""
 
@@ -35,7 +37,8 @@ def backward_input(
 
     Some weights get their gradient now: those used at several places of the graph, whose parts
     autograd must add up, and those of a custom `autograd.Function` (a compiled module is one too),
-    which makes all its gradients in one go. If nothing is left, the graph is freed at once.
+    which makes all its gradients in one go. If nothing is left, the graph is freed at once. That
+    is so with FSDP too, which reduces a module's gradients when that of its input is there.
 
     Args:
         roots: The stage's outputs, or the objective.
@@ -131,6 +134,8 @@ class _Graph:
             Those whose gradient comes with the input's, and the others by the one node on the path
             that leads to them.
         """
+        if any(node.name() == _FSDP for node in self.nodes):
+            return [], {}
         owner: dict[Node, Node | None] = {}  # of every node off the path; None: not just one
         self._claim([root for root in self._roots if root not in self._on_path], None, owner)
         for node, children in self.nodes.items():
