@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -68,6 +68,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
         else:
             found.append(Violation(rank, index, reason))
     found += _missing(schedule, places)
+    found += _doubled(schedule, places)
     found += _disordered(schedule, places)
     found += _mismatched(schedule, places)
     if not found:
@@ -94,16 +95,19 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
     return None
 
 
-def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
+def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
     """What has to come before an action on its own rank."""
     op, stage, microbatch = action
-    if op.is_hook:
-        return
+    backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
+    if op is Op.REDUCE:
+        for number in schedule.microbatches_of(stage):
+            yield Action(Op.W if schedule.is_split(stage, number) else Op.B, stage, number)
     if op.is_send:
-        backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
         yield Action(Op.F if op is Op.SEND_F else backward, stage, microbatch)
     if not op.is_compute:
         return
+    if op is Op.F and Op.GATHER in hooked:
+        yield Action(Op.GATHER, stage)
     if op in (Op.B, Op.I):
         yield Action(Op.F, stage, microbatch)
     source = source_of(schedule, action)
@@ -115,26 +119,37 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
         yield Action(Op.RECV_F if op is Op.F else Op.RECV_B, stage, microbatch)
 
 
+def _hooked(places: _Places) -> set[Op]:
+    """The hooks that some stage has: then all have them."""
+    return {action.op for action in places if action.op.is_hook}
+
+
 def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
-    """Every action that a complete schedule has, hooks aside."""
+    """Every action that a complete schedule has."""
+    hooks = sorted(_hooked(places))
     for stage in range(schedule.stages):
         messages = [
-            op for op in Op if op.is_message and schedule.peer(Action(op, stage, 0)) is not None
+            op
+            for op in Op
+            if schedule.has_communication
+            and op.is_message
+            and schedule.peer(Action(op, stage)) is not None
         ]
         for number in schedule.microbatches_of(stage):
             split = any(Action(op, stage, number) in places for op in (Op.I, Op.W))
-            for op in (Op.F, Op.I, Op.W) if split else (Op.F, Op.B):
+            for op in (Op.F, *((Op.I, Op.W) if split else (Op.B,)), *messages):
                 yield Action(op, stage, number)
-            for op in messages if schedule.has_communication else ():
-                yield Action(op, stage, number)
+        for op in hooks:
+            yield Action(op, stage)
 
 
 def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
     absent = [action for action in _expected(schedule, places) if action not in places]
     needed_at: dict[Action, int] = {}
     if absent:
+        hooked = _hooked(places)
         for action, index in places.items():
-            for need in _needs(schedule, action):
+            for need in _needs(schedule, action, hooked):
                 needed_at[need] = min(index, needed_at.get(need, index))
     for action in absent:
         rank = schedule.stage_ranks[action.stage]
@@ -142,9 +157,22 @@ def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         yield Violation(rank, index, f"{action} is missing on this rank")
 
 
-def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+def _doubled(schedule: Schedule, places: _Places) -> Iterator[Violation]:
     for action, index in places.items():
-        for need in _needs(schedule, action):
+        if action.op is Op.B:
+            for op in (Op.I, Op.W):
+                part = action._replace(op=op)
+                if part in places:
+                    rank = schedule.stage_ranks[action.stage]
+                    yield Violation(
+                        rank, index, f"{action} does what {part}, action {places[part]}, does too"
+                    )
+
+
+def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    hooked = _hooked(places)
+    for action, index in places.items():
+        for need in _needs(schedule, action, hooked):
             at = places.get(need, -1)
             if at > index:
                 rank = schedule.stage_ranks[action.stage]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -185,6 +185,13 @@ class _Run:
                 inputs[first * schedule.microbatches + number] = 0.0
         self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: leaves}
         self._edges = self._connect(inputs, gradients)
+        # As in the executor, two actions overlap only where nothing is between them.
+        self._pairs = {
+            first
+            for actions in (schedule.ranks if schedule.overlaps else ())
+            for first, second in pairwise(actions)
+            if schedule.overlap_of.get(first) == second
+        }
         self._recomputed = {a for mark, a in schedule.marks if mark is Mark.RECOMPUTE}
         self._links: dict[tuple[int, int], float] = {}
         self._plans = [[a for a in rank if a.op in self._times] for rank in schedule.ranks]
@@ -222,11 +229,11 @@ class _Run:
 
     def _program(self, rank: int) -> Iterator[None]:
         """Take the actions of a rank; pause where an input is not there."""
-        starts, ends, overlap_of = self._starts[rank], self._ends[rank], self._schedule.overlap_of
+        starts, ends, pairs = self._starts[rank], self._ends[rank], self._pairs
         times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
         constant = not self._recomputed and not self._measured
         free, pair = 0.0, None
-        for action, after in zip_longest(self._plans[rank], self._plans[rank][1:]):
+        for action in self._plans[rank]:
             op, stage, microbatch = action
             cell = stage * microbatches + microbatch
             while (start := cells[op][cell]) is None:
@@ -235,7 +242,7 @@ class _Run:
             if start < free:
                 start = free
             duration = times[op][stage] if constant else self._duration(action)
-            if overlap_of and after is not None and overlap_of.get(action) == after:
+            if action in pairs:
                 pair = (action, start, duration)
                 continue
             if pair is not None:
