@@ -1,6 +1,6 @@
 """Our executor and torch.distributed.pipelining: equal gradients, and the ratio of step times.
 
-    python packages/mt-pipeline/benchmarks/torch_pipelining.py [--stages 2 4] [--steps 40]
+    python packages/mt-pipeline/benchmarks/torch_pipelining.py [--stages 2 4] [--steps 40] ...
 
 Steps of the two alternate in one run, each begun together by all ranks and timed until the last one
 is done. For each schedule the median of the ratios ours / theirs of neighbouring steps is printed,
@@ -140,7 +140,7 @@ def compare(ours: Step, theirs: Step, data: torch.Tensor, steps: int) -> list[tu
     return times[2:]
 
 
-def run(rank: int, world: int, steps: int, store: str) -> None:
+def run(rank: int, world: int, arguments: argparse.Namespace, store: str) -> None:
     """Compare all schedules on one rank of `world`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -148,6 +148,8 @@ def run(rank: int, world: int, steps: int, store: str) -> None:
     for (size, (rows, width, layers)), (name, options, kind) in itertools.product(
         SIZES.items(), PAIRS
     ):
+        if name not in arguments.schedules or size not in arguments.sizes:
+            continue
         schedule = make_schedule(name, stages=world, microbatches=MICROBATCHES, **options)
         mine = [make_stage(s, width, layers) for s in schedule.stages_of(rank)]
         copies = copy.deepcopy(mine)
@@ -168,7 +170,7 @@ def run(rank: int, world: int, steps: int, store: str) -> None:
         ]
         differences = (float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
         worst = largest(max(differences))
-        times = compare(ours, theirs, data, steps)
+        times = compare(ours, theirs, data, arguments.steps)
         low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
         if rank == 0:
             fastest = f"fastest {1e3 * min(a for a, _ in times):.1f} ms"
@@ -185,12 +187,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--schedules", nargs="+", default=[name for name, _, _ in PAIRS])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     arguments = parser.parse_args()
     for world in arguments.stages:
         with tempfile.TemporaryDirectory() as folder:
             mp.start_processes(
                 run,
-                args=(world, arguments.steps, f"{folder}/store"),
+                args=(world, arguments, f"{folder}/store"),
                 nprocs=world,
                 start_method="fork",
             )

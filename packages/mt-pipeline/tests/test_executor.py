@@ -228,7 +228,8 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
             dist.irecv = irecv
         return log
 
-    assert ranks(2, body)[1] == ["irecv", "irecv", "F", "B", "F", "irecv", "B", "F", "B"]
+    # All three fit among those that may be posted early.
+    assert ranks(2, body)[1] == ["irecv"] * 3 + ["F", "B"] * 3
 
 
 def test_sent_activations_are_freed_while_their_graph_lives(ranks):
@@ -243,7 +244,7 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
                 return {"y": x * weight}
             if dist.get_rank() == 0:
                 alive = [not ref.expired() for ref in refs]
-                assert sum(alive) <= 1, alive  # the send of the last one may be under way
+                assert sum(alive) <= 4, alive  # the sends of the last ones may be under way
             output = batch + weight  # keeps neither input nor output for its backward
             refs.append(StorageWeakRef(output.untyped_storage()))
             return output
@@ -252,12 +253,12 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
             return x + weight
 
         executor = Executor(
-            make_schedule("1f1b", stages=4, microbatches=6),
+            make_schedule("gpipe", stages=4, microbatches=12),
             middle if dist.get_rank() in (1, 2) else stage,
             group=dist.group.WORLD,
             activation=spec,
         )
-        executor.run(make_batches(6), objective=objective)
+        executor.run(make_batches(12), objective=objective)
 
     ranks(4, body)
 

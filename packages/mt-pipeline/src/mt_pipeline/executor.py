@@ -215,7 +215,7 @@ class Executor(Generic[M]):
         todo = steps(schedule.ranks[self.rank])
         while todo:
             step = todo.pop(0)
-            run.mail.exchange(step.exchange, todo[0].exchange if todo else ())
+            run.mail.exchange(step.exchange, (a for later in todo for a in later.exchange))
             if step.compute is None:
                 continue
             partner = schedule.overlap_of.get(step.compute)

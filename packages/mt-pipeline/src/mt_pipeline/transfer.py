@@ -79,17 +79,22 @@ def connect(
         ) from error
 
 
+_WINDOW = 4
+"""How many receives are posted early, and how many sends are under way, at most. Each costs the
+memory of an activation; ranks that differ in speed from one action to the next wait less."""
+
+
 class Mailbox:
     """The transfers of one run of one rank.
 
     An exchange is started and not awaited: what arrives is awaited by the computation that takes
-    it, what is sent has until the next exchange to go.
+    it, what is sent stays alive until it has gone.
 
     With `batched`, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what a
     communicator is given in order, so two ranks that each send first would wait for each other for
-    ever, unless the send and the receive go in together. Otherwise every transfer is a message of
-    its own (gloo), and receives are posted one exchange early, so that a message can leave its
-    sender at once.
+    ever, unless the send and the receive go in together. It is awaited at the next exchange.
+    Otherwise every transfer is a message of its own (gloo), and some receives are posted before
+    their exchange, so that a message can leave its sender at once; a few sends may be under way.
 
     Args:
         schedule: Says which rank is at the other end.
@@ -140,32 +145,41 @@ class Mailbox:
 
         Args:
             now: The sends and receives of this exchange.
-            ahead: Those of the next one, whose receives may be started already.
+            ahead: What follows: receives of it may be started already.
         """
         now = [action for action in now if self.carries(action)]
         if self._batched:
             self.finish()
             self._start_batch(now)
             return
-        for action in [*now, *(action for action in ahead if self.carries(action))]:
-            if action.op.is_receive and action not in self._arriving:
-                tensor = self.empty(action)
-                with self._naming(action):
-                    work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
-                self._arriving[action] = (tensor, work)
-        self.finish()
+        for action in now:
+            if action.op.is_receive:
+                self._receive(action)
+        for action in ahead:
+            if len(self._arriving) >= _WINDOW:
+                break
+            if action.op.is_receive and self.carries(action):
+                self._receive(action)
         for action in now:
             if action.op.is_send:
+                self.finish(but=_WINDOW - 1)
                 tensor = self._outgoing.pop(action)
                 with self._naming(action):
                     work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
                 self._leaving.append((action, tensor, work))
 
-    def finish(self) -> None:
-        """Wait for all sends, and let go of what they sent."""
-        for send, _, work in self._leaving:
+    def _receive(self, action: Action) -> None:
+        if action not in self._arriving:
+            tensor = self.empty(action)
+            with self._naming(action):
+                work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
+            self._arriving[action] = (tensor, work)
+
+    def finish(self, *, but: int = 0) -> None:
+        """Wait for all sends but some of the last, and let go of what they sent."""
+        while len(self._leaving) > but:
+            send, _, work = self._leaving.pop(0)
             self._wait(send, work)
-        self._leaving.clear()
 
     def _start_batch(self, actions: list[Action]) -> None:
         if not actions:
