@@ -243,8 +243,8 @@ class Executor(Generic[M]):
 
         Returns:
             For each rank its spans, in seconds from the first start: what `simulate` returns as
-            `timeline`, measured. Clocks are the machines' own. An action's time begins before it
-            waits for its input.
+            `timeline`, measured. An action begins when its input has arrived. Clocks are the
+            machines' own.
 
         Raises:
             ValueError: The latest run did not record them.

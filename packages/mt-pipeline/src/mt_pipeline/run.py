@@ -133,6 +133,7 @@ class Run(Generic[M]):
         self._objective = objective
         self._in_parts = bool(schedule.overlaps)
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._starts: dict[Action, float] = {}
         self._weights: dict[tuple[int, int], list[Pending]] = {}
 
     def compute(self, actions: Sequence[Action]) -> None:
@@ -145,20 +146,23 @@ class Run(Generic[M]):
 
     def _do(self, action: Action) -> Work:
         if self.failure is None:
-            start = self._now()
             try:
                 with naming(action, self._place.rank):
                     yield from self._work(action)
             except StageError as error:
                 self.failure = error
             if self.spans is not None:
-                self.spans.append(Span(action, start, self._now()))
+                end = self._now()
+                self.spans.append(Span(action, self._starts.pop(action, end), end))
         if self.failure is not None:
             self._go_without(action)
 
+    def _start(self, action: Action) -> None:
+        """Note when an action begins: once what it works on is there."""
+        if self.spans is not None:
+            self._starts[action] = self._now()
+
     def _now(self) -> float:
-        if self.spans is None:
-            return 0.0
         if self._place.device.type == "cuda":
             torch.cuda.synchronize(self._place.device)
         return time.time()
@@ -171,6 +175,7 @@ class Run(Generic[M]):
         return self._at_once(action)
 
     def _at_once(self, action: Action) -> Work:
+        self._start(action)
         if action.op is Op.W:
             for weights in self._weights.pop(action[1:]):
                 weights()
@@ -194,6 +199,7 @@ class Run(Generic[M]):
         if self._schedule.previous_stage(action.stage) is not None:
             kept.x = self.mail.take(Action(Op.RECV_F, *action[1:]))
             assert kept.x is not None, f"{action} has no input"  # noqa: S101 (was checked)
+        self._start(action)
         learns = self._objective is not None
         if learns and (Mark.RECOMPUTE, action) in self._schedule.marks:
             kept.random = _random_states(self._place.device)
@@ -255,6 +261,7 @@ class Run(Generic[M]):
         key = action[1:]
         is_last = self._schedule.next_stage(action.stage) is None
         grad = None if is_last else self.mail.take(Action(Op.RECV_B, *key))
+        self._start(action)
         kept = self._kept.pop(key)
         if kept.random is not None:
             self._forward_again(action, kept)
