@@ -160,7 +160,7 @@ def test_every_group_size_has_the_closed_form(p):
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_whole_grid_communicates_without_deadlock(name):
-    for row in random.Random(1).sample([row for row in GRID if row[0] == name], 60):
+    for row in [row for row in GRID if row[0] == name][::5]:
         chunks = {"chunks": row[3]} if is_looped(name) else {}
         assert check(insert_communication(make_schedule(*row[:3], **chunks))) == []
 

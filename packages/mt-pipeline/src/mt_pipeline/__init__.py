@@ -6,6 +6,7 @@ from mt_pipeline.checker import Violation, check
 from mt_pipeline.communication import forward_only, insert_communication, insert_hooks
 from mt_pipeline.costs import Costs
 from mt_pipeline.executor import Executor
+from mt_pipeline.gantt import Panel, draw_text
 from mt_pipeline.ir import Schedule
 from mt_pipeline.placement import own_layers, split_layers
 from mt_pipeline.schedules import GENERATORS, make_schedule
@@ -17,6 +18,7 @@ from mt_pipeline.stage import (
     StageError,
     WeightGradients,
 )
+from mt_pipeline.svg import draw_svg
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Mark",
     "Move",
     "Op",
+    "Panel",
     "Schedule",
     "Simulation",
     "Span",
@@ -42,6 +45,8 @@ __all__ = [
     "WeightGradients",
     "batch_boxes",
     "check",
+    "draw_svg",
+    "draw_text",
     "forward_only",
     "insert_communication",
     "insert_hooks",

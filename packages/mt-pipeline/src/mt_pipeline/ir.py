@@ -214,13 +214,14 @@ class Schedule:
         return "\n".join([head, *lines])
 
     def _line(self, rank: int, actions: Sequence[Action]) -> str:
-        marks = [self._mark(rank, action) for action in actions]
+        marks = [self.notation(rank, action) for action in actions]
         for index, action in enumerate(actions[:-1]):
             if actions[index + 1] == self.overlap_of.get(action):
                 marks[index : index + 2] = [f"{marks[index]}&{marks[index + 1]}", ""]
         return " ".join(filter(None, marks))
 
-    def _mark(self, rank: int, action: Action) -> str:
+    def notation(self, rank: int, action: Action) -> str:
+        """How an action is printed on a rank: `F3`, `F3b`."""
         held = self.stages_of(rank)
         number = "" if action.op.is_hook else action.microbatch
         if held == [action.stage]:
