@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,9 +20,11 @@ from mt_pipeline.ir import Schedule
 from mt_pipeline.run import Place, Run
 from mt_pipeline.simulator import Span
 from mt_pipeline.stage import Stage
-from mt_pipeline.transfer import TensorSpec, connect
+from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
+_AHEAD = 8
+"""How many steps are looked ahead for receives that can be posted early."""
 
 
 class Executor(Generic[M]):
@@ -212,22 +216,31 @@ class Executor(Generic[M]):
             objective=objective,
         )
         run.spans = [] if record else None
-        todo = steps(schedule.ranks[self.rank])
+        try:
+            self._take_steps(run, schedule)
+        except TransferError:
+            if run.failure is not None:  # what failed here may be why the others went away
+                raise run.failure from run.failure.__cause__
+            raise
+        self._spans = run.spans
+        self._raise_failure(run, schedule)
+        return [run.outputs[index] for index in sorted(run.outputs)]
+
+    def _take_steps(self, run: Run[M], schedule: Schedule) -> None:
+        todo = deque(steps(schedule.ranks[self.rank]))
         while todo:
-            step = todo.pop(0)
-            run.mail.exchange(step.exchange, (a for later in todo for a in later.exchange))
+            step = todo.popleft()
+            ahead = (action for later in islice(todo, _AHEAD) for action in later.exchange)
+            run.mail.exchange(step.exchange, ahead)
             if step.compute is None:
                 continue
             partner = schedule.overlap_of.get(step.compute)
             if todo and partner is not None and todo[0] == Step(exchange=(), compute=partner):
-                todo.pop(0)
+                todo.popleft()
                 run.compute([step.compute, partner])
             else:
                 run.compute([step.compute])
         run.mail.finish()
-        self._spans = run.spans
-        self._raise_failure(run, schedule)
-        return [run.outputs[index] for index in sorted(run.outputs)]
 
     def _raise_failure(self, run: Run[M], schedule: Schedule) -> None:
         failure = run.failure

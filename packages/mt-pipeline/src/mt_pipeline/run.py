@@ -74,18 +74,14 @@ class _Kept:
     random: list[Tensor] | None = None  # states to run the forward again with
 
 
-class _Queue:
+class _Queue(deque[Callable[[], None]]):
     """The weight gradients that one backward has left for later."""
 
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-
-    def put(self, compute: Callable[[], None], /) -> None:
-        self._waiting.append(compute)
+    put = deque.append
 
     def run(self) -> None:
-        while self._waiting:
-            self._waiting.pop(0)()
+        while self:
+            self.popleft()()
 
 
 class Run(Generic[M]):
@@ -267,17 +263,15 @@ class Run(Generic[M]):
             self._forward_again(action, kept)
         grads = [kept.seed if is_last else grad]
         weights: list[Pending] = []
-        later = False
         while kept.parts:
-            if later:
-                yield
-            later = True
             part = kept.parts.pop()
             pairs = [(e, g) for e, g in zip(part.edges, grads, strict=False) if g is not None]
             if pairs:
                 roots, incoming = map(list, zip(*pairs, strict=True))
                 weights += self._differentiate(action, roots, incoming, part.leaves)
             grads = [leaf.grad for leaf in part.leaves]
+            if kept.parts:
+                yield
         if action.op is Op.I:
             self._weights[key] = weights
         x = kept.x
