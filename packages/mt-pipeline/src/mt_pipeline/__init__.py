@@ -8,7 +8,14 @@ from mt_pipeline.costs import Costs
 from mt_pipeline.executor import Executor
 from mt_pipeline.gantt import Panel, draw_text
 from mt_pipeline.ir import Schedule
-from mt_pipeline.placement import own_layers, split_layers
+from mt_pipeline.layout import LayoutError, StageContent, parse_layout
+from mt_pipeline.placement import (
+    balance_layers,
+    own_layers,
+    place_layers,
+    place_stages,
+    split_layers,
+)
 from mt_pipeline.schedules import GENERATORS, make_schedule
 from mt_pipeline.simulator import Simulation, Span, simulate
 from mt_pipeline.stage import (
@@ -29,6 +36,7 @@ __all__ = [
     "Costs",
     "DefersWeightGradients",
     "Executor",
+    "LayoutError",
     "Mark",
     "Move",
     "Op",
@@ -38,11 +46,13 @@ __all__ = [
     "Span",
     "SplitStage",
     "Stage",
+    "StageContent",
     "StageError",
     "TensorSpec",
     "TransferError",
     "Violation",
     "WeightGradients",
+    "balance_layers",
     "batch_boxes",
     "check",
     "draw_svg",
@@ -53,6 +63,9 @@ __all__ = [
     "layout_boxes",
     "make_schedule",
     "own_layers",
+    "parse_layout",
+    "place_layers",
+    "place_stages",
     "plan_moves",
     "simulate",
     "split_layers",

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from mt_pipeline.action import Action, Op
 from mt_pipeline.ir import Schedule
+from mt_pipeline.placement import place_stages
 
 _Locate: TypeAlias = Callable[[int, int], tuple[int, int]]  # chunk, number -> stage, micro-batch
 
@@ -65,7 +66,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
         microbatches=microbatches,
         directions=2,
         ranks=tuple(tuple(action for unit in units for action in unit) for units in lists),
-        stage_ranks=(*range(stages), *reversed(range(stages))),
+        stage_ranks=place_stages(stages, 2, v_shape=True),
         peak_activations=(stages + 1,) * stages,
         overlaps=frozenset((u[0], u[1]) for units in lists for u in units if len(u) == 2),
     )
@@ -104,7 +105,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         stages=2 * stages,
         microbatches=microbatches,
         ranks=tuple(tuple(action for unit in units for action in unit) for units in lists),
-        stage_ranks=(*range(stages), *reversed(range(stages))),
+        stage_ranks=place_stages(stages, 2, v_shape=True),
         peak_activations=(2 * stages + 1,) * stages,
         overlaps=frozenset((u[0], u[1]) for units in lists for u in units if len(u) == 2),
     )

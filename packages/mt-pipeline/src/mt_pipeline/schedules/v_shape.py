@@ -16,6 +16,7 @@ import itertools
 
 from mt_pipeline.action import Action, Op
 from mt_pipeline.ir import Schedule
+from mt_pipeline.placement import place_stages
 from mt_pipeline.schedules.filling import fill_weights
 
 _PERIOD = 6
@@ -76,7 +77,7 @@ def _v_schedule(
     name: str, orders: list[list[Action]], microbatches: int, *, limit: int, early: bool = False
 ) -> Schedule:
     ranks = len(orders)
-    placement = (*range(ranks), *reversed(range(ranks)))
+    placement = place_stages(ranks, 2, v_shape=True)
     limit = min(limit, 2 * microbatches)
     return Schedule(
         name=name,
