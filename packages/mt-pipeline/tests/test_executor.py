@@ -1,5 +1,6 @@
 """The executor against the same model run without a pipeline, in fp64, bit for bit."""
 
+import dataclasses
 import datetime
 import re
 import time
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from mt_pipeline import (
     Action,
     Executor,
+    Mark,
     Op,
     Schedule,
     StageError,
@@ -261,6 +263,41 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
         executor.run(make_batches(12), objective=objective)
 
     ranks(4, body)
+
+
+def test_recomputed_dropout_of_the_global_generator_repeats_itself(ranks):
+    def body():
+        def run(*, marked):
+            schedule = make_schedule("zb-h1", stages=2, microbatches=4)
+            forwards = [a for _, _, a in schedule if a.op is Op.F]
+            marks = frozenset((Mark.RECOMPUTE, a) for a in forwards if marked)
+            torch.manual_seed(3)
+            layer, dropout = nn.Linear(WIDTH, WIDTH).double(), nn.Dropout(0.4)
+            forwards_run = []
+
+            def stage(x, batch):
+                forwards_run.append(torch.is_grad_enabled())
+                y = dropout(layer(batch if x is None else x))
+                return {"y": y} if dist.get_rank() == 1 else y
+
+            executor = Executor(
+                dataclasses.replace(schedule, marks=marks),
+                stage,
+                group=dist.group.WORLD,
+                activation=spec,
+            )
+            outputs = executor.run(make_batches(4), objective=objective)
+            after = torch.rand(1)
+            return layer.weight.grad, [o["y"] for o in outputs], after, forwards_run
+
+        plain, again = run(marked=False), run(marked=True)
+        assert torch.equal(plain[0], again[0])
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+        assert torch.equal(plain[2], again[2])  # later draws are where they were
+        assert plain[3] == [True] * 4
+        assert sorted(again[3]) == [False] * 4 + [True] * 4
+
+    ranks(2, body)
 
 
 def test_a_frozen_first_stage_sends_activations_and_takes_no_gradient(ranks):
