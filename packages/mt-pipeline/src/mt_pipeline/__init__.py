@@ -9,6 +9,7 @@ from mt_pipeline.executor import Executor
 from mt_pipeline.gantt import Panel, draw_text
 from mt_pipeline.ir import Schedule
 from mt_pipeline.layout import LayoutError, StageContent, parse_layout
+from mt_pipeline.optimise import optimise
 from mt_pipeline.placement import (
     balance_layers,
     own_layers,
@@ -62,6 +63,7 @@ __all__ = [
     "insert_hooks",
     "layout_boxes",
     "make_schedule",
+    "optimise",
     "own_layers",
     "parse_layout",
     "place_layers",

@@ -110,6 +110,7 @@ def simulate(
         weight: Time of one W, the rest of `backward` being that of I. None: half of `backward`.
         latency: Time between the end of an action and its result's arrival on another rank.
         costs: All of these at once, with bandwidth and bytes; takes the place of the four above.
+            Of more pieces than the model has stages neighbouring ones are joined.
         measured: Times of single actions, which come before the others.
 
     Raises:
@@ -117,6 +118,7 @@ def simulate(
     """
     if costs is None:
         costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
+        costs = costs.spread(schedule.depth)
     elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
         raise ValueError("costs is given beside single times: give the one or the others")
     timeline = advance(schedule, costs, measured or {})
@@ -298,7 +300,7 @@ def action_times(schedule: Schedule, costs: Costs) -> dict[Op, list[float]]:
 
 
 def _listed(costs: Costs, what: str, schedule: Schedule) -> list[float]:
-    return list(getattr(costs.spread(schedule.depth), what)) * schedule.directions
+    return list(getattr(costs.merged(schedule.depth), what)) * schedule.directions
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
