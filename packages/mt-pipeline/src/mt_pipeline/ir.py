@@ -108,8 +108,8 @@ class Schedule:
                 raise ValueError(f"{first} cannot overlap {second}: it takes an F and a B or I")
         for mark, action in self.marks:
             if action.op is not (Op.W if mark is Mark.DEFER else Op.F):
-                wanted = "W" if mark is Mark.DEFER else "F"
-                raise ValueError(f"{action} cannot be marked {mark.value}: only an {wanted} can")
+                wanted = "a W" if mark is Mark.DEFER else "an F"
+                raise ValueError(f"{action} cannot be marked {mark.value}: only {wanted} can")
 
     @cached_property
     def has_communication(self) -> bool:
