@@ -104,7 +104,7 @@ def measure(rank: int, folder: str) -> None:
             print(draw_text(panel, width=150), end="\n\n")
         Path(folder, "measured.svg").write_text(draw_svg(*panels))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def compare(schedule: Schedule, timeline: Sequence[Sequence[Span]]) -> list[Panel]:
