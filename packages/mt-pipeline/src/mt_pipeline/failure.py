@@ -28,7 +28,7 @@ def share_failure(
         error: What failed on this rank, None where nothing did.
         schedule: What was run.
         group: The ranks of the pipeline.
-        device: A device of the group's backend, for the messages.
+        device: Where activations live, which the group's backend therefore takes.
 
     Returns:
         The failure that comes first by the data's way through the schedule: the others may be its
@@ -62,8 +62,6 @@ def share(text: bytes, *, group: dist.ProcessGroup | None, device: torch.device)
     """Give every rank the texts of all: one all-reduce, and an all-gather unless all are empty."""
     if group is None:
         return [text]
-    if "cpu:" in dist.get_backend_config(group):
-        device = torch.device("cpu")  # no wait for an accelerator
     length = torch.tensor([len(text)], device=device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
     size = dist.get_world_size(group)
