@@ -14,6 +14,9 @@ LAYOUTS = {
     "dp2": (2, 2, []),
     "tp2-pp2": (4, 1, ["parallel.tp=2", "parallel.pp=2"]),
     "tp2-dp2": (4, 2, ["parallel.tp=2"]),
+    "tp2-cp2": (4, 1, ["parallel.tp=2", "parallel.cp=2"]),
+    "cp4": (4, 1, ["parallel.cp=4"]),
+    "cp2-pp2": (4, 1, ["parallel.cp=2", "parallel.pp=2"]),
     "tp2-pp2-dp2": (8, 2, ["parallel.tp=2", "parallel.pp=2"]),
 }
 SEQUENCE_PARALLEL = "parallel.sequence_parallel=true"
@@ -80,10 +83,23 @@ def test_every_layout_trains_like_one_process(
     assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("algorithm", ["all_gather", "ulysses", "hierarchical"])
+def test_every_context_algorithm_trains_like_one_process(
+    dtype, algorithm, tied, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    options = ["parallel.cp=4", "parallel.cp_inner=2", f"parallel.cp_algorithm={algorithm}"]
+    options += [f"training.dtype={dtype}", f"model.tied={str(tied).lower()}"]
+    run = tiny.train(tmp_path, *options, nproc=4)
+    assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
+
+
+@pytest.mark.parametrize("other", ["parallel.pp=2", "parallel.cp=2"])
 @pytest.mark.parametrize(
     "option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]
 )
-def test_model_options_keep_parity(option, tiny, tmp_path, losses, held_out, arrays) -> None:
+def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_out, arrays) -> None:
     expected = tiny.train(tmp_path / "one", option, "training.dtype=fp64")
     run = tiny.train(
         tmp_path / "eight",
@@ -91,7 +107,7 @@ def test_model_options_keep_parity(option, tiny, tmp_path, losses, held_out, arr
         "training.dtype=fp64",
         "training.micro_batch_size=2",
         "parallel.tp=2",
-        "parallel.pp=2",
+        other,
         SEQUENCE_PARALLEL,
         nproc=8,
     )
@@ -144,10 +160,11 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
             np.testing.assert_allclose(value, wanted[name], rtol=0, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", "tp2-dp2"])
+@pytest.mark.parametrize("layout", ["tp2-pp2", "tp2-dp2", "tp2-cp2", "cp4"])
 def test_checked_collectives_change_no_bit(layout, tiny, tmp_path, losses) -> None:
     nproc, dp, overrides = LAYOUTS[layout]
-    options = [*overrides, SEQUENCE_PARALLEL, f"training.micro_batch_size={4 // dp}"]
+    options = [*overrides, f"training.micro_batch_size={4 // dp}"]
+    options += [SEQUENCE_PARALLEL] if "tp2" in layout else []
     plain = tiny.train(tmp_path / "plain", *options, "training.steps=5", nproc=nproc)
     checked = tiny.train(
         tmp_path / "checked", *options, "training.steps=5", "parallel.check_timeout=30", nproc=nproc

@@ -94,7 +94,15 @@ BROKEN = {
         "run.yaml:13: optimizer.schedule: 'cosin' is not one of constant, linear, cosine, "
         "inverse-sqrt, wsd. Did you mean cosine?",
     ),
-    "context parallel": (MINIMAL + "parallel:\n  cp: 2\n", "run.yaml:13: parallel.cp: 2 is not"),
+    "inner groups that do not divide": (
+        MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
+        "parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical algorithm needs; "
+        "use one of 1, 2, 4",
+    ),
+    "a sequence that context parallelism cannot cut": (
+        MINIMAL + "parallel:\n  cp: 5\n",
+        "is not divisible by 10, which parallel.tp 1 with sequence_parallel=false and parallel.cp 5",
+    ),
     "number too large": (
         MINIMAL.replace("steps: 2", "steps: 99999999999999999999"),
         "run.yaml:8: training.steps: expected an integer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mt_context_parallel import AttentionDropout, context_parallel_attention
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
@@ -65,6 +66,7 @@ class Attention(nn.Module):
         self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
         self.num_kv_heads = groups // placement.tp
         self.first_head = placement.tp_index * self.num_kv_heads * queries
+        self.context = placement.context
         linear = placement.linear_arguments()
         self.qkv = ColumnParallelLinear(
             hidden_size, (groups, queries + 2, config.head_dim), bias=config.qkv_bias, **linear
@@ -90,7 +92,8 @@ class Attention(nn.Module):
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]
         drops = shared.sample_ids is not None and self.dropout.probability > 0
-        if shared.cache is None and not drops and matmul_attention_obstacle(qkv) is None:
+        split = self.context.group is not None
+        if shared.cache is None and not (drops or split) and matmul_attention_obstacle(qkv) is None:
             out = matmul_attention(qkv, table, self._norm())
         else:
             out = self._attend_by_head(qkv, table, shared, layer=layer)
@@ -109,11 +112,33 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
-        query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
+        query, key, value = (t.flatten(2, 3) for t in (query, key, value))
+        if self.context.group is not None:
+            return self._split_softmax(query, key, value, shared).flatten(2)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if shared.cache is not None:
             key, value = shared.cache.append(layer, key, value, shared.start)
         out = self._softmax(query, key, value, shared)
         return out.transpose(1, 2).flatten(2)
+
+    def _split_softmax(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
+        dropout = None
+        if shared.sample_ids is not None and self.dropout.probability > 0:
+            dropout = AttentionDropout(
+                probability=self.dropout.probability,
+                key=self.dropout.key,
+                sample_ids=shared.sample_ids,
+                heads=torch.arange(query.shape[2], device=query.device) + self.first_head,
+                num_heads=self.num_heads,
+            )
+        return context_parallel_attention(
+            query,
+            key,
+            value,
+            group=self.context.levels or self.context.group,
+            algorithm=self.context.algorithm,
+            dropout=dropout,
+        )
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
         if shared.sample_ids is not None and self.dropout.probability > 0:

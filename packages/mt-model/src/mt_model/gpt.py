@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypedDict, cast
 
 import torch
+from mt_context_parallel import Algorithm
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -31,7 +32,7 @@ from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.gemm import default_gemm
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
-from mt_model.placement import Pass, Placement
+from mt_model.placement import Context, Pass, Placement
 from mt_model.rotary import rotary_table
 
 
@@ -63,6 +64,8 @@ class GPT(nn.Module):
         state: this rank's place; None is a single process.
         layers: global indices of this stage's layers.
         sequence_parallel: split activations between the parallel regions over the sequence.
+        context_algorithm: how attention reaches the keys of the other ranks of a context group.
+        context_inner_size: ranks that swap tokens for heads, for the hierarchical algorithm.
         seed: of initial values and dropout.
         gemm: computes the linear layers.
         dtype: of parameters and activations.
@@ -80,6 +83,8 @@ class GPT(nn.Module):
         *,
         layers: range | None = None,
         sequence_parallel: bool = False,
+        context_algorithm: Algorithm = "ring",
+        context_inner_size: int | None = None,
         seed: int = 0,
         gemm: Gemm | None = None,
         dtype: torch.dtype = torch.float32,
@@ -100,6 +105,7 @@ class GPT(nn.Module):
             gemm=default_gemm(where) if gemm is None else gemm,
             dtype=dtype,
             device=where,
+            context=Context.create(state, context_algorithm, context_inner_size),
         )
         self._build()
         self._materialize(state, seed)
@@ -130,17 +136,21 @@ class GPT(nn.Module):
             The activation for the next stage or, on the last stage, the losses.
 
         Shape:
-            x: [B, S, hidden] (S / tp tokens under sequence parallelism); tokens, labels: [B, S];
-            sample_ids: [B].
+            x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism); tokens, labels:
+            [B, S], whole on every rank of a context group; sample_ids: [B].
         """
         shared = self._share(batch)
-        x = self._embed(batch["tokens"], shared) if self.has_embedding else x
+        x = (
+            self._embed(self.placement.context.own(batch["tokens"]), shared)
+            if self.has_embedding
+            else x
+        )
         x = self._run_layers(_received(x), shared)
         if not self.has_head:
             return x
         if "labels" not in batch:
             raise ValueError("the last stage computes the loss and needs batch['labels']")
-        return self._loss(x, batch["labels"])
+        return self._loss(x, self.placement.context.own(batch["labels"]))
 
     @torch.no_grad()
     def logits(
@@ -293,13 +303,11 @@ class GPT(nn.Module):
         tokens, config, placement = batch["tokens"], self.config, self.placement
         length = tokens.shape[1]
         self._check_length(length)
-        if placement.sequence_parallel and length % placement.tp:
-            raise ValueError(
-                f"sequence length {length} does not divide by tp={placement.tp}, which sequence "
-                f"parallelism needs. Nearest that does: {length // placement.tp * placement.tp} "
-                f"or {(length // placement.tp + 1) * placement.tp}"
-            )
+        self._check_split(length)
         tables = self._tables(0, length)
+        if placement.context.group is not None:
+            positions = placement.context.positions(length, tokens.device)
+            tables = {key: table[:, positions] for key, table in tables.items()}
         if not (self.training and self._drops()):
             return Pass(length=length, tables=tables)
         if "sample_ids" not in batch:
@@ -322,10 +330,10 @@ class GPT(nn.Module):
 
     def _own_positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens between the tensor-parallel regions."""
+        positions = self.placement.context.positions(length, device)
         if not self.placement.sequence_parallel:
-            return torch.arange(length, device=device)
-        share = length // self.placement.tp
-        return torch.arange(share, device=device) + self.placement.tp_index * share
+            return positions
+        return positions.chunk(self.placement.tp)[self.placement.tp_index]
 
     def _tables(self, start: int, length: int) -> dict[tuple[int, float], Tensor]:
         return {
@@ -367,12 +375,31 @@ class GPT(nn.Module):
                 f"larger max_sequence_length"
             )
 
+    def _check_split(self, length: int) -> None:
+        placement = self.placement
+        context = placement.context.size
+        parts = (2 * context if context > 1 else 1) * (
+            placement.tp if placement.sequence_parallel else 1
+        )
+        if length % parts:
+            below = length // parts * parts
+            raise ValueError(
+                f"sequence length {length} does not divide by {parts}, which context parallelism "
+                f"over {context} ranks and tp={placement.tp} with sequence_parallel="
+                f"{placement.sequence_parallel} need. Nearest that does: {below} or {below + parts}"
+            )
+
     def _check_inference(self, tokens: Tensor, cache: KVCache | None, start: int) -> None:
         if not (self.has_embedding and self.has_head):
             raise ValueError(
                 f"logits() needs the whole model, and this stage holds layers "
                 f"{self.layer_range.start} to {self.layer_range.stop - 1} of "
                 f"{self.config.num_layers}. Build it with pp=1"
+            )
+        if self.placement.context.group is not None:
+            raise ValueError(
+                f"logits() needs whole sequences, and cp={self.placement.context.size} ranks share "
+                "them. Build the model with cp=1"
             )
         if self.placement.sequence_parallel:
             raise ValueError("logits() needs a model built with sequence_parallel=False")

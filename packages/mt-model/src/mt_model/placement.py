@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import PartitionSpec, shard_param
+from mt_context_parallel import Algorithm, HierarchicalGroups, segments, shard
+from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
@@ -26,6 +27,56 @@ class LinearArguments(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """How this rank shares its sequences with other ranks.
+
+    Attributes:
+        group: the ranks that share a sequence, or None.
+        algorithm: how attention gets at the others' keys.
+        levels: of the group, for the hierarchical algorithm.
+    """
+
+    group: dist.ProcessGroup | None = None
+    algorithm: Algorithm = "ring"
+    levels: HierarchicalGroups | None = None
+
+    @staticmethod
+    def create(state: ParallelState, algorithm: Algorithm, inner_size: int | None) -> Context:
+        """Make it, with the levels that the algorithm needs. Collective over the group.
+
+        Raises:
+            ValueError: the hierarchical algorithm, and an inner size that does not divide cp.
+        """
+        group, size, levels = state.group("cp"), state.size("cp"), None
+        if group is not None and algorithm == "hierarchical":
+            if not inner_size or size % inner_size:
+                valid = [n for n in range(1, size + 1) if size % n == 0]
+                raise ValueError(
+                    f"context_inner_size={inner_size} does not divide cp={size}, which the "
+                    f"hierarchical algorithm needs; use one of {valid}"
+                )
+            inner, outer = state.level_groups("cp", (inner_size, size // inner_size))
+            levels = HierarchicalGroups(inner=inner, outer=outer)
+        return Context(group=group, algorithm=algorithm, levels=levels)
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.group is None else self.group.size()
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's tokens of whole sequences. [B, S, ...] -> [B, S / size, ...]."""
+        return x if self.group is None else shard(x, self.group)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
+        if self.group is None:
+            return torch.arange(length, device=device)
+        runs = segments(length, ranks=self.group.size(), rank=self.group.rank())
+        return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in runs])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """What every layer's constructor needs to know about this rank.
 
@@ -38,6 +89,7 @@ class Placement:
         gemm: computes the linear layers.
         dtype: of the parameters.
         device: of the parameters.
+        context: the ranks that share the sequences.
     """
 
     group: dist.ProcessGroup | None
@@ -48,6 +100,7 @@ class Placement:
     gemm: Gemm
     dtype: torch.dtype
     device: torch.device
+    context: Context = field(default_factory=Context)
 
     def linear_arguments(self) -> LinearArguments:
         """For the constructors of parallel linear layers; they draw nothing (`GPT` does)."""

@@ -195,6 +195,8 @@ class ParallelSection:
     pp: int = 1
     dp: int | None = None
     cp: int = 1
+    cp_algorithm: Literal["ring", "all_gather", "ulysses", "hierarchical"] = "ring"
+    cp_inner: int | None = None
     ep: int = 1
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
@@ -204,15 +206,20 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
-        checks.at_least(1, "tp", "pp", "dp", "cp", "ep", "bucket_size")
+        checks.at_least(1, "tp", "pp", "dp", "cp", "cp_inner", "ep", "bucket_size")
         checks.above(0, "check_timeout")
-        for name in ("cp", "ep"):
-            if getattr(self, name) > 1:
-                checks.add(
-                    name,
-                    f"{getattr(self, name)} is not available in mt-train 0.1, which has no "
-                    f"{'context' if name == 'cp' else 'expert'} parallel layers; use 1",
-                )
+        if self.ep > 1:
+            checks.add(
+                "ep",
+                f"{self.ep} is not available in mt-train 0.1, which has no expert parallel layers; "
+                "use 1",
+            )
+        if self.cp_algorithm == "hierarchical" and (not self.cp_inner or self.cp % self.cp_inner):
+            checks.add(
+                "cp_inner",
+                f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
+                f"algorithm needs; use one of {divisors(self.cp)}",
+            )
         checks.done()
 
 
@@ -283,10 +290,15 @@ class RunConfig:
                 f"{training.micro_batch_size} does not divide training.global_batch_size "
                 f"{training.global_batch_size}; use one of {divisors(training.global_batch_size)}"
             )
-        if parallel.sequence_parallel and training.sequence_length % parallel.tp:
+        parts = (2 * parallel.cp if parallel.cp > 1 else 1) * (
+            parallel.tp if parallel.sequence_parallel else 1
+        )
+        if training.sequence_length % parts:
             errors["training.sequence_length"] = (
-                f"{training.sequence_length} is not divisible by parallel.tp {parallel.tp}, which "
-                f"sequence parallelism needs; use {_nearest(training.sequence_length, parallel.tp)}"
+                f"{training.sequence_length} is not divisible by {parts}, which parallel.tp "
+                f"{parallel.tp} with sequence_parallel={str(parallel.sequence_parallel).lower()} "
+                f"and parallel.cp {parallel.cp} need; use "
+                f"{_nearest(training.sequence_length, parts)}"
             )
         stride = self.evaluation.stride
         if stride is not None and stride > training.sequence_length:

@@ -74,6 +74,8 @@ class Trainer:
             state,
             layers=own_layers(model_config.num_layers, state),
             sequence_parallel=parallel.sequence_parallel,
+            context_algorithm=parallel.cp_algorithm,
+            context_inner_size=parallel.cp_inner,
             seed=training.seed,
             dtype=self.dtype,
             device=state.device,
@@ -110,7 +112,9 @@ class Trainer:
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
         rows, length = batch["tokens"].shape
-        sharded = self.state.size("tp") if self.config.parallel.sequence_parallel else 1
+        sharded = self.state.size("cp")
+        if self.config.parallel.sequence_parallel:
+            sharded *= self.state.size("tp")
         return TensorSpec((rows, length // sharded, self.model.config.hidden_size), self.dtype)
 
     def count_parameters(self) -> int:
@@ -199,7 +203,7 @@ class Trainer:
         count = torch.tensor(
             sum(int((batch["labels"] >= 0).sum()) for batch in batches), dtype=torch.float64
         )
-        group = self.state.group("dp-cp")
+        group = self.state.group("dp")  # context-parallel ranks hold the same batch, whole
         if group is not None:
             count = count.to(self.state.device)
             dist.all_reduce(count, group=group)

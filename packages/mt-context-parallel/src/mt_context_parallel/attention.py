@@ -1,0 +1,258 @@
+"""Attention over a sequence that is split over ranks: the entry and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_context_parallel.exchange import heads_to_tokens, tokens_to_heads
+from mt_context_parallel.function import SplitAttention
+from mt_context_parallel.gathered import order_of, sorted_runs
+from mt_context_parallel.kernels import FlashKernel, Kernel, ReferenceKernel, SdpaCpuKernel
+from mt_context_parallel.local import LocalAttention
+from mt_context_parallel.splits import Segment, Split, segments
+from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
+
+__all__ = ["Algorithm", "HierarchicalGroups", "context_parallel_attention", "default_kernels"]
+
+Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalGroups:
+    """The two levels of a context group: rank = outer rank * inner size + inner rank.
+
+    Attributes:
+        inner: neighbours, on one node, who swap tokens for heads; None for one rank.
+        outer: the ranks with the same place in their inner groups, who form rings; None for one.
+    """
+
+    inner: dist.ProcessGroup | None
+    outer: dist.ProcessGroup | None
+
+    @staticmethod
+    def create(group: dist.ProcessGroup, *, inner_size: int) -> HierarchicalGroups:
+        """Makes both levels of ``group``. Collective over ``group`` alone.
+
+        Raises:
+            ValueError: ``inner_size`` does not divide the group's size.
+        """
+        ranks = group.size()
+        if inner_size < 1 or ranks % inner_size:
+            valid = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            raise ValueError(
+                f"inner_size is {inner_size}, which does not divide the {ranks} ranks of the "
+                f"group; sizes that do are {valid}"
+            )
+        members, rank = dist.get_process_group_ranks(group), group.rank()
+        first = rank // inner_size * inner_size
+        made = []
+        for part in (members[first : first + inner_size], members[rank % inner_size :: inner_size]):
+            made.append(dist.new_group(part, use_local_synchronization=True))
+        return HierarchicalGroups(inner=made[0], outer=made[1])
+
+
+def default_kernels() -> tuple[Kernel, ...]:
+    """Fused kernels first; the plain one computes what they cannot."""
+    return FlashKernel(), SdpaCpuKernel(), ReferenceKernel()
+
+
+def context_parallel_attention(  # noqa: PLR0913 - the options of one operation, by keyword
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | HierarchicalGroups | None,
+    algorithm: Algorithm = "ring",
+    mask: AttentionMask | None = None,
+    split: Split = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    scale: float | None = None,
+    kernels: tuple[Kernel, ...] | None = None,
+) -> Tensor:
+    """Attention of this rank's tokens to those of the whole group, forward and backward exact.
+
+    Args:
+        q: Queries of this rank's tokens, as :func:`shard` gives them.
+        k: Keys of the same tokens. Fewer heads than queries: neighbouring query heads share one.
+        v: Values of the same tokens.
+        group: The ranks that share the sequence; None for one that is not split. The algorithm
+            "hierarchical" takes :class:`HierarchicalGroups`, the others a process group.
+        algorithm: "ring" sends keys round the group while computing; "all_gather" has all keys on
+            every rank; "ulysses" swaps the split sequence for split heads; "hierarchical" does
+            that in the inner groups, and rings over the outer.
+        mask: Who sees whom; causal where None.
+        split: How the sequence was split.
+        cu_seqlens: Starts of the packed documents and the end of the last, in the whole sequence.
+            Documents do not see each other.
+        sinks: A logit per query head that takes part in the softmax and has no value. Its gradient
+            is this rank's part of a sum over the group.
+        dropout: Of the attention weights.
+        scale: Of the scores; 1 / sqrt(D) where None.
+        kernels: To choose from, the first that can compute a tile; :func:`default_kernels` if None.
+
+    Shape:
+        q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
+
+    Raises:
+        ValueError: Shapes, sizes or options do not fit; the message has the nearest that do.
+    """
+    mask = AttentionMask() if mask is None else mask
+    inner, outer = _levels(group, algorithm)
+    ranks, own = _size(inner) * _size(outer), _rank(outer) * _size(inner) + _rank(inner)
+    length = q.shape[1] * ranks if q.dim() == 4 else 0
+    _check(q, k, v, mask=mask, length=length, sinks=sinks, dropout=dropout)
+    runs = [
+        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
+        for rank in range(ranks)
+    ]
+    documents = mask.documents
+    whole = Tile(
+        q=runs[own][0],
+        kv=runs[own][0],
+        causal=mask.causal,
+        window=mask.window,
+        documents=documents[None] if documents is not None and documents.dim() == 1 else documents,
+        length=length,
+        dropout=dropout,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    chosen = default_kernels() if kernels is None else kernels
+    if inner is not None:
+        return _over_heads(q, k, v, sinks, (inner, outer), (whole, runs, chosen))
+    return SplitAttention(
+        local=LocalAttention(whole=whole, q_runs=runs[own], kernels=chosen),
+        runs=runs,
+        group=outer,
+        gather=algorithm == "all_gather",
+    )(q, k, v, sinks)
+
+
+def _over_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    levels: tuple[dist.ProcessGroup, dist.ProcessGroup | None],
+    work: tuple[Tile, list[list[Segment]], tuple[Kernel, ...]],
+) -> Tensor:
+    """Swaps tokens for heads in the inner group, and rings over the outer one if there is one."""
+    inner, outer = levels
+    whole, runs, kernels = work
+    size, heads = inner.size(), q.shape[2]
+    if heads % size or (k.shape[2] % size and size % k.shape[2]):
+        raise ValueError(
+            f"{heads} query heads and {k.shape[2]} key heads cannot be split over the {size} ranks "
+            f"that swap tokens for heads; query heads must be a multiple of {size}, the nearest "
+            f"being {max(1, round(heads / size)) * size}, and key heads a multiple or a divisor of "
+            f"{size}; or use algorithm='ring' or 'all_gather'"
+        )
+    if k.shape[2] < size:  # each rank then has a copy of the one key head its queries share
+        k, v = (x.repeat_interleave(size // k.shape[2], dim=2) for x in (k, v))
+    count = heads // size
+    first = inner.rank() * count
+    if whole.dropout is not None:
+        whole = replace(whole, dropout=whole.dropout.of_heads(first, count, heads))
+    blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
+    own = blocks[_rank(outer)]
+    joined = [sorted_runs(block) for block in blocks]
+    order = order_of(own, q.device)
+    q, k, v = (tokens_to_heads(x, inner).index_select(1, order) for x in (q, k, v))
+    out = SplitAttention(
+        local=LocalAttention(whole=whole, q_runs=joined[_rank(outer)], kernels=kernels),
+        runs=joined,
+        group=outer,
+        gather=False,
+    )(q, k, v, None if sinks is None else sinks[first : first + count])
+    return heads_to_tokens(out.index_select(1, order.argsort()), inner)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _levels(
+    group: dist.ProcessGroup | HierarchicalGroups | None, algorithm: Algorithm
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The group that swaps tokens for heads and the one that shares keys; None for one rank."""
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(f"algorithm must be one of {get_args(Algorithm)}, got {algorithm!r}")
+    if isinstance(group, HierarchicalGroups):
+        if algorithm != "hierarchical":
+            raise TypeError(
+                f"algorithm={algorithm!r} takes one process group, got HierarchicalGroups; pass "
+                "the whole context group or choose 'hierarchical'"
+            )
+        inner, outer = group.inner, group.outer
+    elif group is None or group.size() == 1:
+        return None, None
+    elif algorithm == "hierarchical":
+        raise TypeError(
+            "algorithm='hierarchical' takes HierarchicalGroups, got one process group of "
+            f"{group.size()} ranks; make them with HierarchicalGroups.create(group, inner_size=...)"
+        )
+    else:
+        inner, outer = (group, None) if algorithm == "ulysses" else (None, group)
+    return inner if _size(inner) > 1 else None, outer if _size(outer) > 1 else None
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    length: int,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None,
+) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be [B, S, heads, head_dim], got {shapes}")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]):
+        raise ValueError(
+            f"q, k and v must have the same B and S, and k and v the same heads: {shapes}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+    heads, groups = q.shape[2], k.shape[2]
+    if not groups or heads % groups:
+        nearest = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"{heads} query heads cannot share {groups} key heads evenly; {heads} heads can share "
+            f"{min(nearest, key=lambda n: abs(n - groups))}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if mask.window is not None and length and mask.window > length:
+        raise ValueError(
+            f"window is {mask.window}, but the sequence has {length} tokens; use at most {length}, "
+            "or None for no window"
+        )
+    documents = None if mask.documents is None else tuple(mask.documents.shape)
+    if documents not in (None, (length,), (q.shape[0], length)):
+        raise ValueError(
+            f"mask.documents is {documents}, but must be ({length},) or {(q.shape[0], length)}: it "
+            "is of the whole sequence, unlike q"
+        )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks must be [{heads}], one per query head, got {tuple(sinks.shape)}")
+    if dropout is not None and tuple(dropout.sample_ids.shape) != (q.shape[0],):
+        raise ValueError(
+            f"dropout.sample_ids must be [{q.shape[0]}], one per sample, got "
+            f"{tuple(dropout.sample_ids.shape)}"
+        )
+    if dropout is not None and dropout.heads is not None and len(dropout.heads) != heads:
+        raise ValueError(
+            f"dropout.heads must name the {heads} query heads here, got {len(dropout.heads)}"
+        )

@@ -1,0 +1,97 @@
+"""The autograd function that all algorithms share: sinks, and a backward from the saved output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_context_parallel.gathered import gathered_backward, gathered_forward
+from mt_context_parallel.local import LocalAttention, Partial
+from mt_context_parallel.ring import ring_backward, ring_forward
+from mt_context_parallel.splits import Segment
+
+__all__ = ["SplitAttention"]
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitAttention:
+    """Attention of this rank's queries to the keys of a group.
+
+    Attributes:
+        local: what this rank computes.
+        runs: what each rank of the group holds.
+        group: the ranks that share the keys; None for this one alone.
+        gather: get all keys at once rather than one rank's after another.
+    """
+
+    local: LocalAttention
+    runs: Sequence[Sequence[Segment]]
+    group: dist.ProcessGroup | None
+    gather: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """The attention output.
+
+        Shape:
+            q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
+        """
+        return cast(Tensor, _Function.apply(q, k, v, sinks, self))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, without sinks."""
+        if self.group is None:
+            partial = Partial(q, v.shape[-1])
+            self.local.forward(partial, q, k, v, self.runs[0])
+            return partial.result()
+        algorithm = gathered_forward if self.gather else ring_forward
+        return algorithm(self.local, q, k, v, self.group, self.runs)
+
+    def backward(self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]) -> Triple:
+        """Gradients of queries, keys and values from (dout, out, lse, delta)."""
+        if self.group is not None:
+            algorithm = gathered_backward if self.gather else ring_backward
+            return algorithm(self.local, qkv, of_queries, self.group, self.runs)
+        q, k, v = qkv
+        dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        dkv = self.local.backward(qkv, self.runs[0], of_queries, dq)
+        return (dq, *(dkv or (torch.zeros_like(k), torch.zeros_like(v))))
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SplitAttention
+    ) -> Tensor:
+        out, lse = attention.forward(q, k, v)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            out = out * (lse - total).exp_().transpose(1, 2)[..., None]
+            lse = total
+        out = out.to(q.dtype)
+        ctx.attention = attention
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = grads[0]
+        delta = (dout.to(lse.dtype) * out).sum(dim=-1).transpose(1, 2)
+        dq, dk, dv = ctx.attention.backward((q, k, v), (dout, out, lse, delta))
+        dsinks = None
+        if sinks is not None:
+            # A sink is a key with the value 0: its weight exp(sink - lse) times (0 - delta).
+            weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp_()
+            dsinks = (weight * delta).sum(dim=(0, 2)).neg_().to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None

@@ -1,0 +1,232 @@
+"""Attention of one tile: output and log-sum-exp forward, a backward given the global log-sum-exp.
+
+With the log-sum-exp over *all* keys of a query, the gradients of one tile are exact on their own:
+P = exp(scores - lse) are the true weights, and delta = <dout, out> is the same for every tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mt_context_parallel.tiles import Tile
+
+__all__ = ["FlashKernel", "Kernel", "ReferenceKernel", "SdpaCpuKernel", "TileGrads", "kernel_for"]
+
+
+class TileGrads(NamedTuple):
+    """Gradients of one tile's queries, keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Kernel(Protocol):
+    """Computes a tile. Heads of keys divide those of queries: groups share a key head.
+
+    Shape:
+        q, out: [B, q, H, D]; k, v: [B, kv, G, D]; lse: [B, H, q].
+    """
+
+    name: str
+    block: int | None
+    """The longest tile side it takes; the caller cuts longer ones."""
+
+    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+        """Why this kernel cannot compute the tile, or None where it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over the tile's keys; -inf for a query that sees none."""
+        ...
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
+    ) -> TileGrads:
+        """Gradients, given (dout, out, lse, delta): over all keys, not the tile's alone."""
+        ...
+
+
+class ReferenceKernel:
+    """Plain torch, on any device: every mask and dropout; scores of one block at a time."""
+
+    name = "reference"
+
+    def __init__(self, block: int = 1024) -> None:
+        if block < 1:
+            raise ValueError(f"block must be at least 1 token, got {block}")
+        self.block: int | None = block
+
+    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+        """Always."""
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`. Softmax in fp32, or fp64 for fp64 inputs."""
+        scores = _scores(q, k, tile)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = scores.sub_(_finite(lse)[..., None]).exp_()
+        kept = tile.kept(q.shape[2], weights.dtype, q.device)
+        if kept is not None:
+            weights *= kept
+        out = _grouped(weights, k.shape[2]) @ _heads_first(v, weights.dtype)
+        return _heads_last(out, q), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
+    ) -> TileGrads:
+        """See :class:`Kernel`."""
+        dout, _, lse, delta = of_queries
+        groups = k.shape[2]
+        weights = _scores(q, k, tile).sub_(_finite(lse)[..., None]).exp_()
+        kept = tile.kept(q.shape[2], weights.dtype, q.device)
+        dropped = weights if kept is None else weights * kept
+        dout_rows = _grouped(_heads_first(dout, weights.dtype), groups)
+        dv = _grouped(dropped, groups).transpose(-1, -2) @ dout_rows
+        dweights = (dout_rows @ _heads_first(v, weights.dtype).transpose(-1, -2)).view_as(weights)
+        if kept is not None:
+            dweights *= kept
+        dscores = _grouped(dweights.sub_(delta[..., None]).mul_(weights).mul_(tile.scale), groups)
+        dq = dscores @ _heads_first(k, weights.dtype)
+        dk = dscores.transpose(-1, -2) @ _grouped(_heads_first(q, weights.dtype), groups)
+        return TileGrads(_heads_last(dq, q), dk.transpose(1, 2), dv.transpose(1, 2))
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.transpose(1, 2).to(dtype)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Rows of the query heads that share a key head, together. [B, H, q, n] -> [B, G, R * q, n]."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
+def _heads_last(rows: Tensor, like: Tensor) -> Tensor:
+    """[B, G, R * q, D] -> [B, q, H, D]."""
+    batch, length, heads, _ = like.shape
+    return rows.reshape(batch, heads, length, rows.shape[-1]).transpose(1, 2)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 where no key is seen: all scores are -inf there, and -inf - -inf would be NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+    """Masked scores. [B, H, q, kv]."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = _grouped(_heads_first(q, dtype), k.shape[2])
+    scores = (rows @ _heads_first(k, dtype).transpose(-1, -2)).mul_(tile.scale)
+    scores = scores.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    allowed = tile.allowed(q.device)
+    return scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
+
+
+def _plain_causal(tile: Tile) -> str | None:
+    """Why a kernel that knows no mask but ``is_causal`` cannot compute the tile."""
+    if tile.dropout is not None and tile.dropout.probability:
+        return "dropout by global index"
+    if tile.documents is not None:
+        return "document ids"
+    if tile.window is not None:
+        return f"a window of {tile.window}"
+    if tile.causal and not tile.is_square:
+        return "a causal mask over different queries and keys"
+    return None
+
+
+class SdpaCpuKernel:
+    """torch's flash attention for the CPU: full and causal tiles."""
+
+    name = "sdpa-cpu"
+    block: int | None = None
+
+    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+        """See :class:`Kernel`."""
+        if q.device.type != "cpu":
+            return f"device {q.device.type}"
+        return _plain_causal(tile)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.transpose(1, 2) for x in (q, k, v)), 0.0, tile.causal, scale=tile.scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
+    ) -> TileGrads:
+        """See :class:`Kernel`."""
+        dout, out, lse, _ = of_queries
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
+            lse,
+            0.0,
+            tile.causal,
+            scale=tile.scale,
+        )
+        return TileGrads(*(g.transpose(1, 2) for g in grads))
+
+
+class FlashKernel:
+    """torch's flash attention for CUDA, fp16 and bf16: full and causal tiles."""
+
+    name = "flash"
+    block: int | None = None
+
+    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+        """See :class:`Kernel`."""
+        if q.device.type != "cuda":
+            return f"device {q.device.type}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {q.dtype}"
+        if q.shape[-1] > 256 or q.shape[-1] % 8:
+            return f"head_dim {q.shape[-1]}, not a multiple of 8 up to 256"
+        if not hasattr(torch.ops.aten, "_flash_attention_forward"):
+            return "a torch built without flash attention"
+        return _plain_causal(tile)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, tile.causal, False),
+            scale=tile.scale,
+        )
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
+    ) -> TileGrads:
+        """See :class:`Kernel`."""
+        dout, out, lse, _ = of_queries
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seeds of a dropout of 0
+        sizes = (q.shape[1], k.shape[1])
+        grads = torch.ops.aten._flash_attention_backward(
+            dout.contiguous(),
+            *(q, k, v, out.contiguous(), lse.contiguous(), None, None, *sizes, 0.0, tile.causal),
+            *(unused, unused),
+            scale=tile.scale,
+        )
+        return TileGrads(*grads)
+
+
+def kernel_for(q: Tensor, k: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
+    """The first of ``kernels`` that can compute the tile.
+
+    Raises:
+        ValueError: None can; the message has each one's reason.
+    """
+    reasons = []
+    for kernel in kernels:
+        reason = kernel.supports(q, k, tile)
+        if reason is None:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ValueError(
+        f"no kernel can compute the attention ({'; '.join(reasons)}); add "
+        "ReferenceKernel() to kernels"
+    )

@@ -1,0 +1,123 @@
+"""Attention of this rank's queries to some keys, tile by tile, and the merge by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mt_context_parallel.kernels import Kernel, TileGrads, kernel_for
+from mt_context_parallel.splits import Segment
+from mt_context_parallel.tiles import Tile, blocks_of, tiles_of
+
+__all__ = ["LocalAttention", "Partial", "merge"]
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the attention over each.
+
+    Shape:
+        out, other_out: [B, S, H, D]; lse, other_lse: [B, H, S]. Returns out and lse of the union.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    # Where both are -inf (no key seen), the weights are exp(-inf - 0) = 0, not NaN.
+    finite = total.masked_fill(total == -torch.inf, 0.0)
+    first, second = ((part - finite).exp_().transpose(1, 2)[..., None] for part in (lse, other_lse))
+    return out * first + other_out * second, total
+
+
+@dataclass
+class Partial:
+    """Output and log-sum-exp over the keys seen so far, in fp32 (fp64 for fp64 queries)."""
+
+    q: Tensor
+    v_dim: int
+    out: Tensor | None = field(default=None, init=False)
+    lse: Tensor | None = field(default=None, init=False)
+
+    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
+        """Merges a tile's result into its rows."""
+        if self.out is None and tile.q.length == self.q.shape[1]:
+            self.out, self.lse = out, lse
+            return
+        whole, whole_lse = self.result()
+        self.out = whole = whole.to(torch.promote_types(self.q.dtype, torch.float32))
+        rows = tile.q_rows
+        merged, total = merge(whole[:, rows], whole_lse[:, :, rows], out, lse)
+        if tile.q.length == self.q.shape[1]:
+            self.out, self.lse = merged, total
+        else:
+            whole[:, rows], whole_lse[:, :, rows] = merged, total
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp; 0 and -inf for queries that saw no key."""
+        if self.out is None or self.lse is None:
+            batch, length, heads, _ = self.q.shape
+            dtype = torch.promote_types(self.q.dtype, torch.float32)
+            self.out = self.q.new_zeros((batch, length, heads, self.v_dim), dtype=dtype)
+            self.lse = self.out.new_full((batch, heads, length), -torch.inf)
+        return self.out, self.lse
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAttention:
+    """What this rank computes: its queries, the masks, and the kernels to choose from."""
+
+    whole: Tile
+    q_runs: Sequence[Segment]
+    kernels: tuple[Kernel, ...]
+
+    def forward(
+        self, into: Partial, q: Tensor, k: Tensor, v: Tensor, kv_runs: Sequence[Segment]
+    ) -> None:
+        """Adds the attention to the keys of ``kv_runs``.
+
+        Shape:
+            q: [B, S, H, D]; k, v: [B, K, G, D] with the tokens of ``kv_runs``.
+        """
+        for tile, kernel in self._work(q, k, kv_runs):
+            rows = q[:, tile.q_rows], k[:, tile.kv_rows], v[:, tile.kv_rows]
+            into.add(tile, *kernel.forward(*rows, tile))
+
+    def backward(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        kv_runs: Sequence[Segment],
+        of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+        dq: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Adds to ``dq`` and returns the gradients of the keys and values; None if none is seen.
+
+        Shape:
+            q, dout, out, dq: [B, S, H, D]; k, v: [B, K, G, D]; lse, delta: [B, H, S].
+        """
+        q, k, v = qkv
+        dout, out, lse, delta = of_queries
+        dkv: tuple[Tensor, Tensor] | None = None
+        for tile, kernel in self._work(q, k, kv_runs):
+            rows, keys = tile.q_rows, tile.kv_rows
+            grads: TileGrads = kernel.backward(
+                q[:, rows],
+                k[:, keys],
+                v[:, keys],
+                tile,
+                (dout[:, rows], out[:, rows], lse[:, :, rows], delta[:, :, rows]),
+            )
+            dq[:, rows] += grads.q
+            if dkv is None and tile.kv.length == k.shape[1]:
+                dkv = grads.k.to(dq.dtype), grads.v.to(dq.dtype)
+                continue
+            if dkv is None:
+                dkv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
+            dkv[0][:, keys] += grads.k
+            dkv[1][:, keys] += grads.v
+        return dkv
+
+    def _work(self, q: Tensor, k: Tensor, kv_runs: Sequence[Segment]) -> list[tuple[Tile, Kernel]]:
+        work = []
+        for tile in tiles_of(self.whole, self.q_runs, kv_runs):
+            kernel = kernel_for(q, k, tile, self.kernels)
+            work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
+        return work

@@ -1,0 +1,105 @@
+"""Ring attention: keys and values travel round the group while queries stay.
+
+Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_context_parallel.local import LocalAttention, Partial
+from mt_context_parallel.splits import Segment
+
+__all__ = ["ring_backward", "ring_forward"]
+
+Runs = Sequence[Sequence[Segment]]
+
+
+class _Hop:
+    """A tensor on its way to the next rank, and another on its way here from the previous."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        rank, ranks = group.rank(), group.size()
+        self._sent, self._received = x, torch.empty_like(x)  # kept alive until it has left
+        to, source = (rank + 1) % ranks, (rank - 1) % ranks
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=group, group_peer=to),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=source),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """The tensor from the previous rank."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = message.split([k.numel(), v.numel()])
+    return first.view(k.shape), second.view(v.shape)
+
+
+def ring_forward(
+    local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, runs: Runs
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the next rank's keys arrive while these are attended to.
+
+    Args:
+        local: This rank's part.
+        q: Queries.
+        k: Keys of this rank.
+        v: Values of this rank.
+        group: The ring.
+        runs: What each rank of the group holds.
+    """
+    rank, ranks = group.rank(), group.size()
+    partial = Partial(q, v.shape[-1])
+    message = _packed(k, v)
+    for step in range(ranks):
+        hop = _Hop(message, group) if step < ranks - 1 else None
+        local.forward(partial, q, *_unpacked(message, k, v), runs[(rank - step) % ranks])
+        if hop is not None:
+            message = hop.wait()
+    return partial.result()
+
+
+def ring_backward(
+    local: LocalAttention,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    group: dist.ProcessGroup,
+    runs: Runs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values.
+
+    Keys go round once more, and their gradients follow one step behind, so that both messages are
+    under way while the next tile is computed. After the last hop the gradients are at home.
+    """
+    q, k, v = qkv
+    rank, ranks = group.rank(), group.size()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q, dtype=dtype)
+    message, gradients = _packed(k, v), list[_Hop]()
+    for step in range(ranks):
+        hop = _Hop(message, group) if step < ranks - 1 else None
+        dkv = local.backward(
+            (q, *_unpacked(message, k, v)), runs[(rank - step) % ranks], of_queries, dq
+        )
+        gradient = message.new_zeros(message.shape, dtype=dtype) if dkv is None else _packed(*dkv)
+        if gradients:
+            gradient += gradients.pop().wait()
+        gradients.append(_Hop(gradient, group))
+        if hop is not None:
+            message = hop.wait()
+    return (dq, *_unpacked(gradients.pop().wait(), k, v))

@@ -1,0 +1,222 @@
+"""Which tokens of a sequence each rank holds, and the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Segment", "Split", "pad_length", "positions", "segments", "shard", "unshard"]
+
+Split = Literal["zigzag", "contiguous"]
+Group = dist.ProcessGroup | None
+
+
+class Segment(NamedTuple):
+    """A run of neighbouring tokens that one rank holds.
+
+    Attributes:
+        start: index of the first token in the whole sequence.
+        length: tokens in the run.
+        local: index of the first token in the rank's shard.
+        document: number of the packed document; 0 in a sequence that is not packed.
+    """
+
+    start: int
+    length: int
+    local: int
+    document: int
+
+
+def parts_of(split: Split, ranks: int) -> int:
+    """The number of equal pieces a document is cut in."""
+    if split not in get_args(Split):
+        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    return ranks if split == "contiguous" or ranks == 1 else 2 * ranks
+
+
+def pad_length(length: int, *, ranks: int, split: Split = "zigzag") -> int:
+    """The least length, at least ``length``, that can be split over ``ranks``."""
+    parts = parts_of(split, ranks)
+    return max(1, -(-length // parts)) * parts
+
+
+def document_bounds(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:
+    """Checked starts of the documents and the end of the last: [0, ..., length].
+
+    A CUDA tensor is read back, which waits for the device; a list or a CPU tensor is not.
+
+    Raises:
+        ValueError: The bounds do not rise from 0 to ``length``, or the sequence is empty.
+    """
+    if length < 1:
+        raise ValueError(f"the sequence has {length} tokens; at least 1 is needed")
+    if cu_seqlens is None:
+        return [0, length]
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    bounds = [int(n) for n in values]
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length:
+        ends = (bounds[0], bounds[-1]) if bounds else ()
+        raise ValueError(
+            f"cu_seqlens must go from 0 to the sequence length {length}, got {len(bounds)} bounds "
+            f"with ends {ends}"
+        )
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        if end <= start:
+            raise ValueError(
+                f"cu_seqlens must rise, but document {number} goes from {start} to {end}; leave "
+                "empty documents out"
+            )
+    return bounds
+
+
+def segments(
+    length: int,
+    *,
+    ranks: int,
+    rank: int,
+    split: Split = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+) -> list[Segment]:
+    """The runs of tokens that ``rank`` holds, in the order of its shard.
+
+    ``"zigzag"`` cuts in 2 * ranks chunks and gives rank i the chunks i and 2 * ranks - 1 - i, so
+    that every rank has the same causal work; ``"contiguous"`` gives rank i the i-th of ``ranks``
+    chunks. A packed sequence has every document cut in this way on its own.
+
+    Args:
+        length: Tokens in the whole sequence, all documents together.
+        ranks: Ranks that share the sequence.
+        rank: Whose runs.
+        split: How a document is cut.
+        cu_seqlens: Starts of the packed documents and the end of the last; None for one document.
+
+    Raises:
+        ValueError: A document's length does not divide; the message has the nearest that do.
+    """
+    parts = parts_of(split, ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
+    bounds = document_bounds(length, cu_seqlens)
+    own = (rank,) if parts == ranks else (rank, parts - 1 - rank)
+    found: list[Segment] = []
+    local = 0
+    for document, (start, end) in enumerate(pairwise(bounds)):
+        size = end - start
+        if size % parts:
+            what = "the sequence" if len(bounds) == 2 else f"document {document}"
+            below = size // parts * parts
+            nearest = " or ".join(str(n) for n in (below, below + parts) if n)
+            raise ValueError(
+                f"{what} has {size} tokens, which split={split!r} over {ranks} ranks cuts in "
+                f"{parts} equal parts; the nearest lengths that work are {nearest}; pad to "
+                f"pad_length({size}, ranks={ranks}, split={split!r})"
+            )
+        chunk = size // parts
+        for part in own:
+            found.append(Segment(start + part * chunk, chunk, local, document))
+            local += chunk
+    return found
+
+
+def index_of(runs: Sequence[Segment], device: torch.device | str = "cpu") -> Tensor:
+    """Index in the whole sequence of every token of a shard. Returns [S] of int64."""
+    return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in runs])
+
+
+def positions(
+    length: int,
+    *,
+    ranks: int,
+    rank: int,
+    split: Split = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Position of every token of a shard within its own document, as rotary embeddings need it.
+
+    Shape:
+        Returns [length / ranks] of int64.
+    """
+    bounds = document_bounds(length, cu_seqlens)
+    runs = segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
+    return torch.cat(
+        [torch.arange(s.length, device=device) + (s.start - bounds[s.document]) for s in runs]
+    )
+
+
+def shard(
+    x: Tensor,
+    group: Group,
+    *,
+    dim: int = 1,
+    split: Split = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """This rank's tokens of ``x``, which every rank holds whole.
+
+    Shape:
+        x: [..., S, ...] at ``dim``. Returns [..., S / ranks, ...].
+
+    Raises:
+        ValueError: The sequence, or a document of it, does not divide.
+    """
+    if group is None or group.size() == 1:
+        document_bounds(x.shape[dim], cu_seqlens)
+        return x
+    runs = segments(
+        x.shape[dim], ranks=group.size(), rank=group.rank(), split=split, cu_seqlens=cu_seqlens
+    )
+    return torch.cat([x.narrow(dim, s.start, s.length) for s in runs], dim=dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, indices: list[Tensor]) -> Tensor:
+        """Gathers [S, ...] shards and puts every token where it belongs."""
+        ctx.group, ctx.own = group, indices[group.rank()]  # type: ignore[attr-defined]
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return torch.empty_like(out).index_copy_(0, torch.cat(indices), out)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Sums what the ranks did with the whole and keeps the own tokens."""
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
+        return total.index_select(0, ctx.own), None, None  # type: ignore[attr-defined]
+
+
+def unshard(
+    x: Tensor,
+    group: Group,
+    *,
+    dim: int = 1,
+    split: Split = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """The whole of what :func:`shard` split, on every rank. Collective.
+
+    The backward sums the ranks' gradients: it is the adjoint for ranks that use the whole for
+    different work. Where all compute the same loss from it, divide that loss by the group's size.
+
+    Shape:
+        x: [..., S / ranks, ...] at ``dim``. Returns [..., S, ...].
+    """
+    if group is None or group.size() == 1:
+        return x
+    ranks = group.size()
+    indices = [
+        index_of(
+            segments(x.shape[dim] * ranks, ranks=ranks, rank=r, split=split, cu_seqlens=cu_seqlens),
+            x.device,
+        )
+        for r in range(ranks)
+    ]
+    return cast(Tensor, _Unshard.apply(x.movedim(dim, 0), group, indices)).movedim(0, dim)

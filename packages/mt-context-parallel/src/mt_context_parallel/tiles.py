@@ -1,0 +1,239 @@
+"""What may see what, as data, and the tiles of the score matrix that this leaves to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from mt_parallel_state import random_uniform
+from torch import Tensor
+
+from mt_context_parallel.splits import Segment
+
+__all__ = ["AttentionDropout", "AttentionMask", "Tile", "tiles_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMask:
+    """Which keys a query sees, by their positions in the whole sequence.
+
+    Attributes:
+        causal: a query at i sees keys at j <= i only.
+        window: a query sees keys less than this many positions away only; None for all.
+        documents: a query sees keys of the same document only: ids of all tokens of the whole
+            (not split) sequence, equal on every rank. Prefer ``cu_seqlens`` where the bounds are
+            known to the host: tiles between documents are then not computed at all.
+
+    Shape:
+        documents: [S] or [B, S] of integers.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 token, got {self.window}")
+        if self.documents is not None and self.documents.dim() not in (1, 2):
+            raise ValueError(
+                f"documents must be [S] or [B, S], got shape {tuple(self.documents.shape)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDropout:
+    """Dropout of attention weights as a function of (sample, head, query, key) alone.
+
+    The weight with the index ``((sample * num_heads + head) * S + query) * S + key`` in a sequence
+    of S tokens is dropped where ``random_uniform(key, index) < probability``: the same for every
+    split of samples, heads or sequence over ranks.
+
+    Attributes:
+        probability: chance of a weight to be dropped, in [0, 1).
+        key: of the random values, from ``mt_parallel_state.hash_key``.
+        sample_ids: global id of each sample of the batch.
+        heads: global indices of this rank's query heads; None where it has all of them.
+        num_heads: query heads of all ranks; None where this rank has all of them.
+
+    Shape:
+        sample_ids: [B] of int64; heads: [H] of int64.
+    """
+
+    probability: float
+    key: int
+    sample_ids: Tensor
+    heads: Tensor | None = None
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability < 1:
+            raise ValueError(f"probability must be in [0, 1), got {self.probability}")
+        if (self.heads is None) != (self.num_heads is None):
+            raise ValueError(
+                f"heads and num_heads go together, got heads={self.heads} and "
+                f"num_heads={self.num_heads}"
+            )
+
+    def of_heads(self, start: int, count: int, total: int) -> AttentionDropout:
+        """For ``count`` of the ``total`` query heads here, from ``start``."""
+        device = self.sample_ids.device
+        heads = torch.arange(total, device=device) if self.heads is None else self.heads
+        return replace(self, heads=heads[start : start + count], num_heads=self.num_heads or total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A run of queries against a run of keys.
+
+    Attributes:
+        q: the queries.
+        kv: the keys.
+        causal: some pair is ruled out by causality.
+        window: some pair is ruled out by this window; None if not.
+        documents: ids to compare, or None where all pairs are of one document. [1 or B, S]
+        length: tokens in the whole sequence.
+        dropout: of the weights.
+        scale: of the scores.
+    """
+
+    q: Segment
+    kv: Segment
+    causal: bool
+    window: int | None
+    documents: Tensor | None
+    length: int
+    dropout: AttentionDropout | None
+    scale: float
+
+    @property
+    def is_square(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return self.q.start == self.kv.start and self.q.length == self.kv.length
+
+    @property
+    def q_rows(self) -> slice:
+        """The queries in the shard."""
+        return slice(self.q.local, self.q.local + self.q.length)
+
+    @property
+    def kv_rows(self) -> slice:
+        """The keys in their shard."""
+        return slice(self.kv.local, self.kv.local + self.kv.length)
+
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """True where the query may see the key; None where all may. [1 or B, 1, q, kv]."""
+        result: Tensor | None = None
+        if self.causal or self.window is not None:
+            q = torch.arange(self.q.length, device=device) + (self.q.start - self.kv.start)
+            distance = q[:, None] - torch.arange(self.kv.length, device=device)
+            if self.causal:
+                result = distance >= 0
+            if self.window is not None:
+                near = distance.abs() < self.window
+                result = near if result is None else result & near
+            result = None if result is None else result[None, None]
+        if self.documents is not None:
+            q = self.documents[:, self.q.start : self.q.start + self.q.length]
+            kv = self.documents[:, self.kv.start : self.kv.start + self.kv.length]
+            same = (q[:, :, None] == kv[:, None, :])[:, None]
+            result = same if result is None else result & same
+        return result
+
+    def kept(self, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """0 for dropped weights and 1 / (1 - probability) for the others. [B, H, q, kv]."""
+        if self.dropout is None or not self.dropout.probability:
+            return None
+        site = self.dropout
+        own = torch.arange(heads, device=device) if site.heads is None else site.heads
+        planes = site.sample_ids[:, None] * (site.num_heads or heads) + own
+        q = torch.arange(self.q.length, device=device) + self.q.start
+        kv = torch.arange(self.kv.length, device=device) + self.kv.start
+        pair = q[:, None] * self.length + kv
+        index = planes.to(device)[..., None, None] * (self.length * self.length) + pair
+        keep = random_uniform(site.key, index) >= site.probability
+        return keep.to(dtype).div_(1 - site.probability)
+
+
+def _cut(run: Segment, block: int | None) -> list[Segment]:
+    if block is None or run.length <= block:
+        return [run]
+    return [
+        Segment(run.start + n, min(block, run.length - n), run.local + n, run.document)
+        for n in range(0, run.length, block)
+    ]
+
+
+def _cut_at(run: Segment, q: Segment) -> list[Segment]:
+    """Keys before, among and after the queries: full, causal and masked, if there is no window."""
+    ends = [run.start, q.start, q.start + q.length, run.start + run.length]
+    bounds = sorted({min(max(end, ends[0]), ends[-1]) for end in ends})
+    return [
+        Segment(start, end - start, run.local + start - run.start, run.document)
+        for start, end in pairwise(bounds)
+    ]
+
+
+def _joined(runs: Sequence[Segment]) -> list[Segment]:
+    """Runs that follow each other both in the sequence and in the shard become one."""
+    joined: list[Segment] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.document == run.document
+            and last.start + last.length == run.start
+            and last.local + last.length == run.local
+        ):
+            joined[-1] = last._replace(length=last.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment]) -> list[Tile]:
+    """The tiles with at least one visible pair, by positions; each has only the masks it needs.
+
+    Args:
+        whole: Carries mask, dropout and scale; its own runs do not matter.
+        q_runs: The queries of a shard.
+        kv_runs: The keys of a shard.
+    """
+    return [
+        tile
+        for q in _joined(q_runs)
+        for run in _joined(kv_runs)
+        for kv in (_cut_at(run, q) if whole.causal else [run])
+        if (tile := _tile(whole, q, kv)) is not None
+    ]
+
+
+def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
+    """``tile`` cut in blocks of at most ``block`` queries and keys, the masked ones left out."""
+    return [
+        part
+        for q in _cut(tile.q, block)
+        for kv in _cut(tile.kv, block)
+        if (part := _tile(tile, q, kv)) is not None
+    ]
+
+
+def _tile(whole: Tile, q: Segment, kv: Segment) -> Tile | None:
+    if q.document != kv.document:
+        return None
+    least = q.start - (kv.start + kv.length - 1)  # of the distances query - key
+    most = q.start + q.length - 1 - kv.start
+    if whole.causal and most < 0:
+        return None
+    if whole.window is not None and (least >= whole.window or most <= -whole.window):
+        return None
+    inside = whole.window is None or (most < whole.window and least > -whole.window)
+    return replace(
+        whole,
+        q=q,
+        kv=kv,
+        causal=whole.causal and least < 0,
+        window=None if inside else whole.window,
+    )

@@ -1,0 +1,239 @@
+"""Split attention against one whole sequence in fp64, by autograd over a dense score matrix."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_context_parallel import (
+    AttentionDropout,
+    AttentionMask,
+    HierarchicalGroups,
+    ReferenceKernel,
+    context_parallel_attention,
+    shard,
+    unshard,
+)
+from mt_parallel_state import hash_key, random_uniform
+from torch import Tensor
+
+BATCH, HEADS, DIM = 2, 4, 8
+KEY = hash_key("test", "dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention, whatever it is split over."""
+
+    groups: int = 4
+    causal: bool = True
+    window: int | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    documents: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    length: int = 32
+    dtype: torch.dtype = torch.float64
+
+    def draw(self) -> dict[str, Tensor]:
+        """Whole q, k, v, the output's gradient, and sinks."""
+        g = torch.Generator().manual_seed(11)
+        shape = (BATCH, self.length, HEADS, DIM)
+        narrow = (BATCH, self.length, self.groups, DIM)
+        drawn = {
+            "q": torch.randn(shape, generator=g, dtype=torch.float64),
+            "k": torch.randn(narrow, generator=g, dtype=torch.float64),
+            "v": torch.randn(narrow, generator=g, dtype=torch.float64),
+            "dout": torch.randn(shape, generator=g, dtype=torch.float64),
+            "sinks": torch.randn(HEADS, generator=g, dtype=torch.float64),
+        }
+        return {name: x.to(self.dtype) for name, x in drawn.items()}
+
+    def document_ids(self) -> Tensor:
+        """[B, S]: other bounds in each sample, not multiples of anything."""
+        position = torch.arange(self.length)
+        return torch.stack([(position >= 5).long() + (position >= 17), (position >= 9).long()])
+
+    def allowed(self) -> Tensor:
+        """[B, 1, S, S], by definition."""
+        position = torch.arange(self.length)
+        distance = position[:, None] - position
+        ok = torch.ones(BATCH, 1, self.length, self.length, dtype=torch.bool)
+        if self.causal:
+            ok &= distance >= 0
+        if self.window is not None:
+            ok &= distance.abs() < self.window
+        if self.cu_seqlens is not None:
+            ids = torch.bucketize(position, torch.tensor(self.cu_seqlens[1:]), right=True)
+            ok &= ids[:, None] == ids
+        if self.documents:
+            ids = self.document_ids()
+            ok &= (ids[:, :, None] == ids[:, None, :])[:, None]
+        return ok
+
+
+def dense(case: Case) -> dict[str, Tensor]:
+    """Output and gradients of the whole, in fp64 from the case's rounded inputs."""
+    whole = {name: x.double().requires_grad_() for name, x in case.draw().items()}
+    q = whole["q"].transpose(1, 2)
+    k, v = (
+        whole[n].repeat_interleave(HEADS // case.groups, dim=2).transpose(1, 2) for n in ("k", "v")
+    )
+    scores = (q @ k.transpose(-1, -2)) * DIM**-0.5
+    scores = scores.masked_fill(~case.allowed(), -torch.inf)
+    if case.sinks:
+        sinks = whole["sinks"][None, :, None, None].expand(BATCH, -1, case.length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : case.length]
+    if case.dropout:
+        n = case.length
+        index = torch.arange(BATCH * HEADS * n * n).view(BATCH, HEADS, n, n) + 7 * HEADS * n * n
+        weights = weights * (random_uniform(KEY, index) >= case.dropout) / (1 - case.dropout)
+    out = (weights @ v).transpose(1, 2)
+    out.backward(whole["dout"].detach())
+    grads = {f"d{n}": whole[n].grad for n in ("q", "k", "v")}
+    if case.sinks:
+        grads["dsinks"] = whole["sinks"].grad
+    return {"out": out.detach(), **grads}
+
+
+ALGORITHMS = ("ring", "all_gather", "ulysses", "hierarchical")
+
+
+def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
+    """The same over the world's ranks, put back together; sinks' gradients summed."""
+    group, whole = dist.group.WORLD, case.draw()
+    kind = {"split": options.pop("split", "zigzag"), "cu_seqlens": case.cu_seqlens}
+    local = {n: shard(whole[n], group, **kind) for n in ("q", "k", "v", "dout")}
+    for name in ("q", "k", "v"):
+        local[name] = local[name].clone().requires_grad_()
+    sinks = whole["sinks"].requires_grad_() if case.sinks else None
+    groups = group
+    if algorithm == "hierarchical":
+        groups = HierarchicalGroups.create(group, inner_size=max(1, group.size() // 2))
+    dropout = AttentionDropout(
+        probability=case.dropout, key=KEY, sample_ids=torch.arange(BATCH) + 7
+    )
+    out = context_parallel_attention(
+        *(local[n] for n in ("q", "k", "v")),
+        group=groups,
+        algorithm=algorithm,
+        mask=AttentionMask(
+            causal=case.causal,
+            window=case.window,
+            documents=case.document_ids() if case.documents else None,
+        ),
+        sinks=sinks,
+        dropout=dropout if case.dropout else None,
+        **kind,
+        **options,
+    )
+    out.backward(local["dout"])
+    parts = {"out": out.detach(), **{f"d{n}": local[n].grad for n in ("q", "k", "v")}}
+    result = {name: unshard(x, group, **kind) for name, x in parts.items()}
+    if sinks is not None:
+        dist.all_reduce(sinks.grad, group=group)
+        result["dsinks"] = sinks.grad
+    return result
+
+
+def worst(case: Case, result: dict[str, Tensor]) -> float:
+    expected = dense(case)
+    assert set(result) == set(expected)
+    return max(
+        float((result[n].double() - expected[n]).abs().max() / expected[n].abs().max().clamp(min=1))
+        for n in expected
+    )
+
+
+MASKS = [
+    Case(),
+    Case(causal=False),
+    Case(groups=2, window=5),
+    Case(groups=1, causal=False, window=3),
+    Case(cu_seqlens=(0, 8, 32)),
+    Case(cu_seqlens=(0, 16, 24, 32), groups=2, window=6, sinks=True),
+    Case(documents=True, sinks=True),
+    Case(dropout=0.3, groups=2),
+    Case(dropout=0.3, documents=True, window=9, sinks=True, groups=2),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_attention_is_the_attention_of_the_whole_sequence(ranks, world, algorithm) -> None:
+    def body() -> list[dict[str, Tensor]]:
+        return [split_run(case, algorithm) for case in MASKS]
+
+    for case, result in zip(MASKS, ranks(world, body)[0], strict=True):
+        assert worst(case, result) < 1e-10, case
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
+    whole = case.draw()
+    q, k, v = (whole[n].requires_grad_() for n in ("q", "k", "v"))
+    sinks = whole["sinks"].requires_grad_() if case.sinks else None
+    dropout = AttentionDropout(
+        probability=case.dropout, key=KEY, sample_ids=torch.arange(BATCH) + 7
+    )
+    documents = case.document_ids() if case.documents else None
+    out = context_parallel_attention(
+        *(q, k, v),
+        group=None,
+        mask=AttentionMask(causal=case.causal, window=case.window, documents=documents),
+        cu_seqlens=case.cu_seqlens,
+        sinks=sinks,
+        dropout=dropout if case.dropout else None,
+        kernels=(ReferenceKernel(block=7),),
+    )
+    out.backward(whole["dout"])
+    result = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    if sinks is not None:
+        result["dsinks"] = sinks.grad
+    assert worst(case, result) < 1e-10
+
+
+GRID = [
+    (world, algorithm, split, replace(MASKS[0], **dict(zip(names, values, strict=True))))
+    for world in (1, 2, 4)
+    for algorithm in ALGORITHMS
+    for split in ("zigzag", "contiguous")
+    for names in [("groups", "causal", "window", "cu_seqlens", "sinks", "dropout", "dtype")]
+    for values in itertools.product(
+        (1, 2, 4),
+        (True, False),
+        (None, 6),
+        (None, (0, 8, 32)),
+        (False, True),
+        (0.0, 0.3),
+        (torch.float64, torch.float32),
+    )
+]
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def _check_cells(ranks, cells) -> None:
+    for world in (1, 2, 4):
+        here = [cell for cell in cells if cell[0] == world]
+
+        def body(here=here) -> list[dict[str, Tensor]]:
+            return [split_run(case, name, split=split) for _, name, split, case in here]
+
+        results = ranks(world, body)[0] if here else []
+        for cell, result in zip(here, results, strict=True):
+            assert worst(cell[3], result) < BOUNDS[cell[3].dtype], cell
+
+
+def test_a_sample_of_the_grid_agrees_with_one_rank(ranks) -> None:
+    _check_cells(ranks, random.Random(20).sample(GRID, 60))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(24))
+def test_the_whole_grid_agrees_with_one_rank(ranks, part) -> None:
+    _check_cells(ranks, GRID[part::24])

@@ -1,0 +1,208 @@
+"""What is computed and sent, which groups are used, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_context_parallel import (
+    AttentionDropout,
+    AttentionMask,
+    FlashKernel,
+    HierarchicalGroups,
+    ReferenceKernel,
+    SdpaCpuKernel,
+    context_parallel_attention,
+    merge,
+)
+
+
+class Counting(ReferenceKernel):
+    """Counts the score entries it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(block=4)
+        self.tiles: list[tuple[int, int, int, int]] = []
+
+    def forward(self, q, k, v, tile):
+        self.tiles.append((tile.q.start, tile.q.length, tile.kv.start, tile.kv.length))
+        return super().forward(q, k, v, tile)
+
+
+def _qkv(length: int, heads: int = 4, groups: int = 4, dtype=torch.float64):
+    g = torch.Generator().manual_seed(1)
+    sizes = (heads, groups, groups)
+    return [torch.randn(1, length, n, 8, generator=g, dtype=torch.float64).to(dtype) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    ("mask", "cu_seqlens", "entries"),
+    [
+        # 32 tokens in blocks of 4: 8 x 8 blocks of 16 entries.
+        (AttentionMask(), None, 36 * 16),
+        (AttentionMask(causal=False), None, 64 * 16),
+        (AttentionMask(window=4), None, 15 * 16),
+        (AttentionMask(causal=False, window=4), None, 22 * 16),
+        # Two documents in chunks of 2, whose two middle ones are neighbours and make one of 4.
+        (AttentionMask(), (0, 16, 32), 2 * (36 * 4 + 4)),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
+def test_wholly_masked_blocks_are_not_computed_and_zigzag_balances(
+    ranks, algorithm, mask, cu_seqlens, entries
+) -> None:
+    def body() -> int:
+        kernel = Counting()
+        context_parallel_attention(
+            *_qkv(8),
+            group=dist.group.WORLD,
+            algorithm=algorithm,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            kernels=(kernel,),
+        )
+        return sum(q * kv for _, q, _, kv in kernel.tiles)
+
+    work = ranks(4, body)
+    assert sum(work) == entries
+    if mask.causal and mask.window is None and cu_seqlens is None:
+        # s^2 / (2 cp) entries each, plus the upper halves of the two diagonal blocks.
+        assert work == [32 * 32 // 8 + 2 * 8] * 4
+
+
+def test_hierarchical_uses_the_groups_it_is_given(ranks) -> None:
+    def body() -> bool:
+        # Rank 2 * outer + inner of the layout is not the world's order: groups by (0 2) and (1 3)
+        # would give other tokens than (0 1) and (2 3), and so other results.
+        rank, world = dist.get_rank(), dist.group.WORLD
+        inner = [dist.new_group(m) for m in ([0, 2], [1, 3])][rank % 2]
+        outer = [dist.new_group(m) for m in ([0, 1], [2, 3])][rank // 2]
+        groups = HierarchicalGroups(inner=inner, outer=outer)
+        place = outer.rank() * 2 + inner.rank()
+        whole = _qkv(32)
+        chunk = [x.unflatten(1, (8, 4)) for x in whole]
+        local = [torch.cat([x[:, place], x[:, 7 - place]], dim=1) for x in chunk]
+        out = context_parallel_attention(*local, group=groups, algorithm="hierarchical")
+        expected = context_parallel_attention(*whole, group=None).unflatten(1, (8, 4))
+        expected = torch.cat([expected[:, place], expected[:, 7 - place]], dim=1)
+        assert world is not None
+        return bool(torch.allclose(out, expected, rtol=0, atol=1e-12))
+
+    assert ranks(4, body) == [True] * 4
+
+
+def test_bf16_is_as_exact_as_one_rank_in_bf16(ranks) -> None:
+    def body() -> float:
+        rank, whole = dist.get_rank(), _qkv(32)
+        exact = context_parallel_attention(*whole, group=None, split="contiguous")
+        local = [x.chunk(2, dim=1)[rank].bfloat16() for x in whole]
+        out = context_parallel_attention(*local, group=dist.group.WORLD, split="contiguous")
+        assert out.dtype == torch.bfloat16
+        return float((out.double() - exact.chunk(2, dim=1)[rank]).abs().max())
+
+    assert max(ranks(2, body)) < 0.02
+
+
+def test_merge_of_two_halves_is_the_softmax_over_both() -> None:
+    g = torch.Generator().manual_seed(2)
+    scores = torch.randn(1, 2, 3, 10, generator=g, dtype=torch.float64)
+    v = torch.randn(1, 2, 10, 4, generator=g, dtype=torch.float64)
+    halves = []
+    for part in (slice(0, 4), slice(4, 10)):
+        s = scores[..., part]
+        halves += [(s.softmax(-1) @ v[:, :, part]).transpose(1, 2), s.logsumexp(-1)]
+    out, lse = merge(*halves)
+    torch.testing.assert_close(out.transpose(1, 2), scores.softmax(-1) @ v)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_merge_of_nothing_with_nothing_is_nothing() -> None:
+    out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf)
+    merged, total = merge(out, lse, out, lse)
+    assert (merged == 0).all()
+    assert (total == -torch.inf).all()
+
+
+def _call(length=8, heads=4, groups=4, **kind):
+    return lambda: context_parallel_attention(
+        *_qkv(length, heads, groups), **{"group": None} | kind
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (_call(0), ValueError, "has 0 tokens"),
+        (
+            _call(mask=AttentionMask(window=9)),
+            ValueError,
+            "window is 9.* has 8 tokens; use at most 8",
+        ),
+        (lambda: AttentionMask(window=0), ValueError, "at least 1 token, got 0"),
+        (_call(heads=6, groups=4), ValueError, "6 query heads.*4 key heads.*can share 3"),
+        (_call(algorithm="star"), ValueError, "one of .*ring.*got 'star'"),
+        (_call(sinks=torch.zeros(3)), ValueError, r"sinks must be \[4\].*\(3,\)"),
+        (
+            _call(mask=AttentionMask(documents=torch.zeros(4, dtype=torch.int64))),
+            ValueError,
+            r"documents is \(4,\), but must be \(8,\) or \(1, 8\)",
+        ),
+        (
+            lambda: AttentionDropout(probability=1.0, key=1, sample_ids=torch.arange(1)),
+            ValueError,
+            r"in \[0, 1\), got 1.0",
+        ),
+        (
+            _call(dropout=AttentionDropout(probability=0.1, key=1, sample_ids=torch.arange(2))),
+            ValueError,
+            r"must be \[1\], one per sample, got \(2,\)",
+        ),
+        (
+            lambda: context_parallel_attention(
+                *_qkv(8)[:2], _qkv(8, dtype=torch.float32)[2], group=None
+            ),
+            TypeError,
+            "one dtype, got torch.float64, torch.float64, torch.float32",
+        ),
+        (
+            _call(mask=AttentionMask(window=3), kernels=(FlashKernel(), SdpaCpuKernel())),
+            ValueError,
+            "flash: device cpu; sdpa-cpu: a window of 3.*ReferenceKernel",
+        ),
+        (lambda: ReferenceKernel(block=0), ValueError, "at least 1 token, got 0"),
+    ],
+)
+def test_bad_input_is_refused_with_both_values(call, kind, message) -> None:
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
+        call()
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks) -> None:
+    def body() -> list[str]:
+        calls = [
+            lambda: context_parallel_attention(*_qkv(3), group=dist.group.WORLD),
+            lambda: context_parallel_attention(
+                *_qkv(4, 3, 3), group=dist.group.WORLD, algorithm="ulysses"
+            ),
+            lambda: context_parallel_attention(
+                *_qkv(4), group=dist.group.WORLD, algorithm="hierarchical"
+            ),
+            lambda: HierarchicalGroups.create(dist.group.WORLD, inner_size=3),
+        ]
+        messages = []
+        for call in calls:
+            with pytest.raises((ValueError, TypeError)) as error:
+                call()
+            messages.append(str(error.value))
+        return messages
+
+    length, heads, groups, inner = ranks(2, body)[0]
+    assert "6 tokens" in length
+    assert "are 4 or 8" in length
+    assert "3 query heads" in heads
+    assert "nearest being 4" in heads
+    assert "HierarchicalGroups.create" in groups
+    assert "inner_size is 3" in inner
+    assert "[1, 2]" in inner
