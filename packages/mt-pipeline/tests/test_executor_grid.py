@@ -11,7 +11,17 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Action, Executor, Mark, Op, TensorSpec, make_schedule, split_layers
+from mt_pipeline import (
+    Action,
+    Costs,
+    Executor,
+    Mark,
+    Op,
+    TensorSpec,
+    make_schedule,
+    optimise,
+    split_layers,
+)
 from torch import nn
 
 WIDTH, VOCABULARY = 6, 11
@@ -235,18 +245,6 @@ def split_backwards(schedule, later):
     return dataclasses.replace(schedule, ranks=tuple(ranks), peak_activations=None)
 
 
-def pair_up(schedule):
-    """The same schedule with each F and the B or I after it as an overlapped pair."""
-    pairs = set()
-    for actions in schedule.ranks:
-        for first, second in itertools.pairwise(actions):
-            fits = first.op is Op.F and second.op in (Op.B, Op.I)
-            same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
-            if fits and not same:
-                pairs.add((first, second))
-    return dataclasses.replace(schedule, overlaps=frozenset(pairs))
-
-
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_schedule_with_its_backwards_split_gives_the_same(ranks, world, extra):
@@ -259,3 +257,25 @@ def test_any_schedule_with_its_backwards_split_gives_the_same(ranks, world, extr
             )
 
     ranks(world, body)
+
+
+COSTS = {
+    "uneven head": {"forward": (1.0, 1.0, 1.0, 2.0), "backward": (2.0, 2.0, 2.0, 4.0)},
+    "slow link": {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "latency": 0.5},
+    "W cheaper than I": {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "weight": (0.6,) * 4},
+}
+
+
+@pytest.mark.parametrize("memory_cap", [float("inf"), 5.0])
+@pytest.mark.parametrize("profile", COSTS)
+def test_what_optimise_returns_gives_the_same(ranks, profile, memory_cap):
+    costs = Costs(activation_bytes=(1.0,) * 4, **COSTS[profile])
+    for number in (4, 7):
+        schedule = optimise(costs, memory_cap, ranks=2, microbatches=number, trials=60)
+
+        def body(schedule=schedule):
+            assert_equals_unpipelined(
+                schedule, extra="", layers_over=1, group=dist.group.WORLD, batch_p2p=None
+            )
+
+        ranks(2, body)
