@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from mt_parallel_state import leave_process_group
 from mt_pipeline import (
     Executor,
     Panel,
