@@ -170,3 +170,59 @@ def test_checked_collectives_change_no_bit(layout, tiny, tmp_path, losses) -> No
         tmp_path / "checked", *options, "training.steps=5", "parallel.check_timeout=30", nproc=nproc
     )
     assert losses(checked) == losses(plain)
+
+
+# Every schedule on 2 and 4 ranks, where it can: name, ranks, micro-batches, options.
+SCHEDULES = [
+    ("gpipe", 2, 4, []),
+    ("1f1b", 4, 2, []),
+    ("interleaved", 2, 4, ["pipeline.chunks=2"]),
+    ("bfs", 2, 4, ["pipeline.chunks=2"]),
+    ("zb-h1", 2, 4, []),
+    ("zb-h2", 2, 4, []),
+    ("zb-v", 2, 4, []),
+    ("v-half", 2, 4, []),
+    ("v-min", 2, 4, []),
+    ("dualpipe", 2, 4, []),
+    ("dualpipe", 4, 8, []),
+    ("dualpipe-v", 2, 4, []),
+    ("zb-h1", 4, 8, ["pipeline.layout=Et|t|t|tL"]),
+    ("1f1b", 2, 4, ["pipeline.layout=Ettt|tL"]),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("name", "stages", "microbatches", "options"), SCHEDULES)
+def test_every_schedule_trains_like_one_process(
+    name, stages, microbatches, options, tied, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    overrides = [
+        "training.dtype=fp64",
+        f"model.tied={str(tied).lower()}",
+        f"training.micro_batch_size={8 // microbatches}",
+        f"pipeline.schedule={name}",
+        f"pipeline.stages={stages}",
+        f"pipeline.microbatches={microbatches}",
+        *options,
+    ]
+    run = tiny.train(tmp_path / "run", *overrides, nproc=stages)
+    assert_same_run(run, reference("fp64", tied), "fp64", losses, held_out, arrays)
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "interleaved"])
+def test_a_schedule_goes_with_the_other_axes_and_its_checkpoint_resumes_elsewhere(
+    name, tiny, tmp_path, losses
+) -> None:
+    options = ["training.dtype=fp64", "training.micro_batch_size=1", "checkpoint.every=10"]
+    options += [f"pipeline.schedule={name}", "pipeline.stages=2", "parallel.tp=2"]
+    options += [SEQUENCE_PARALLEL, "model.dropout=0.1"]
+    saved = tiny.train(tmp_path / "saved", *options, nproc=8)
+    resumed = tiny.train(
+        tmp_path / "resumed",
+        "training.dtype=fp64",
+        "model.dropout=0.1",
+        f"checkpoint.load={saved / 'checkpoints' / 'step_00000010'}",
+    )
+    whole, rest = losses(saved), losses(resumed)
+    assert list(rest) == list(range(11, 21))
+    np.testing.assert_allclose(list(rest.values()), [whole[s] for s in rest], rtol=1e-10)

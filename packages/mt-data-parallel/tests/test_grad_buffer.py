@@ -309,3 +309,19 @@ def test_bad_parameters_and_arguments_are_named():
     GradBuffer([("a", weight)], group=None)
     with pytest.raises(ValueError, match=r"'a' already belongs to a GradBuffer; close\(\)"):
         GradBuffer([("a", weight)], group=None)
+
+
+def test_parameters_may_expect_different_numbers_of_backwards() -> None:
+    """Two pipeline stages of a rank that share a parameter give it two gradients a micro-batch."""
+    shared, own = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    named = {"shared": shared.weight, "own": own.weight}
+    with GradBuffer(named.items(), group=None, bucket_size=1) as buffer:
+        buffer.start({"shared": 2, "own": 1})
+        x = torch.ones(1, 2)
+        shared(x).sum().backward()
+        (shared(x) + own(x)).sum().backward()
+        buffer.finish()
+        assert shared.weight.main_grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        assert own.weight.main_grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        with pytest.raises(ValueError, match="num_backwards has no entry for 'own'"):
+            buffer.start({"shared": 2})

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from mt_model.activation import activate, gated, gated_reference
 from mt_model.gemm import CpuGemm
-from mt_model.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
 from mt_model.norm import rms_norm, rms_norm_reference
 from mt_model.reference_attention import causal_mask, reference_attention
@@ -156,40 +155,3 @@ def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
     assert mask.sum(1).tolist() == [5, 6, 7]
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     assert torch.allclose(reference_attention(query, key, value), expected, atol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [None, 4, 5, 64])
-def test_linear_cross_entropy_matches_torch_for_any_block_size(dtype, block_size):
-    labels = torch.randint(0, 24, (18,), generator=torch.Generator().manual_seed(0))
-    labels[[0, 7, 17]] = -100
-    hidden, weight = rand(18, 16, dtype=dtype), rand(24, 16, dtype=dtype)
-    fast_in = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    plain_in = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    loss = linear_cross_entropy(*fast_in, labels, block_size=block_size)
-    expected = linear_cross_entropy_reference(*plain_in, labels)
-    assert loss.dtype == torch.promote_types(dtype, torch.float32)
-    assert_near(loss, expected, dtype)
-    (loss * 0.25).backward()
-    (expected * 0.25).backward()
-    for a, e in zip(fast_in, plain_in, strict=True):
-        assert_near(a.grad, e.grad, dtype)
-    assert (fast_in[0].grad[7] == 0).all()
-
-
-def test_linear_cross_entropy_is_finite_for_huge_logits():
-    hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
-    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
-    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]))
-    loss.backward()
-    assert loss.item() == 2000.0
-    assert torch.isfinite(hidden.grad).all()
-
-
-def test_linear_cross_entropy_without_gradients_keeps_nothing():
-    hidden, weight = rand(4, 8), rand(6, 8).requires_grad_()
-    labels = torch.tensor([0, 1, 2, 3])
-    with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, labels)
-    assert not loss.requires_grad
-    assert torch.allclose(loss, linear_cross_entropy_reference(hidden, weight, labels))

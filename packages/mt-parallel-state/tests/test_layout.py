@@ -219,3 +219,11 @@ def test_only_the_first_stage_has_position_tables() -> None:
     assert layout.groups("position-embedding") == [[0], [1]]
     assert layout.size("position-embedding") == 1
     assert layout.group_of("position-embedding", 5) == [5]
+
+
+def test_mirrored_pipeline_ranks_are_pairs() -> None:
+    layout = ParallelLayout(tp=2, pp=4)
+    assert layout.groups("mirror") == [[0, 6], [2, 4], [1, 7], [3, 5]]
+    assert [layout.group_of("mirror", rank) for rank in (0, 4, 7)] == [[0, 6], [2, 4], [1, 7]]
+    assert ParallelLayout(pp=3).groups("mirror") == [[0, 2], [1]]
+    assert ParallelLayout(tp=2).size("mirror") == 1

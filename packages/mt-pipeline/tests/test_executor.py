@@ -1,5 +1,6 @@
 """The executor against the same model run without a pipeline, in fp64, bit for bit."""
 
+import dataclasses
 import datetime
 import re
 import time
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from mt_pipeline import (
     Action,
     Executor,
+    Mark,
     Op,
     Schedule,
     StageError,
@@ -208,7 +210,7 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
         schedule = make_schedule("1f1b", stages=2, microbatches=3)
         executor, _, _ = make_executor(schedule, 2, group=dist.group.WORLD)
         log = []
-        irecv, stage = dist.irecv, executor._stages[dist.get_rank()]
+        irecv, stage = dist.irecv, executor._place.stages[dist.get_rank()]
 
         def logged_irecv(*args, **kwargs):
             log.append("irecv")
@@ -220,7 +222,7 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
                 x.register_hook(lambda _: log.append("B"))
             return stage(x, batch)
 
-        executor._stages = {dist.get_rank(): logged_stage}
+        executor._place.stages[dist.get_rank()] = logged_stage
         dist.irecv = logged_irecv
         try:
             executor.run(make_batches(3), objective=objective)
@@ -228,7 +230,8 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
             dist.irecv = irecv
         return log
 
-    assert ranks(2, body)[1] == ["irecv", "irecv", "F", "B", "F", "irecv", "B", "F", "B"]
+    # All three fit among those that may be posted early.
+    assert ranks(2, body)[1] == ["irecv"] * 3 + ["F", "B"] * 3
 
 
 def test_sent_activations_are_freed_while_their_graph_lives(ranks):
@@ -243,7 +246,7 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
                 return {"y": x * weight}
             if dist.get_rank() == 0:
                 alive = [not ref.expired() for ref in refs]
-                assert sum(alive) <= 1, alive  # the send of the last one may be under way
+                assert sum(alive) <= 4, alive  # the sends of the last ones may be under way
             output = batch + weight  # keeps neither input nor output for its backward
             refs.append(StorageWeakRef(output.untyped_storage()))
             return output
@@ -252,14 +255,49 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
             return x + weight
 
         executor = Executor(
-            make_schedule("1f1b", stages=4, microbatches=6),
+            make_schedule("gpipe", stages=4, microbatches=12),
             middle if dist.get_rank() in (1, 2) else stage,
             group=dist.group.WORLD,
             activation=spec,
         )
-        executor.run(make_batches(6), objective=objective)
+        executor.run(make_batches(12), objective=objective)
 
     ranks(4, body)
+
+
+def test_recomputed_dropout_of_the_global_generator_repeats_itself(ranks):
+    def body():
+        def run(*, marked):
+            schedule = make_schedule("zb-h1", stages=2, microbatches=4)
+            forwards = [a for _, _, a in schedule if a.op is Op.F]
+            marks = frozenset((Mark.RECOMPUTE, a) for a in forwards if marked)
+            torch.manual_seed(3)
+            layer, dropout = nn.Linear(WIDTH, WIDTH).double(), nn.Dropout(0.4)
+            forwards_run = []
+
+            def stage(x, batch):
+                forwards_run.append(torch.is_grad_enabled())
+                y = dropout(layer(batch if x is None else x))
+                return {"y": y} if dist.get_rank() == 1 else y
+
+            executor = Executor(
+                dataclasses.replace(schedule, marks=marks),
+                stage,
+                group=dist.group.WORLD,
+                activation=spec,
+            )
+            outputs = executor.run(make_batches(4), objective=objective)
+            after = torch.rand(1)
+            return layer.weight.grad, [o["y"] for o in outputs], after, forwards_run
+
+        plain, again = run(marked=False), run(marked=True)
+        assert torch.equal(plain[0], again[0])
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+        assert torch.equal(plain[2], again[2])  # later draws are where they were
+        assert plain[3] == [True] * 4
+        assert sorted(again[3]) == [False] * 4 + [True] * 4
+
+    ranks(2, body)
 
 
 def test_a_frozen_first_stage_sends_activations_and_takes_no_gradient(ranks):
@@ -330,34 +368,12 @@ def test_a_failing_stage_is_named_with_its_microbatch(backward):
         executor.run(make_batches(4), objective=lambda y, _: y.sum())
     direction = "backward" if backward else "forward"
     assert str(caught.value) == (
-        f"stage 0 failed in the {direction} of micro-batch 2: ArithmeticError: out of luck"
+        f"stage 0 on pipeline rank 0 failed in the {direction} of micro-batch 2: "
+        "ArithmeticError: out of luck"
     )
     op = Op.B if backward else Op.F
     assert (caught.value.stage, caught.value.microbatch, caught.value.op) == (0, 2, op)
     assert isinstance(caught.value.__cause__, ArithmeticError)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_failing_stage_raises_on_its_own_rank(ranks, backward):
-    direction = "backward" if backward else "forward"
-
-    def body():
-        rank = dist.get_rank()
-        stage = Fault(2, backward=backward) if rank == 1 else Fault(-1, backward=False)
-        executor = Executor(
-            make_schedule("1f1b", stages=3, microbatches=4),
-            stage,
-            group=dist.group.WORLD,
-            activation=spec,
-        )
-        executor.run(make_batches(4), objective=lambda y, _: y.sum())
-
-    from mt_testing import RankFailure
-
-    with pytest.raises(
-        RankFailure, match=f"stage 1 failed in the {direction} of micro-batch 2: Arithm"
-    ):
-        ranks(3, body)
 
 
 def test_a_rank_that_is_gone_is_named(ranks):
@@ -397,24 +413,24 @@ def test_an_output_that_breaks_the_spec_is_named(ranks):
         def wrong(batch):
             return TensorSpec((*batch.shape[:-1], WIDTH + 1), torch.float32)
 
-        executor = Executor(
-            make_schedule("1f1b", stages=2, microbatches=1),
-            lambda x, batch: batch,
-            group=dist.group.WORLD,
-            activation=wrong,
-        )
-        if dist.get_rank() == 1:
-            return None
-        with pytest.raises(StageError) as caught:
-            executor.run(make_batches(1), objective=objective)
-        executor._stages = {0: lambda x, batch: (batch, batch)}
-        with pytest.raises(StageError, match=r"must return one tensor, got tuple"):
-            executor.run(make_batches(1), objective=objective)
-        return str(caught.value)
+        def run(stage):
+            executor = Executor(
+                make_schedule("1f1b", stages=2, microbatches=1),
+                stage,
+                group=dist.group.WORLD,
+                activation=wrong,
+            )
+            with pytest.raises(StageError) as caught:
+                executor.run(make_batches(1), objective=objective)
+            return str(caught.value)
 
-    assert ranks(2, body)[0].endswith(
-        "the stage returned (2, 3, 6) float64, but activation() says (2, 3, 7) float32"
-    )
+        return run(lambda x, batch: batch), run(lambda x, batch: (batch, batch))
+
+    for wrong_shape, wrong_type in ranks(2, body):
+        assert wrong_shape.endswith(
+            "the stage returned (2, 3, 6) float64, but activation() says (2, 3, 7) float32"
+        )
+        assert wrong_type.endswith("a stage before the last one must return one tensor, got tuple")
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,15 @@ def test_json_round_trip_keeps_the_value(parse, interleaved):
 def test_json_layout_is_stable():
     assert json.loads(make_schedule("1f1b", stages=1, microbatches=1).to_json()) == {
         "format": "mt-pipeline-schedule",
-        "version": 1,
+        "version": 2,
         "name": "1f1b",
         "stages": 1,
         "microbatches": 1,
+        "directions": 1,
         "stage_ranks": [0],
         "peak_activations": [1],
+        "overlaps": [],
+        "marks": [],
         "ranks": [[["F", 0, 0], ["B", 0, 0]]],
     }
 
@@ -81,15 +84,15 @@ def test_json_layout_is_stable():
     ("change", "message"),
     [
         ({"format": "other"}, "not a schedule"),
-        ({"version": 2}, "version 2 is not supported"),
+        ({"version": 3}, "version 3 is not supported"),
         ({"name": 3}, "name is 3: expected a string"),
         ({"stages": 0}, "stages is 0: expected a whole number of at least 1"),
         ({"microbatches": True}, "microbatches is True"),
         ({"ranks": {}}, "ranks is {}: expected a list"),
         ({"ranks": []}, "ranks is empty"),
         ({"ranks": [[["F", 0]]]}, r"ranks\[0\]\[0\] is \['F', 0\]: expected \[op, stage, micro"),
-        ({"ranks": [[["X", 0, 0]]]}, "with op one of F, B, SEND_F"),
-        ({"ranks": [[[["F"], 0, 0]]]}, "with op one of F, B, SEND_F"),
+        ({"ranks": [[["X", 0, 0]]]}, "with op one of F, B, I, W, SEND_F"),
+        ({"ranks": [[[["F"], 0, 0]]]}, "with op one of F, B, I, W, SEND_F"),
         ({"stage_ranks": [4]}, "stage_ranks names rank 4"),
         ({"stage_ranks": ["0"]}, r"stage_ranks\[0\] is '0'"),
         ({"stage_ranks": [0, 0]}, "stage_ranks has 2 entries for 1 stages"),

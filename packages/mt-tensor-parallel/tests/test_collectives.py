@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from mt_tensor_parallel import (
     all_gather,
+    all_to_all,
+    all_to_all_rows,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
@@ -69,6 +71,75 @@ def test_backward_is_the_adjoint_of_forward(ranks, world: int) -> None:
         left = sum(r[name][0] for r in results)
         right = sum(r[name][1] for r in results)
         assert left == pytest.approx(right, rel=1e-12), name
+
+
+EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sequence to hidden": lambda x: all_to_all(x, dist.group.WORLD, split_dim=-1, concat_dim=1),
+    "hidden to sequence": lambda x: all_to_all(x, dist.group.WORLD, split_dim=1, concat_dim=-1),
+    "uneven rows": lambda x: all_to_all_rows(x[: sum(_sent(x)[0])], dist.group.WORLD, **_splits(x)),
+}
+
+
+def _sent(x: Tensor) -> tuple[list[int], list[int]]:
+    """Rank i sends (i + 2j) % 3 rows to rank j."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [[(i + 2 * j) % 3 for j in range(world)] for i in range(world)]
+    return sizes[rank], [row[rank] for row in sizes]
+
+
+def _splits(x: Tensor) -> dict[str, list[int]]:
+    inputs, outputs = _sent(x)
+    return {"input_splits": inputs, "output_splits": outputs}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_backward_of_an_exchange_is_its_adjoint(ranks, name: str, world: int) -> None:
+    def body() -> tuple[float, float]:
+        rank = dist.get_rank()
+        x = _draw(1, rank, shape=(12, 8, 8)).requires_grad_()
+        out = EXCHANGES[name](x)
+        y = _draw(2, rank, shape=tuple(out.shape))
+        (adjoint,) = torch.autograd.grad(out, x, y)
+        return (out * y).sum().item(), (x * adjoint).sum().item()
+
+    results = ranks(world, body)
+    left, right = (sum(r[side] for r in results) for side in (0, 1))
+    assert left == pytest.approx(right, rel=1e-12)
+
+
+def test_exchanges_move_what_they_say(ranks) -> None:
+    def body() -> None:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        whole = _draw(5, shape=(2, 4, 6))
+        shard = whole.chunk(2, 1)[rank]
+        hidden = all_to_all(shard, group, split_dim=2, concat_dim=1)
+        torch.testing.assert_close(hidden, whole.chunk(2, 2)[rank], rtol=0, atol=0)
+        back = all_to_all(hidden, group, split_dim=1, concat_dim=2)
+        torch.testing.assert_close(back, shard, rtol=0, atol=0)
+        rows = torch.arange(3.0) + 10 * rank
+        moved = all_to_all_rows(
+            rows, group, input_splits=[1, 2], output_splits=[1, 1] if rank == 0 else [2, 2]
+        )
+        assert moved.tolist() == ([0.0, 10.0] if rank == 0 else [1.0, 2.0, 11.0, 12.0])
+
+    ranks(2, body)
+
+
+def test_exchanges_name_what_does_not_fit(ranks) -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"must be two different dims of a tensor of shape \(3, 4"):
+        all_to_all(x, None, split_dim=1, concat_dim=-1)
+    with pytest.raises(ValueError, match=r"sum to 2, but x of shape \(3, 4\) has 3 rows"):
+        all_to_all_rows(x, None, input_splits=[2], output_splits=[2])
+    with pytest.raises(ValueError, match="must be 1 sizes of 0 or more"):
+        all_to_all_rows(x, None, input_splits=[1, 2], output_splits=[3])
+
+    def body() -> None:
+        with pytest.raises(ValueError, match="the nearest sizes that work are 2 or 4"):
+            all_to_all(x, dist.group.WORLD, split_dim=0, concat_dim=1)
+
+    ranks(2, body)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,7 @@ class _Slot:
     param: Tensor
     main_grad: Tensor
     accumulated: int = 0
+    expected: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +98,7 @@ class GradBuffer:
         self._layouts: dict[torch.dtype, BufferLayout] = {}
         self._buckets = self._allocate(params, bucket_size, grad_dtype)
         self._closed = False
-        self._expected = 0
+        self._started = False
         self._next = 0
         self._works: list[dist.Work] = []
         self._hooks: list[RemovableHandle] = []
@@ -117,29 +118,40 @@ class GradBuffer:
         """How many all-reduces one `start` to `finish` takes."""
         return len(self._buckets)
 
-    def start(self, num_backwards: int) -> None:
+    def start(self, num_backwards: int | Mapping[str, int]) -> None:
         """Forget the gradients and expect `num_backwards` backward passes before `finish`.
 
         Args:
-            num_backwards: Gradient accumulations per step (micro-batches). A parameter that takes
-                no part in one of them is reduced by `finish`.
+            num_backwards: Gradient accumulations per step (micro-batches), for all parameters or
+                for each by name (where a pipeline stage sees some of the micro-batches, or two
+                stages of a rank share a parameter). A parameter that takes no part in one of them
+                is reduced by `finish`.
 
         Raises:
             RuntimeError: `finish` was not called since the last `start`, or the buffer is closed.
-            ValueError: `num_backwards` is below 1.
+            ValueError: `num_backwards` is below 1, or lacks a parameter.
         """
         if self._closed:
             raise RuntimeError("GradBuffer.start() after close(); make a new GradBuffer")
-        if self._expected:
+        if self._started:
             raise RuntimeError("GradBuffer.start() was called twice; call finish() in between")
-        if num_backwards < 1:
-            raise ValueError(f"num_backwards must be at least 1, got {num_backwards}")
-        self._expected = num_backwards
+        expected = (
+            num_backwards
+            if isinstance(num_backwards, Mapping)
+            else dict.fromkeys(self._slots, num_backwards)
+        )
+        missing = [name for name in self._slots if name not in expected]
+        if missing:
+            raise ValueError(f"num_backwards has no entry for {missing[0]!r}; name every parameter")
+        fewest = min((expected[name] for name in self._slots), default=1)
+        if fewest < 1:
+            raise ValueError(f"num_backwards must be at least 1, got {fewest}")
+        self._started = True
         self._next = 0
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
             for slot in bucket.slots:
-                slot.accumulated = 0
+                slot.accumulated, slot.expected = 0, expected[slot.name]
                 slot.param.grad = None
 
     def finish(self) -> None:
@@ -148,14 +160,14 @@ class GradBuffer:
         Raises:
             RuntimeError: `start` was not called.
         """
-        if not self._expected:
+        if not self._started:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
         while self._next < len(self._buckets):
             self._launch()
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._expected = 0
+        self._started = False
         for slot in self._slots.values():
             if slot.main_grad.dtype == slot.param.dtype:
                 slot.param.grad = slot.main_grad
@@ -221,14 +233,14 @@ class GradBuffer:
         grad = param.grad
         if grad is None:
             return
-        if not self._expected:
+        if not self._started:
             raise RuntimeError(
                 f"gradient for {slot.name!r} outside of start() and finish(); call "
                 "GradBuffer.start(num_backwards) before the step's first backward"
             )
-        if slot.accumulated == self._expected:
+        if slot.accumulated == slot.expected:
             raise RuntimeError(
-                f"{slot.name!r} got more than {self._expected} gradients, the number that "
+                f"{slot.name!r} got more than {slot.expected} gradients, the number that "
                 "start() was told to expect; pass start() the true number of backward passes"
             )
         # Autograd hands over the gradient it just made, so copying the first one and adding the
@@ -239,7 +251,7 @@ class GradBuffer:
         else:
             slot.main_grad.add_(grad.detach())
         slot.accumulated += 1
-        if slot.accumulated == self._expected:
+        if slot.accumulated == slot.expected:
             bucket.pending -= 1
             while (
                 self._overlap

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from mt_data_parallel.grad import grad_of
 
-# Not an axis of the layout: the first and the last pipeline stage, which share tied embeddings.
-EMBEDDING = "embedding"
+# Not axes of the layout but pairs of pipeline ranks: those of tied embeddings, and those that hold
+# the same stages under a bidirectional schedule.
+PAIRS = ("embedding", "mirror")
 
 
 def reduce_partial_grads(
@@ -37,10 +38,10 @@ def reduce_partial_grads(
     for name, param in named_params:
         for axes in _reductions(param, state):
             grad = _present_grad(param)
-            key = (axes == EMBEDDING, axes, str(grad.dtype))
+            key = (axes in PAIRS, axes, str(grad.dtype))
             pieces.setdefault(key, []).append((name, grad))
     # Sorted, so that all ranks of a group issue their collectives in the same order; the mesh
-    # axes come first, then "embedding", in which only two stages take part.
+    # axes come first, then the pairs, in which not all pipeline ranks take part.
     for key in sorted(pieces):
         group = state.group(key[1])
         if group is not None:
@@ -51,11 +52,9 @@ def reduce_partial_grads(
 def _reductions(param: nn.Parameter, state: ParallelState) -> list[str]:
     """Return the axes strings to sum over, those of size 1 left out."""
     axes = sharding_of(param).partial_grad
-    mesh = [axis for axis in sorted(axes) if axis != EMBEDDING and state.size(axis) > 1]
-    found = ["-".join(mesh)] if mesh else []
-    if EMBEDDING in axes and state.size(EMBEDDING) > 1:
-        found.append(EMBEDDING)
-    return found
+    mesh = [axis for axis in sorted(axes) if axis not in PAIRS and state.size(axis) > 1]
+    pairs = [axis for axis in PAIRS if axis in axes and state.size(axis) > 1]
+    return ["-".join(mesh), *pairs] if mesh else pairs
 
 
 def _present_grad(param: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from mt_parallel_state import (
     sharding_of,
 )
 from mt_tensor_parallel import (
+    IGNORE_INDEX,
     Gemm,
     VocabParallelEmbedding,
     all_gather,
     copy_to_group,
     gather_from_group,
+    linear_cross_entropy,
 )
 from torch import Tensor, nn
 
@@ -29,7 +31,6 @@ from mt_model.config import ModelConfig, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.gemm import default_gemm
 from mt_model.layer import TransformerLayer
-from mt_model.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Pass, Placement
 from mt_model.rotary import rotary_table

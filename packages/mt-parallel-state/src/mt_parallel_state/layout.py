@@ -14,19 +14,21 @@ from math import prod
 
 from mt_parallel_state.levels import cut_into_levels
 
-__all__ = ["EMBEDDING", "POSITION_EMBEDDING", "ParallelLayout"]
+__all__ = ["EMBEDDING", "MIRROR", "POSITION_EMBEDDING", "ParallelLayout"]
 
 EMBEDDING = "embedding"
 """The pseudo axis of tied embeddings: the first and the last pipeline stage."""
 POSITION_EMBEDDING = "position-embedding"
 """The pseudo axis of position tables, which only the first pipeline stage has."""
+MIRROR = "mirror"
+"""The pseudo axis of bidirectional schedules: pipeline ranks r and pp - 1 - r hold the same."""
 
 _DENSE = ("tp", "cp", "dp", "pp")
 _EXPERT = ("etp", "ep", "edp", "pp")
 _EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
-_PSEUDO = (EMBEDDING, POSITION_EMBEDDING)
+_PSEUDO = (EMBEDDING, POSITION_EMBEDDING, MIRROR)
 _KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
 
 
@@ -127,7 +129,7 @@ class ParallelLayout:
     def size(self, axes: str) -> int:
         """The number of ranks in one group of ``axes`` (``"tp"``, ``"dp-cp"``, ``"embedding"``)."""
         if axes in _PSEUDO:
-            return min(self.pp, 2) if axes == EMBEDDING else 1
+            return 1 if axes == POSITION_EMBEDDING else min(self.pp, 2)
         return prod(self._axis_size(axis) for axis in self._resolve(axes))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -171,7 +173,8 @@ class ParallelLayout:
         """All groups of ``axes``: each varies those axes and fixes the others.
 
         Every group lists its ranks in ascending order, and the groups are ordered by their first
-        rank. They partition the world, except ``"embedding"``, which leaves out inner stages.
+        rank. They partition the world, except ``"embedding"`` and ``"position-embedding"``, which
+        leave out inner stages.
         A string that names ep, etp or edp reads the expert view (tp as etp, dp as edp).
 
         Args:
@@ -181,6 +184,9 @@ class ParallelLayout:
             return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
         if axes == POSITION_EMBEDDING:
             return [g[:1] for g in self.groups("pp")]
+        if axes == MIRROR:
+            half = (self.pp + 1) // 2
+            return [sorted({g[i], g[-1 - i]}) for g in self.groups("pp") for i in range(half)]
         chosen = self._resolve(axes)
         strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
         inside = _spans(self, {a: s for a, s in strides.items() if a in chosen})
@@ -196,6 +202,9 @@ class ParallelLayout:
             return ends if rank in ends and len(stages) > 1 else [rank]
         if axes == POSITION_EMBEDDING:
             return [rank]
+        if axes == MIRROR:
+            stages = self.group_of("pp", rank)
+            return sorted({rank, stages[-1 - stages.index(rank)]})
         chosen = self._resolve(axes)
         strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
         inner = {a: s for a, s in strides.items() if a in chosen}

@@ -8,13 +8,13 @@ from typing import cast
 
 from torch import nn
 
-from mt_parallel_state.layout import EMBEDDING, ParallelLayout
+from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.spec import PartitionSpec
 
 __all__ = ["ParamSharding", "global_shape_of", "offsets_of", "shard_param", "sharding_of"]
 
 _ATTRIBUTE = "_mt_sharding"
-_PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING)
+_PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING, MIRROR)
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,11 @@ class ParamSharding:
         spec: Which axes split which dims.
         partial_grad: Axes over which the gradient arrives as a partial sum and must be SUMmed
             before use: ``("tp",)`` for a replicated norm weight applied to sequence shards,
-            ``("embedding",)`` for a tied embedding on the first and last pipeline stage.
+            ``("embedding",)`` for a tied embedding on the first and last pipeline stage,
+            ``("mirror",)`` for a stage that a bidirectional schedule has on two ranks.
             Data-parallel reduction is not listed; every parameter needs it.
-        is_copy: Another pipeline stage owns this parameter (the head's copy of a tied embedding).
+        is_copy: Another pipeline rank owns this parameter (the head's copy of a tied embedding,
+            the second direction's copy of a stage).
             A copy is neither counted in norms nor written to checkpoints.
     """
 

@@ -20,7 +20,7 @@ from mt_parallel_state.groups import (
     unregister_alias,
     world_store,
 )
-from mt_parallel_state.layout import EMBEDDING, ParallelLayout
+from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
 from mt_parallel_state.options import GroupOptions
 
@@ -87,7 +87,8 @@ class ParallelState:
 
     def size(self, axes: str) -> int:
         """The number of ranks in this rank's group of ``axes``."""
-        return len(self.ranks(axes)) if axes == EMBEDDING else self.layout.size(axes)
+        pseudo = axes in (EMBEDDING, MIRROR)  # some ranks are in no group, or alone in theirs
+        return len(self.ranks(axes)) if pseudo else self.layout.size(axes)
 
     def index(self, axes: str) -> int:
         """This rank's position in its group of ``axes``."""

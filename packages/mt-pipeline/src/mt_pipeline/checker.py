@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from mt_pipeline.action import Action, Op
 from mt_pipeline.communication import steps
-from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.costs import Costs
+from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import advance, source_of
 
 _Channel: TypeAlias = tuple[int, int]  # from rank, to rank
@@ -67,6 +68,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
         else:
             found.append(Violation(rank, index, reason))
     found += _missing(schedule, places)
+    found += _doubled(schedule, places)
     found += _disordered(schedule, places)
     found += _mismatched(schedule, places)
     if not found:
@@ -83,22 +85,33 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
         return f"{action}: there are micro-batches 0..{schedule.microbatches - 1} only"
     if schedule.stage_ranks[action.stage] != rank:
         return f"{action}: that stage is on rank {schedule.stage_ranks[action.stage]}"
-    if not action.op.is_compute and schedule.peer(action) is None:
+    if action.op.is_hook:
+        return f"{action} is of micro-batch {action.microbatch}" if action.microbatch else None
+    passing = schedule.microbatches_of(action.stage)
+    if action.microbatch not in passing:
+        return f"{action}: micro-batches {passing[0]}..{passing[-1]} pass that stage"
+    if action.op.is_message and schedule.peer(action) is None:
         return f"{action}: there is no other rank at that side of the stage"
     return None
 
 
-def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
+def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
     """What has to come before an action on its own rank."""
-    op, stage, microbatch = action.op, action.stage, action.microbatch
+    op, stage, microbatch = action
+    backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
+    if op is Op.REDUCE:
+        for number in schedule.microbatches_of(stage):
+            yield Action(Op.W if schedule.is_split(stage, number) else Op.B, stage, number)
     if op.is_send:
-        yield Action(Op.F if op is Op.SEND_F else Op.B, stage, microbatch)
+        yield Action(Op.F if op is Op.SEND_F else backward, stage, microbatch)
     if not op.is_compute:
         return
-    if op is Op.B:
+    if op is Op.F and Op.GATHER in hooked:
+        yield Action(Op.GATHER, stage)
+    if op in (Op.B, Op.I):
         yield Action(Op.F, stage, microbatch)
     source = source_of(schedule, action)
-    if source is None or source.stage == stage:
+    if source == action or (source.stage == stage and source.op is Op.F):
         return
     if schedule.stage_ranks[source.stage] == schedule.stage_ranks[stage]:
         yield source
@@ -106,17 +119,37 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
         yield Action(Op.RECV_F if op is Op.F else Op.RECV_B, stage, microbatch)
 
 
+def _hooked(places: _Places) -> set[Op]:
+    """The hooks that some stage has: then all have them."""
+    return {action.op for action in places if action.op.is_hook}
+
+
+def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
+    """Every action that a complete schedule has."""
+    hooks = sorted(_hooked(places))
+    for stage in range(schedule.stages):
+        messages = [
+            op
+            for op in Op
+            if schedule.has_communication
+            and op.is_message
+            and schedule.peer(Action(op, stage)) is not None
+        ]
+        for number in schedule.microbatches_of(stage):
+            split = any(Action(op, stage, number) in places for op in (Op.I, Op.W))
+            for op in (Op.F, *((Op.I, Op.W) if split else (Op.B,)), *messages):
+                yield Action(op, stage, number)
+        for op in hooks:
+            yield Action(op, stage)
+
+
 def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    communicates = schedule.has_communication
-    absent: list[Action] = []
-    for stage, op in itertools.product(range(schedule.stages), Op):
-        if op.is_compute or (communicates and schedule.peer(Action(op, stage, 0)) is not None):
-            actions = (Action(op, stage, number) for number in range(schedule.microbatches))
-            absent += (action for action in actions if action not in places)
+    absent = [action for action in _expected(schedule, places) if action not in places]
     needed_at: dict[Action, int] = {}
     if absent:
+        hooked = _hooked(places)
         for action, index in places.items():
-            for need in _needs(schedule, action):
+            for need in _needs(schedule, action, hooked):
                 needed_at[need] = min(index, needed_at.get(need, index))
     for action in absent:
         rank = schedule.stage_ranks[action.stage]
@@ -124,9 +157,22 @@ def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         yield Violation(rank, index, f"{action} is missing on this rank")
 
 
-def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+def _doubled(schedule: Schedule, places: _Places) -> Iterator[Violation]:
     for action, index in places.items():
-        for need in _needs(schedule, action):
+        if action.op is Op.B:
+            for op in (Op.I, Op.W):
+                part = action._replace(op=op)
+                if part in places:
+                    rank = schedule.stage_ranks[action.stage]
+                    yield Violation(
+                        rank, index, f"{action} does what {part}, action {places[part]}, does too"
+                    )
+
+
+def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    hooked = _hooked(places)
+    for action, index in places.items():
+        for need in _needs(schedule, action, hooked):
             at = places.get(need, -1)
             if at > index:
                 rank = schedule.stage_ranks[action.stage]
@@ -138,7 +184,7 @@ def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
     sends: dict[_Channel, list[Action]] = defaultdict(list)
     receives: dict[_Channel, list[Action]] = defaultdict(list)
     for action in places:  # in the order of the lists
-        peer = None if action.op.is_compute else schedule.peer(action)
+        peer = schedule.peer(action) if action.op.is_message else None
         if peer is None or schedule.other_end(action) not in places:
             continue  # the latter is reported as missing
         rank = schedule.stage_ranks[action.stage]
@@ -157,8 +203,12 @@ def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
     """Deadlock of the computation alone, however well it communicates."""
-    no_time = {op: [0.0] * schedule.stages for op in (Op.F, Op.B)}
-    _, stuck = advance(schedule, no_time)
+    timeline = advance(schedule, Costs(forward=0.0, backward=0.0))
+    stuck = {
+        rank: (action, source_of(schedule, action))
+        for rank in range(len(schedule.ranks))
+        if (action := timeline.stuck_at(rank)) is not None
+    }
     found = []
     for rank, (action, source) in stuck.items():
         peer = schedule.stage_ranks[source.stage]
@@ -219,7 +269,7 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         key = (action.stage, action.microbatch)
         if action.op is Op.F:
             live[rank].add(key)
-        elif action.op is Op.B:
+        elif action.op in (Op.B, Op.W):
             live[rank].discard(key)
         count, peak = len(live[rank]), (schedule.peak_activations or ())[rank]
         if count > peak and rank not in reported:

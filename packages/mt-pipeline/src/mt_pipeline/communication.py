@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.action import Action, Op
+from mt_pipeline.costs import Costs
+from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import simulate
 
 
 def insert_communication(
-    schedule: Schedule, *, forward: float = 1.0, backward: float = 2.0
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Put sends and receives between the compute actions of a schedule.
 
@@ -22,12 +30,14 @@ def insert_communication(
     done can always happen: no deadlock, even where a send ends only once it is received.
 
     What lies between two compute actions of a rank is one exchange (`Step`), whose members may
-    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank.
+    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank. Nothing lies
+    between the two actions of an overlapped pair.
 
     Args:
-        schedule: Compute actions only. A schedule that already communicates is returned as it is.
+        schedule: Without messages. A schedule that already communicates is returned as it is.
         forward: Time of one forward, above 0. The times only decide where receives are placed.
-        backward: Time of one backward, above 0.
+        backward: Time of one backward, above 0; half of it for each of I and W.
+        costs: Times of each stage, in the place of these two.
 
     Returns:
         The same schedule with communication.
@@ -39,15 +49,21 @@ def insert_communication(
         return schedule
     if forward <= 0 or backward <= 0:
         raise ValueError(f"forward is {forward} and backward {backward}: both must be above 0")
+    costs = costs or Costs(forward=forward, backward=backward)
     # Sorted by time, messages before the computation that starts with them, then by the pair of
     # ranks, so that both ends of a message agree on the order of all messages between them.
     events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
-    for rank, spans in enumerate(simulate(schedule, forward, backward).timeline):
-        for span in spans:
-            done = span.action
-            events[rank].append(((span.start, 1, 0, 0), done))
-            send = Action(Op.SEND_F if done.op is Op.F else Op.SEND_B, done.stage, done.microbatch)
-            peer = schedule.peer(send)
+    for rank, timeline in enumerate(simulate(schedule, costs=costs).timeline):
+        spans, ended = iter(timeline), 0.0
+        for action in schedule.ranks[rank]:
+            if action.op.is_hook:
+                events[rank].append(((ended, 1, 0, 0), action))
+                continue
+            span = next(spans)
+            ended = span.end
+            events[rank].append(((span.start, 1, 0, 0), action))
+            send = Action(_SENDS.get(action.op, action.op), action.stage, action.microbatch)
+            peer = schedule.peer(send) if send.op.is_send else None
             if peer is not None:
                 moment = (span.end, 0, rank, peer)
                 events[rank].append((moment, send))
@@ -58,11 +74,55 @@ def insert_communication(
     )
 
 
+_SENDS = MappingProxyType({Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B})
+
+
+def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True) -> Schedule:
+    """Put hooks for sharded parameters and data-parallel gradients into a schedule.
+
+    The parameters of a stage start to be gathered one compute action before its first forward (so
+    at the start for the first two stages of a rank), and its gradients start to be reduced after
+    its last B or W.
+
+    Args:
+        schedule: With or without communication.
+        gather: Whether GATHER actions are wanted.
+        reduce: Whether REDUCE actions are wanted.
+
+    Raises:
+        ValueError: The schedule has hooks already.
+    """
+    if any(action.op.is_hook for _, _, action in schedule):
+        raise ValueError(f"schedule {schedule.name!r} has hooks already")
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        computes = [index for index, action in enumerate(actions) if action.op.is_compute]
+        before: dict[int, list[Action]] = defaultdict(list)
+        after: dict[int, list[Action]] = defaultdict(list)
+        for stage in schedule.stages_of(rank):
+            used = [place for place in computes if actions[place].stage == stage]
+            if gather and used:
+                before[computes[max(0, computes.index(used[0]) - 1)]].append(
+                    Action(Op.GATHER, stage)
+                )
+            if reduce and used and actions[used[-1]].op is not Op.F:
+                after[used[-1]].append(Action(Op.REDUCE, stage))
+        ranks.append(
+            tuple(
+                each
+                for index, action in enumerate(actions)
+                for each in (*before[index], action, *after[index])
+            )
+        )
+    return dataclasses.replace(schedule, ranks=tuple(ranks))
+
+
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     """The forwards of a schedule, for any number of micro-batches.
 
     The schedule's own order is repeated as often as needed, so micro-batch numbers may exceed what
-    the schedule was made for.
+    the schedule was made for. Of two directions only the first is taken, as the number need not be
+    even.
 
     Args:
         schedule: Where the order of forwards is taken from.
@@ -71,30 +131,38 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     Returns:
         A schedule with communication and without backwards. It keeps no activations.
     """
-    rounds = -(-microbatches // schedule.microbatches)
+    share = schedule.microbatches // schedule.directions
     ranks = tuple(
         tuple(
             Action(Op.F, action.stage, number)
-            for turn in range(rounds)
+            for turn in range(-(-microbatches // share))
             for action in actions
             if action.op is Op.F
-            and (number := turn * schedule.microbatches + action.microbatch) < microbatches
+            and action.stage < schedule.depth
+            and (number := turn * share + action.microbatch) < microbatches
         )
         for actions in schedule.ranks
     )
     changed = dataclasses.replace(
         schedule,
         name=f"{schedule.name} (forward only)",
+        stages=schedule.depth,
+        stage_ranks=schedule.stage_ranks[: schedule.depth],
+        directions=1,
         microbatches=microbatches,
         ranks=ranks,
         peak_activations=None,
+        overlaps=frozenset(),
+        marks=frozenset(),
     )
     return insert_communication(changed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """An exchange, then a compute action.
+    """An exchange, then a compute action or a hook.
+
+    The exchange before the second action of an overlapped pair is empty.
 
     Attributes:
         exchange: Sends and receives that may happen in any order and at the same time.
@@ -106,11 +174,11 @@ class Step:
 
 
 def steps(actions: Iterable[Action]) -> list[Step]:
-    """Cut a rank's actions into exchanges, each with the compute action that follows it."""
+    """Cut a rank's actions into exchanges, each with the compute action or hook after it."""
     result: list[Step] = []
     exchange: list[Action] = []
     for action in actions:
-        if action.op.is_compute:
+        if not action.op.is_message:
             result.append(Step(exchange=tuple(exchange), compute=action))
             exchange = []
         else:

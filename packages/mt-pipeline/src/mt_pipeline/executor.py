@@ -2,72 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mt_pipeline.action import Action, Op
 from mt_pipeline.checker import check
 from mt_pipeline.communication import Step, forward_only, insert_communication, steps
-from mt_pipeline.ir import Action, Op, Schedule
-from mt_pipeline.transfer import Mailbox, TensorSpec, TransferError, connect
+from mt_pipeline.failure import share, share_failure
+from mt_pipeline.ir import Schedule
+from mt_pipeline.run import Place, Run
+from mt_pipeline.simulator import Span
+from mt_pipeline.stage import Stage
+from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
-M_contra = TypeVar("M_contra", contravariant=True)
-
-
-class Stage(Protocol[M_contra]):
-    """What one stage computes: any module or function with this signature."""
-
-    def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
-        """Run the stage forward.
-
-        Args:
-            x: The previous stage's output, None on the first stage.
-            microbatch: The micro-batch; each stage takes from it what it needs.
-
-        Returns:
-            On the last stage anything that the objective understands: a tensor, or a nest of
-            dicts, lists and tuples with tensors in it. On others one tensor, as the activation
-            spec says.
-        """
-        ...
-
-
-class StageError(RuntimeError):
-    """A stage, or the objective, raised.
-
-    Attributes:
-        stage: The stage that raised.
-        microbatch: Index of the micro-batch that it worked on.
-        op: Whether it was going forward (`Op.F`) or backward (`Op.B`).
-    """
-
-    def __init__(self, action: Action, error: Exception) -> None:
-        self.stage, self.microbatch, self.op = action.stage, action.microbatch, action.op
-        direction = "forward" if action.op is Op.F else "backward"
-        super().__init__(
-            f"stage {action.stage} failed in the {direction} of micro-batch {action.microbatch}: "
-            f"{type(error).__name__}: {error}"
-        )
+_AHEAD = 8
+"""How many steps are looked ahead for receives that can be posted early."""
 
 
 class Executor(Generic[M]):
     """Runs any schedule that `check` finds right, on the ranks of one process group.
 
     Every rank of the group makes one with the same schedule, at the same point, as they connect
-    then; and calls `run` and `evaluate` as often as the others, with as many micro-batches.
-    Gradients are added to `.grad`, in the order of the schedule's backwards, which for 1F1B is the
-    order of the micro-batches.
+    then; and calls `run`, `evaluate` and `infer` as often as the others, with as many
+    micro-batches. Gradients are added to `.grad`, in the order of the schedule's backwards.
 
     Of an activation that went to the next rank only the autograd graph is kept, not the output
-    itself. When a stage raises, the other ranks are left waiting for it until their process group
-    times out or its process ends; the run cannot be continued.
+    itself. Split backwards (I and W) work for every stage (`backward_input`), and keep less where
+    the stage's layers defer their weight gradients (`DefersWeightGradients`). Overlapped pairs run
+    one after the other, or part by part where the stage can be split (`SplitStage`).
+
+    When a stage raises, every rank raises the same `StageError`, after its part of the schedule:
+    the rank that failed goes on sending (zeros) and receiving for the others' sake. Gradients are
+    then worthless, but the pipeline can go on. Collectives inside a stage, with ranks of other
+    pipelines, are not joined any more.
 
     Args:
         schedule: With or without communication.
@@ -80,9 +55,12 @@ class Executor(Generic[M]):
         device: Where activations live.
         batch_p2p: Whether an exchange is one `batch_isend_irecv` (see `Mailbox`). None: where
             the device is not a CPU.
+        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them, what is called with
+            the number of the stage. It may start a collective; whoever needs the result waits.
 
     Raises:
-        ValueError: The schedule has violations, or does not fit the group or the stages given.
+        ValueError: The schedule has violations, or does not fit the group, the stages or the
+            hooks given.
         TransferError: Another rank of the group did not come.
     """
 
@@ -95,6 +73,7 @@ class Executor(Generic[M]):
         activation: Callable[[M], TensorSpec] | None = None,
         device: torch.device | str = "cpu",
         batch_p2p: bool | None = None,
+        hooks: Mapping[Op, Callable[[int], object]] | None = None,
     ) -> None:
         size = 1 if group is None else dist.get_world_size(group)
         if size != len(schedule.ranks):
@@ -115,15 +94,29 @@ class Executor(Generic[M]):
                 f"activation is None but the schedule has {size} ranks: pass a function from a "
                 "micro-batch to the TensorSpec of what stages hand on"
             )
-        self._stages = _assign(stage, schedule.stages_of(self.rank), self.rank)
-        self._group = group
+        _require_hooks(schedule.ranks[self.rank], hooks or {})
+        device = torch.device(device)
+        self._place = Place(
+            rank=self.rank,
+            group=group,
+            device=device,
+            stages=_assign(stage, schedule.stages_of(self.rank), self.rank),
+            hooks=dict(hooks or {}),
+            batched=device.type != "cpu" if batch_p2p is None else batch_p2p,
+        )
         self._activation = activation
-        self._device = torch.device(device)
-        self._batched = self._device.type != "cpu" if batch_p2p is None else batch_p2p
+        self._forward_only: dict[int, Schedule] = {}
+        self._spans: list[Span] | None = None
         if group is not None:
-            connect(self.schedule, group=group, device=self._device, batched=self._batched)
+            connect(self.schedule, group=group, device=device, batched=self._place.batched)
 
-    def run(self, microbatches: Sequence[M], *, objective: Callable[[Any, M], Tensor]) -> list[Any]:
+    def run(
+        self,
+        microbatches: Sequence[M],
+        *,
+        objective: Callable[[Any, M], Tensor],
+        record: bool = False,
+    ) -> list[Any]:
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
 
         Args:
@@ -131,13 +124,16 @@ class Executor(Generic[M]):
                 micro-batches.
             objective: From the last stage's output and the micro-batch to the scalar whose
                 gradient is taken. Called on the last stage only. It is not averaged or scaled.
+            record: Whether to keep the times of actions for `timeline`. On an accelerator each
+                action is then waited for.
 
         Returns:
             On the rank of the last stage the outputs, detached, in micro-batch order; elsewhere
-            an empty list.
+            an empty list. With two directions each last stage has the outputs of its own
+            micro-batches.
 
         Raises:
-            StageError: A stage of this rank or the objective raised.
+            StageError: A stage, the objective or a hook raised on some rank.
             TransferError: Another rank went away.
             ValueError: The number of micro-batches is not the schedule's.
         """
@@ -146,7 +142,7 @@ class Executor(Generic[M]):
                 f"got {len(microbatches)} micro-batches, but the schedule is for "
                 f"{self.schedule.microbatches}: pass as many, or make a schedule for this number"
             )
-        return self._execute(self.schedule, microbatches, objective)
+        return self._execute(self.schedule, microbatches, objective, record=record)
 
     def evaluate(self, microbatches: Sequence[M]) -> list[Any]:
         """Run the forwards only, without gradients and in any number.
@@ -157,106 +153,142 @@ class Executor(Generic[M]):
             microbatches: Any number of them, the same on every rank.
 
         Returns:
-            As from `run`.
+            As from `run`, all from the rank of the (first direction's) last stage.
         """
+        return self._evaluate(microbatches, None)
+
+    def infer(
+        self, microbatches: Sequence[M], *, output: Callable[[M], TensorSpec]
+    ) -> list[Tensor]:
+        """Run the forwards, and give every rank the last stage's outputs: a step of generation.
+
+        What lasts from step to step, such as the keys and values of each request, is the stages'
+        own, found by what the micro-batch says. Several micro-batches fill the pipeline: one for
+        each group of requests.
+
+        Args:
+            microbatches: The same on every rank.
+            output: The spec of what the last stage returns for a micro-batch: one tensor.
+
+        Returns:
+            The outputs, in the order of the micro-batches, equal on all ranks.
+        """
+        specs = [output(microbatch) for microbatch in microbatches]
+        outputs = self._evaluate(microbatches, specs)
+        if not outputs:
+            device = self._place.device
+            outputs = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
+        if self._place.group is not None:
+            source = self.schedule.stage_ranks[self.schedule.depth - 1]
+            for tensor in outputs:
+                dist.broadcast(tensor, group=self._place.group, group_src=source)
+        return outputs
+
+    def _evaluate(
+        self, microbatches: Sequence[M], outputs: Sequence[TensorSpec] | None
+    ) -> list[Any]:
         if not microbatches:
             return []
-        schedule = forward_only(self.schedule, len(microbatches))
+        number = len(microbatches)
+        if number not in self._forward_only:
+            self._forward_only[number] = forward_only(self.schedule, number)
         with torch.no_grad():
-            return self._execute(schedule, microbatches, None)
+            return self._execute(self._forward_only[number], microbatches, None, outputs=outputs)
 
     def _execute(
         self,
         schedule: Schedule,
         microbatches: Sequence[M],
         objective: Callable[[Any, M], Tensor] | None,
+        *,
+        outputs: Sequence[TensorSpec] | None = None,
+        record: bool = False,
     ) -> list[Any]:
-        run = _Run(self, schedule, microbatches, objective)
-        todo = steps(schedule.ranks[self.rank])
-        end = Step(exchange=(), compute=None)
-        for step, following in itertools.pairwise([*todo, end]):
-            run.mail.exchange(step.exchange, following.exchange)
-            if step.compute is not None:
-                run.compute(step.compute)
-        run.mail.finish()
+        specs = None
+        if self._activation is not None:
+            specs = [self._activation(microbatch) for microbatch in microbatches]
+        run = Run(
+            self._place,
+            schedule,
+            microbatches,
+            specs=specs,
+            output_specs=outputs,
+            objective=objective,
+        )
+        run.spans = [] if record else None
+        try:
+            self._take_steps(run, schedule)
+        except TransferError:
+            if run.failure is not None:  # what failed here may be why the others went away
+                raise run.failure from run.failure.__cause__
+            raise
+        self._spans = run.spans
+        self._raise_failure(run, schedule)
         return [run.outputs[index] for index in sorted(run.outputs)]
 
+    def _take_steps(self, run: Run[M], schedule: Schedule) -> None:
+        todo = deque(steps(schedule.ranks[self.rank]))
+        while todo:
+            step = todo.popleft()
+            ahead = (action for later in islice(todo, _AHEAD) for action in later.exchange)
+            run.mail.exchange(step.exchange, ahead)
+            if step.compute is None:
+                continue
+            partner = schedule.overlap_of.get(step.compute)
+            if todo and partner is not None and todo[0] == Step(exchange=(), compute=partner):
+                todo.popleft()
+                run.compute([step.compute, partner])
+            else:
+                run.compute([step.compute])
+        run.mail.finish()
 
-class _Run(Generic[M]):
-    """What lives during one run: inputs and graphs between F and B, and the outputs."""
+    def _raise_failure(self, run: Run[M], schedule: Schedule) -> None:
+        failure = run.failure
+        if self._place.group is not None:
+            failure = share_failure(
+                failure, schedule=schedule, group=self._place.group, device=self._place.device
+            )
+        if failure is not None:
+            raise failure
 
-    def __init__(
-        self,
-        executor: Executor[M],
-        schedule: Schedule,
-        microbatches: Sequence[M],
-        objective: Callable[[Any, M], Tensor] | None,
-    ) -> None:
-        self._schedule = schedule
-        self._stages = executor._stages
-        self._activation = executor._activation
-        self._microbatches = microbatches
-        self._objective = objective
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._graphs: dict[tuple[int, int], Tensor | GradientEdge | None] = {}
-        self.outputs: dict[int, Any] = {}
-        self.mail = Mailbox(
-            schedule,
-            group=executor._group,
-            device=executor._device,
-            spec=self._spec,
-            batched=executor._batched,
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """When each rank took its actions in the latest run; every rank of the group calls it.
+
+        Returns:
+            For each rank its spans, in seconds from the first start: what `simulate` returns as
+            `timeline`, measured. An action begins when its input has arrived. Clocks are the
+            machines' own.
+
+        Raises:
+            ValueError: The latest run did not record them.
+        """
+        if self._spans is None:
+            raise ValueError("no times were recorded: call run(..., record=True) first")
+        spans = [[*span.action, span.start, span.end] for span in self._spans]
+        shared = share(
+            json.dumps(spans).encode(), group=self._place.group, device=self._place.device
+        )
+        ranks = [json.loads(text) for text in shared]
+        origin = min((span[3] for spans in ranks for span in spans), default=0.0)
+        return tuple(
+            tuple(
+                Span(Action(Op(op), stage, microbatch), start - origin, end - origin)
+                for op, stage, microbatch, start, end in spans
+            )
+            for spans in ranks
         )
 
-    def compute(self, action: Action) -> None:
-        """Do one F or B."""
-        (self._forward if action.op is Op.F else self._backward)(action)
 
-    def _spec(self, index: int) -> TensorSpec:
-        assert self._activation is not None, "asked for by transfers only"  # noqa: S101
-        return self._activation(self._microbatches[index])
-
-    def _forward(self, action: Action) -> None:
-        key = (action.stage, action.microbatch)
-        microbatch = self._microbatches[action.microbatch]
-        x = None
-        if self._schedule.previous_stage(action.stage) is not None:
-            x = self.mail.take(Action(Op.RECV_F, *key))
-            assert x is not None, f"{action} has no input"  # noqa: S101 (the schedule was checked)
-            if self._objective is not None:
-                if x.is_floating_point() or x.is_complex():
-                    x.requires_grad_()
-                self._inputs[key] = x
-        is_last = self._schedule.next_stage(action.stage) is None
-        with _naming(action):
-            output = self._stages[action.stage](x, microbatch)
-            if is_last:
-                if self._objective is not None:
-                    self._graphs[key] = _scalar(self._objective(output, microbatch))
-                self.outputs[action.microbatch] = _detached(output)
-                return
-            send = Action(Op.SEND_F, *key)
-            _require_activation(
-                output, None if self._schedule.peer(send) is None else self._spec(key[1])
+def _require_hooks(actions: Sequence[Action], hooks: Mapping[Op, Callable[[int], object]]) -> None:
+    for op in hooks:
+        if op not in (Op.GATHER, Op.REDUCE):
+            raise ValueError(f"hooks has {op!r}: only Op.GATHER and Op.REDUCE call a hook")
+    for action in actions:
+        if action.op.is_hook and action.op not in hooks:
+            raise ValueError(
+                f"the schedule has {action}, but hooks has no Op.{action.op.name}: pass "
+                f"hooks={{Op.{action.op.name}: function of a stage number}}"
             )
-        # The edge leads to the graph without keeping the output itself: the memory of what has
-        # been sent is free as soon as nothing in the graph needs it.
-        if self._objective is not None:
-            self._graphs[key] = get_gradient_edge(output) if output.requires_grad else None
-        self.mail.put(send, output.detach())
-
-    def _backward(self, action: Action) -> None:
-        key = (action.stage, action.microbatch)
-        graph, grad = self._graphs.pop(key), None
-        if self._schedule.next_stage(action.stage) is not None:
-            grad = self.mail.take(Action(Op.RECV_B, *key))
-        with _naming(action):
-            if graph is not None:
-                torch.autograd.backward([graph], [grad])  # pyright: ignore[reportArgumentType]
-        x = self._inputs.pop(key, None)
-        if x is not None and x.requires_grad:
-            gradient = torch.zeros_like(x) if x.grad is None else x.grad
-            self.mail.put(Action(Op.SEND_B, *key), gradient)
 
 
 def _assign(
@@ -269,48 +301,3 @@ def _assign(
             f"{held}: pass one callable for each, in this order"
         )
     return dict(zip(held, given, strict=True))
-
-
-@contextmanager
-def _naming(action: Action) -> Iterator[None]:
-    """Name the stage and the micro-batch in whatever is raised."""
-    try:
-        yield
-    except (StageError, TransferError):
-        raise
-    except Exception as error:
-        raise StageError(action, error) from error
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        got = type(loss).__name__
-        if isinstance(loss, Tensor):
-            got = f"a {tuple(loss.shape)} tensor with requires_grad={loss.requires_grad}"
-        raise TypeError(f"the objective must return one number that has a gradient, got {got}")
-    return loss
-
-
-def _require_activation(output: Any, spec: TensorSpec | None) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"a stage before the last one must return one tensor, got {type(output).__name__}"
-        )
-    if spec is None:
-        return
-    got = TensorSpec(tuple(output.shape), output.dtype)
-    if got != TensorSpec(tuple(spec.shape), spec.dtype):
-        raise ValueError(f"the stage returned {got}, but activation() says {spec}")
-
-
-def _detached(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, Mapping):
-        return {name: _detached(value) for name, value in output.items()}
-    if isinstance(output, list | tuple):
-        values = [_detached(value) for value in output]
-        if hasattr(output, "_fields"):  # a named tuple takes its fields one by one
-            return type(output)(*values)
-        return type(output)(values)
-    return output

@@ -3,64 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+
+from mt_pipeline.action import (
+    LOCAL,
+    Action,
+    Mark,
+    Op,
+    read_actions,
+    read_ints,
+    read_list,
+    read_mark,
+    read_overlap,
+    require_positive,
+    require_type,
+)
 
 _FORMAT = "mt-pipeline-schedule"
-_VERSION = 1
-
-
-class Op(StrEnum):
-    """What one action does to one micro-batch at one stage."""
-
-    F = "F"
-    """Forward of the stage."""
-    B = "B"
-    """Backward of the stage: gradients of its input and of its weights."""
-    SEND_F = "SEND_F"
-    """Send the stage's output to the next stage."""
-    RECV_F = "RECV_F"
-    """Receive the stage's input from the previous stage."""
-    SEND_B = "SEND_B"
-    """Send the gradient of the stage's input to the previous stage."""
-    RECV_B = "RECV_B"
-    """Receive the gradient of the stage's output from the next stage."""
-
-    @property
-    def is_send(self) -> bool:
-        """Whether the action sends a tensor to another rank."""
-        return self in (Op.SEND_F, Op.SEND_B)
-
-    @property
-    def is_receive(self) -> bool:
-        """Whether the action receives a tensor from another rank."""
-        return self in (Op.RECV_F, Op.RECV_B)
-
-    @property
-    def is_compute(self) -> bool:
-        """Whether the action computes, rather than communicates."""
-        return self is Op.F or self is Op.B
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One step of one rank.
-
-    Attributes:
-        op: What is done.
-        stage: The stage whose forward, backward, input or output it is.
-        microbatch: Index of the micro-batch.
-    """
-
-    op: Op
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.op.value}{self.microbatch} of stage {self.stage}"
+_VERSION = 2
+_READABLE = (1, 2)  # 1 had neither split backwards nor directions, overlaps and marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +33,31 @@ class Schedule:
 
     A schedule need not be right to be a value: `check` says what is wrong with it.
 
+    Stages are numbered along the data's way. With two `directions` (DualPipe) the model is there
+    twice: stages `0 .. depth - 1` are one way through it and stages `depth .. 2 * depth - 1`
+    another, where stages `s` and `depth + s` have the same parameters and each direction takes its
+    half of the micro-batches.
+
     Attributes:
         name: What the schedule is called in the literature.
-        stages: Number of stages the model is cut into.
+        stages: Number of stages on all ranks and in all directions.
         microbatches: Number of micro-batches of one optimizer step.
         ranks: For each pipeline rank its actions in order. Generators give compute actions only;
-            `insert_communication` adds the sends and receives.
+            `insert_communication` adds the sends and receives, `insert_hooks` the hooks.
         stage_ranks: For each stage the rank that holds it. Default: round robin, stage `s` on
             rank `s % len(ranks)`, which is the identity when each rank holds one stage.
         peak_activations: For each rank the most (stage, micro-batch) pairs whose forward has run
-            and whose backward has not: the memory that the schedule promises to stay within.
-            None: no promise, so `check` does not look.
+            and whose backward (B, or W where it is split) has not: the memory that the schedule
+            promises to stay within. None: no promise, so `check` does not look.
+        directions: Number of copies of the model that data flows through.
+        overlaps: Pairs of an F and the B or I that follows it on the same rank, to be run as one:
+            both inputs are needed at its start, and both outputs leave at its end. Taking the two
+            in order is right too, so who cannot overlap need not look at this.
+        marks: Wishes about single actions.
 
     Raises:
-        ValueError: A size is below 1, or a per-rank or per-stage tuple does not fit.
+        ValueError: A size is below 1, a per-rank or per-stage tuple does not fit, or an overlap or
+            a mark is on actions it cannot be on.
     """
 
     name: str
@@ -91,9 +66,12 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
     stage_ranks: tuple[int, ...] = ()
     peak_activations: tuple[int, ...] | None = None
+    directions: int = 1
+    overlaps: frozenset[tuple[Action, Action]] = field(default=frozenset(), repr=False)
+    marks: frozenset[tuple[Mark, Action]] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
-        for what in ("stages", "microbatches"):
+        for what in ("stages", "microbatches", "directions"):
             require_positive(what, getattr(self, what))
         if not self.ranks:
             raise ValueError("ranks is empty: a schedule has at least one rank")
@@ -116,36 +94,80 @@ class Schedule:
                 f"peak_activations has {len(self.peak_activations)} entries for "
                 f"{len(self.ranks)} ranks: give one per rank, or None for no promise"
             )
+        for what, size in (("stages", self.stages), ("microbatches", self.microbatches)):
+            if size % self.directions:
+                raise ValueError(
+                    f"{what} is {size}, which {self.directions} directions do not share evenly: "
+                    f"use a multiple of {self.directions}"
+                )
+        self._check_overlaps_and_marks()
+
+    def _check_overlaps_and_marks(self) -> None:
+        for first, second in self.overlaps:
+            if first.op is not Op.F or second.op not in (Op.B, Op.I):
+                raise ValueError(f"{first} cannot overlap {second}: it takes an F and a B or I")
+        for mark, action in self.marks:
+            if action.op is not (Op.W if mark is Mark.DEFER else Op.F):
+                wanted = "a W" if mark is Mark.DEFER else "an F"
+                raise ValueError(f"{action} cannot be marked {mark.value}: only {wanted} can")
 
     @cached_property
     def has_communication(self) -> bool:
         """Whether sends and receives are among the actions."""
-        return any(not action.op.is_compute for actions in self.ranks for action in actions)
+        return any(action.op.is_message for actions in self.ranks for action in actions)
+
+    @property
+    def depth(self) -> int:
+        """The number of stages that a micro-batch passes: stages of the model."""
+        return self.stages // self.directions
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, in ascending order."""
         return [stage for stage, holder in enumerate(self.stage_ranks) if holder == rank]
 
+    def microbatches_of(self, stage: int) -> range:
+        """The micro-batches that pass a stage: all, or those of its direction."""
+        share = self.microbatches // self.directions
+        direction = stage // self.depth
+        return range(direction * share, (direction + 1) * share)
+
+    def replicas_of(self, stage: int) -> list[int]:
+        """The stages that have the same parameters as this one, itself among them."""
+        return list(range(stage % self.depth, self.stages, self.depth))
+
     def next_stage(self, stage: int) -> int | None:
-        """The stage that takes this one's output, None for the last."""
-        return stage + 1 if stage + 1 < self.stages else None
+        """The stage that takes this one's output, None for the last of its direction."""
+        return stage + 1 if (stage + 1) % self.depth else None
 
     def previous_stage(self, stage: int) -> int | None:
-        """The stage whose output this one takes, None for the first."""
-        return stage - 1 if stage > 0 else None
+        """The stage whose output this one takes, None for the first of its direction."""
+        return stage - 1 if stage % self.depth else None
+
+    def is_split(self, stage: int, microbatch: int) -> bool:
+        """Whether the backward of a stage and micro-batch is an I and a W rather than a B."""
+        return (stage, microbatch) in self._split
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        return frozenset((a.stage, a.microbatch) for _, _, a in self if a.op is Op.I)
+
+    @cached_property
+    def overlap_of(self) -> Mapping[Action, Action]:
+        """For each F that is overlapped the B or I that it is overlapped with."""
+        return MappingProxyType(dict(self.overlaps))
 
     def peer(self, action: Action) -> int | None:
         """The rank at the other end of the edge that an action's data takes.
 
         Args:
-            action: F, SEND_F and RECV_B look at the next stage; B, SEND_B and RECV_F at the
+            action: F, SEND_F and RECV_B look at the next stage; B, I, SEND_B and RECV_F at the
                 previous one.
 
         Returns:
-            None at the two ends of the model, where both stages are on one rank, and for a stage
-            that does not exist.
+            None at the two ends of the model, where both stages are on one rank, for a stage that
+            does not exist, and for W and hooks.
         """
-        if not 0 <= action.stage < self.stages:
+        if not 0 <= action.stage < self.stages or action.op in LOCAL:
             return None
         downstream = action.op in (Op.F, Op.SEND_F, Op.RECV_B)
         other = (self.next_stage if downstream else self.previous_stage)(action.stage)
@@ -181,24 +203,34 @@ class Schedule:
         """The orders in the papers' notation: `F3` is the forward of micro-batch 3.
 
         Where a rank holds several stages, a letter says which: `F3b` runs in its second one.
+        `F3&B1` are overlapped.
         """
         head = f"{self.name}: {self.stages} stages, {self.microbatches} micro-batches"
         width = len(str(len(self.ranks) - 1))
         lines = [
-            f"rank {rank:>{width}}: " + " ".join(self._mark(rank, a) for a in actions)
+            f"rank {rank:>{width}}: {self._line(rank, actions)}"
             for rank, actions in enumerate(self.ranks)
         ]
         return "\n".join([head, *lines])
 
-    def _mark(self, rank: int, action: Action) -> str:
+    def _line(self, rank: int, actions: Sequence[Action]) -> str:
+        marks = [self.notation(rank, action) for action in actions]
+        for index, action in enumerate(actions[:-1]):
+            if actions[index + 1] == self.overlap_of.get(action):
+                marks[index : index + 2] = [f"{marks[index]}&{marks[index + 1]}", ""]
+        return " ".join(filter(None, marks))
+
+    def notation(self, rank: int, action: Action) -> str:
+        """How an action is printed on a rank: `F3`, `F3b`."""
         held = self.stages_of(rank)
+        number = "" if action.op.is_hook else action.microbatch
         if held == [action.stage]:
-            return f"{action.op.value}{action.microbatch}"
+            return f"{action.op.value}{number}"
         if action.stage not in held:  # only in a schedule that `check` finds fault with
-            return f"{action.op.value}{action.microbatch}@{action.stage}"
+            return f"{action.op.value}{number}@{action.stage}"
         chunk = held.index(action.stage)
         letter = chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
-        return f"{action.op.value}{action.microbatch}{letter}"
+        return f"{action.op.value}{number}{letter}"
 
     def to_json(self) -> str:
         """The schedule as JSON text that `from_json` reads back to an equal value."""
@@ -210,9 +242,12 @@ class Schedule:
                 "name": self.name,
                 "stages": self.stages,
                 "microbatches": self.microbatches,
+                "directions": self.directions,
                 "stage_ranks": list(self.stage_ranks),
                 "peak_activations": None if peak is None else list(peak),
-                "ranks": [[[a.op.value, a.stage, a.microbatch] for a in r] for r in self.ranks],
+                "overlaps": sorted(self.overlaps),
+                "marks": sorted(self.marks),
+                "ranks": self.ranks,
             }
         )
 
@@ -233,65 +268,30 @@ class Schedule:
             raise ValueError(f"not a JSON schedule: {error}") from error
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise ValueError(f'not a schedule: expected an object with "format": "{_FORMAT}"')
-        if document.get("version") != _VERSION:
+        if document.get("version") not in _READABLE:
             raise ValueError(
                 f"schedule version {document.get('version')!r} is not supported: "
-                f"this package reads version {_VERSION}"
+                f"this package reads versions {', '.join(map(str, _READABLE))}"
             )
-        _require("name", document.get("name"), str, "a string")
+        require_type("name", document.get("name"), str, "a string")
         peak = document.get("peak_activations")
         return cls(
             name=document["name"],
             stages=require_positive("stages", document.get("stages")),
             microbatches=require_positive("microbatches", document.get("microbatches")),
+            directions=require_positive("directions", document.get("directions", 1)),
             ranks=tuple(
-                tuple(
-                    _read_action(item, f"ranks[{rank}][{index}]")
-                    for index, item in enumerate(_read_list(actions, f"ranks[{rank}]"))
-                )
-                for rank, actions in enumerate(_read_list(document.get("ranks"), "ranks"))
+                read_actions(actions, f"ranks[{rank}]")
+                for rank, actions in enumerate(read_list(document.get("ranks"), "ranks"))
             ),
-            stage_ranks=_read_ints(document.get("stage_ranks"), "stage_ranks"),
-            peak_activations=None if peak is None else _read_ints(peak, "peak_activations"),
+            overlaps=frozenset(
+                read_overlap(pair, f"overlaps[{index}]")
+                for index, pair in enumerate(read_list(document.get("overlaps", []), "overlaps"))
+            ),
+            marks=frozenset(
+                read_mark(pair, f"marks[{index}]")
+                for index, pair in enumerate(read_list(document.get("marks", []), "marks"))
+            ),
+            stage_ranks=read_ints(document.get("stage_ranks"), "stage_ranks"),
+            peak_activations=None if peak is None else read_ints(peak, "peak_activations"),
         )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def require_positive(what: str, value: Any) -> int:
-    """Return `value` where it is a whole number of at least 1, else raise ValueError."""
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"{what} is {value!r}: expected a whole number of at least 1")
-    return value
-
-
-def _require(where: str, value: Any, kind: type, described: str) -> None:
-    if not isinstance(value, kind):
-        # A bad document is a bad value, whatever type is found in it.
-        raise ValueError(f"{where} is {value!r:.80}: expected {described}")  # noqa: TRY004
-
-
-def _read_list(value: Any, where: str) -> Sequence[Any]:
-    _require(where, value, list, "a list")
-    return value
-
-
-def _read_ints(value: Any, where: str) -> tuple[int, ...]:
-    items = _read_list(value, where)
-    for index, item in enumerate(items):
-        if not _is_int(item):
-            raise ValueError(f"{where}[{index}] is {item!r:.80}: expected a whole number")
-    return tuple(items)
-
-
-def _read_action(value: Any, where: str) -> Action:
-    ops = [op.value for op in Op]
-    fits = isinstance(value, list) and len(value) == 3 and _is_int(value[1]) and _is_int(value[2])
-    if not fits or value[0] not in ops:
-        raise ValueError(
-            f"{where} is {value!r:.80}: expected [op, stage, microbatch] with op one of "
-            f"{', '.join(ops)}"
-        )
-    return Action(Op(value[0]), value[1], value[2])

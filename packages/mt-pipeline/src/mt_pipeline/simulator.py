@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
 
-from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.action import Action, Mark, Op
+from mt_pipeline.costs import Costs
+from mt_pipeline.ir import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When one compute action ran."""
+class Span(NamedTuple):
+    """When one compute action ran.
+
+    Attributes:
+        action: The action.
+        start: When it began.
+        end: When its result was there. The two actions of an overlapped pair have the same times.
+    """
 
     action: Action
     start: float
     end: float
+
+
+class Timeline(NamedTuple):
+    """When the compute actions of each rank ran; of a rank that is stuck fewer than it has."""
+
+    plans: list[list[Action]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The actions of a rank that ran."""
+        return tuple(map(Span, self.plans[rank], self.starts[rank], self.ends[rank]))
+
+    def stuck_at(self, rank: int) -> Action | None:
+        """The first action of a rank that did not run."""
+        plan, ran = self.plans[rank], len(self.ends[rank])
+        return plan[ran] if ran < len(plan) else None
+
+    def busy(self, rank: int) -> float:
+        """For how long a rank computed."""
+        total, until = 0.0, 0.0
+        for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
+            if start >= until:
+                total += end - start
+            elif end > until:  # what is overlapped counts once
+                total += end - until
+            until = max(until, end)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,118 +65,276 @@ class Simulation:
     Attributes:
         makespan: Time from the first action's start to the last one's end, in the unit of the
             times given.
+        longest_rank: The longest time from a rank's first action to its last: what a step takes
+            where each rank begins the next one as soon as it is done, as the zero-bubble papers
+            count.
         bubble: For each rank the share of the makespan in which it does not compute.
         peak_activations: For each rank the most (stage, micro-batch) pairs at once whose forward
-            has begun and whose backward has not ended.
-        timeline: For each rank when each of its compute actions ran.
+            has begun and whose backward (B, or W where it is split) has not ended.
+        peak_bytes: For each rank the most bytes that such pairs keep at once.
     """
 
     makespan: float
+    longest_rank: float
     bubble: tuple[float, ...]
     peak_activations: tuple[int, ...]
-    timeline: tuple[tuple[Span, ...], ...] = field(repr=False)
+    peak_bytes: tuple[float, ...]
+    _timeline: Timeline = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank when each of its compute actions ran."""
+        return tuple(self._timeline.spans(rank) for rank in range(len(self.bubble)))
 
 
 def simulate(
     schedule: Schedule,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
+    weight: float | Sequence[float] | None = None,
     latency: float = 0.0,
+    *,
+    costs: Costs | None = None,
+    measured: Mapping[Action, float] | None = None,
 ) -> Simulation:
     """Time a schedule by discrete events.
 
     Each rank takes its compute actions in order, each as soon as the rank is free and its input
-    has arrived. Transfers overlap with computation and do not slow each other down.
+    has arrived. Transfers overlap with computation.
 
     Args:
         schedule: With or without communication; only its compute actions count.
-        forward: Time of one forward, for all stages or one for each.
-        backward: Time of one backward (input and weight gradients), likewise.
+        forward: Time of one forward, for all stages or one for each. With two directions: for
+            each stage of the model.
+        backward: Time of one backward (input and weight gradients together), likewise.
+        weight: Time of one W, the rest of `backward` being that of I. None: half of `backward`.
         latency: Time between the end of an action and its result's arrival on another rank.
+        costs: All of these at once, with bandwidth and bytes; takes the place of the four above.
+            Of more pieces than the model has stages neighbouring ones are joined.
+        measured: Times of single actions, which come before the others.
 
     Raises:
         ValueError: A time is negative, or the schedule cannot complete (`check` says why).
     """
-    cost = {
-        Op.F: _per_stage("forward", forward, schedule.stages),
-        Op.B: _per_stage("backward", backward, schedule.stages),
-    }
-    if latency < 0:
-        raise ValueError(f"latency is {latency}: expected 0 or more")
-    timeline, stuck = advance(schedule, cost, latency)
-    if stuck:
+    if costs is None:
+        costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
+        costs = costs.spread(schedule.depth)
+    elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
+        raise ValueError("costs is given beside single times: give the one or the others")
+    timeline = advance(schedule, costs, measured or {})
+    ranks = range(len(schedule.ranks))
+    if any(timeline.stuck_at(rank) for rank in ranks):
         raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
-    makespan = max((spans[-1].end for spans in timeline if spans), default=0.0)
-    busy = [sum(span.end - span.start for span in spans) for spans in timeline]
+    makespan = max((ends[-1] for ends in timeline.ends if ends), default=0.0)
+    edges = zip(timeline.starts, timeline.ends, strict=True)
+    memory = peaks(schedule, costs)
     return Simulation(
         makespan=makespan,
-        bubble=tuple(1.0 - work / makespan if makespan else 0.0 for work in busy),
-        peak_activations=tuple(_peak(spans) for spans in timeline),
-        timeline=tuple(tuple(spans) for spans in timeline),
+        longest_rank=max((ends[-1] - starts[0] for starts, ends in edges if ends), default=0.0),
+        bubble=tuple(1.0 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks),
+        peak_activations=tuple(count for count, _ in memory),
+        peak_bytes=tuple(size for _, size in memory),
+        _timeline=timeline,
     )
 
 
 def advance(
-    schedule: Schedule, cost: dict[Op, list[float]], latency: float = 0.0
-) -> tuple[list[list[Span]], dict[int, tuple[Action, Action]]]:
-    """Let every rank go as far as it can.
+    schedule: Schedule, costs: Costs, measured: Mapping[Action, float] = MappingProxyType({})
+) -> Timeline:
+    """Let every rank go as far as it can, whether or not the schedule is right."""
+    return _Run(schedule, costs, measured).result()
 
-    Returns:
-        For each rank when its actions ran; and for each rank that does not reach its end the
-        action that it is stuck at and the action whose result that one waits for.
+
+def source_of(schedule: Schedule, action: Action) -> Action:
+    """The compute action whose result a compute action works on; itself where that is the data."""
+    op, stage, microbatch = action
+    if op is Op.F:
+        before = schedule.previous_stage(stage)
+        return action if before is None else Action(Op.F, before, microbatch)
+    if op is Op.W:
+        return Action(Op.I, stage, microbatch)
+    after = schedule.next_stage(stage)
+    if after is None:
+        return Action(Op.F, stage, microbatch)
+    return Action(Op.I if schedule.is_split(after, microbatch) else Op.B, after, microbatch)
+
+
+class _Edge(NamedTuple):
+    """Where the results of a stage's F, or of its B and I, go."""
+
+    cells: list[float | None]
+    stage: int
+    rank: int
+    is_away: bool
+    size: float
+
+
+class _Run:
+    """One simulation under way.
+
+    What an action works on is a cell: the input of F, the gradient that B and I take, the leave
+    that I gives to W. An action that ends fills the cell of the one that it feeds with the time of
+    arrival, and wakes the rank that waits for it.
     """
-    plans = [[a for a in actions if a.op.is_compute] for actions in schedule.ranks]
-    timeline: list[list[Span]] = [[] for _ in plans]
-    ends: dict[Action, float] = {}
-    waiting: dict[Action, int] = {}  # for the result of an action: the rank that is stuck on it
-    stuck: dict[int, tuple[Action, Action]] = {}
-    runnable = list(range(len(plans)))
-    while runnable:
-        rank = runnable.pop()
-        plan, spans = plans[rank], timeline[rank]
-        free = spans[-1].end if spans else 0.0
-        stuck.pop(rank, None)
-        while len(spans) < len(plan):
-            action = plan[len(spans)]
-            source = source_of(schedule, action)
-            start = free
-            if source is not None:
-                if source not in ends:
-                    waiting[source], stuck[rank] = rank, (action, source)
-                    break
-                away = schedule.stage_ranks[source.stage] != rank
-                start = max(free, ends[source] + (latency if away else 0.0))
-            free = start + cost[action.op][action.stage]
-            spans.append(Span(action, start, free))
-            ends[action] = free
-            if action in waiting:
-                runnable.append(waiting.pop(action))
-    return timeline, stuck
+
+    def __init__(self, schedule: Schedule, costs: Costs, measured: Mapping[Action, float]) -> None:
+        self._schedule, self._costs, self._measured = schedule, costs, measured
+        self._times = action_times(schedule, costs)
+        inputs: list[float | None] = [None] * (schedule.stages * schedule.microbatches)
+        gradients, leaves = inputs.copy(), inputs.copy()
+        for first in range(0, schedule.stages, schedule.depth):
+            for number in schedule.microbatches_of(first):
+                inputs[first * schedule.microbatches + number] = 0.0
+        self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: leaves}
+        self._edges = self._connect(inputs, gradients)
+        # As in the executor, two actions overlap only where nothing is between them.
+        self._pairs = {
+            first
+            for actions in (schedule.ranks if schedule.overlaps else ())
+            for first, second in pairwise(actions)
+            if schedule.overlap_of.get(first) == second
+        }
+        self._recomputed = {a for mark, a in schedule.marks if mark is Mark.RECOMPUTE}
+        self._links: dict[tuple[int, int], float] = {}
+        self._plans = [[a for a in rank if a.op in self._times] for rank in schedule.ranks]
+        # For each rank that cannot go on: the cell that is empty.
+        self._waits: list[tuple[list[float | None], int] | None] = [None] * len(self._plans)
+        self._runnable = deque(range(len(self._plans)))
+        # For each action: when it began and ended. Numbers rather than spans, of which millions
+        # would keep the garbage collector busy.
+        self._starts: list[list[float]] = [[] for _ in self._plans]
+        self._ends: list[list[float]] = [[] for _ in self._plans]
+
+    def result(self) -> Timeline:
+        """Let every rank go as far as it can."""
+        programs = [self._program(rank) for rank in range(len(self._plans))]
+        while self._runnable:
+            next(programs[self._runnable.popleft()], None)
+        return Timeline(self._plans, self._starts, self._ends)
+
+    def _connect(
+        self, inputs: list[float | None], gradients: list[float | None]
+    ) -> dict[Op, list[_Edge | None]]:
+        schedule, sizes = self._schedule, _listed(self._costs, "message_bytes", self._schedule)
+
+        def edge(stage: int, other: int | None, cells: list[float | None]) -> _Edge | None:
+            if other is None:
+                return None
+            rank = schedule.stage_ranks[other]
+            is_away = rank != schedule.stage_ranks[stage]
+            return _Edge(cells, other, rank, is_away, sizes[min(stage, other)])
+
+        stages = range(schedule.stages)
+        down = [edge(s, schedule.next_stage(s), inputs) or edge(s, s, gradients) for s in stages]
+        up = [edge(s, schedule.previous_stage(s), gradients) for s in stages]
+        return {Op.F: down, Op.B: up, Op.I: up, Op.W: [None for _ in stages]}
+
+    def _program(self, rank: int) -> Iterator[None]:
+        """Take the actions of a rank; pause where an input is not there."""
+        starts, ends, pairs = self._starts[rank], self._ends[rank], self._pairs
+        times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
+        constant = not self._recomputed and not self._measured
+        free, pair = 0.0, None
+        for action in self._plans[rank]:
+            op, stage, microbatch = action
+            cell = stage * microbatches + microbatch
+            while (start := cells[op][cell]) is None:
+                self._waits[rank] = (cells[op], cell)
+                yield
+            if start < free:
+                start = free
+            duration = times[op][stage] if constant else self._duration(action)
+            if action in pairs:
+                pair = (action, start, duration)
+                continue
+            if pair is not None:
+                first, begun, more = pair
+                start, pair = max(start, begun), None
+                duration = (duration + more) * self._costs.overlap
+                starts.append(start)
+                ends.append(start + duration)
+                self._feed(rank, first, start + duration)
+            free = start + duration
+            starts.append(start)
+            ends.append(free)
+            self._feed(rank, action, free)
+
+    def _duration(self, action: Action) -> float:
+        time = self._times[action.op][action.stage]
+        if action.op in (Op.B, Op.I) and action._replace(op=Op.F) in self._recomputed:
+            time += self._times[Op.F][action.stage]
+        return self._measured.get(action, time)
+
+    def _feed(self, rank: int, action: Action, end: float) -> None:
+        """Fill the cells of what works on an action's result."""
+        op, stage, microbatch = action
+        if op is Op.I:
+            self._cells[Op.W][stage * self._schedule.microbatches + microbatch] = end
+        edge = self._edges[op][stage]
+        if edge is None:
+            return
+        cells, other, holder, is_away, size = edge
+        if is_away:
+            if size and self._costs.bandwidth != math.inf:  # messages queue on the ranks' link
+                end = max(end, self._links.get((rank, holder), 0.0)) + size / self._costs.bandwidth
+                self._links[rank, holder] = end
+            end += self._costs.latency
+        cell = other * self._schedule.microbatches + microbatch
+        cells[cell] = end
+        waits = self._waits[holder]
+        if waits is not None and waits[1] == cell and waits[0] is cells:
+            self._waits[holder] = None
+            self._runnable.append(holder)
 
 
-def source_of(schedule: Schedule, action: Action) -> Action | None:
-    """The compute action whose result a compute action works on; None for the first stage's F."""
-    if action.op is Op.F:
-        stage = schedule.previous_stage(action.stage)
-        return None if stage is None else Action(Op.F, stage, action.microbatch)
-    stage = schedule.next_stage(action.stage)
-    if stage is None:
-        return Action(Op.F, action.stage, action.microbatch)
-    return Action(Op.B, stage, action.microbatch)
+def action_times(schedule: Schedule, costs: Costs) -> dict[Op, list[float]]:
+    """The time of each compute operation at each stage, of all directions."""
+    backward = _listed(costs, "backward", schedule)
+    weight = _listed(costs, "weight", schedule)
+    return {
+        Op.F: _listed(costs, "forward", schedule),
+        Op.B: backward,
+        Op.I: [both - part for both, part in zip(backward, weight, strict=True)],
+        Op.W: weight,
+    }
 
 
-def _peak(spans: Sequence[Span]) -> int:
-    peak = live = 0
-    for span in spans:
-        live += 1 if span.action.op is Op.F else -1
-        peak = max(peak, live)
-    return peak
+def _listed(costs: Costs, what: str, schedule: Schedule) -> list[float]:
+    return list(getattr(costs.merged(schedule.depth), what)) * schedule.directions
 
 
-def _per_stage(what: str, time: float | Sequence[float], stages: int) -> list[float]:
-    times = [float(time)] * stages if isinstance(time, int | float) else [float(t) for t in time]
-    if len(times) != stages:
-        raise ValueError(f"{what} has {len(times)} times for {stages} stages: give one per stage")
-    if any(t < 0 for t in times):
-        raise ValueError(f"{what} is {time}: times are 0 or more")
-    return times
+def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
+    """For each rank the most live activations, and the most bytes that they keep."""
+    kept = _listed(costs, "activation_bytes", schedule)
+    inputs = _input_bytes(schedule, costs)
+    marks = {action[1:]: mark for mark, action in schedule.marks if mark is not Mark.DEFER}
+    found = []
+    for actions in schedule.ranks:
+        live = peak = 0
+        size = most = 0.0
+        for op, stage, microbatch in actions:
+            if op not in _LIVES:
+                continue
+            own = kept[stage]
+            if marks and (stage, microbatch) in marks:
+                is_recomputed = marks[stage, microbatch] is Mark.RECOMPUTE
+                own = inputs[stage] if is_recomputed else 0.0
+            if op is Op.F:
+                live += 1
+                size += own
+                if live > peak or size > most:
+                    peak, most = max(peak, live), max(most, size)
+            else:
+                live -= 1
+                size -= own
+        found.append((peak, most))
+    return found
+
+
+_LIVES = frozenset({Op.F, Op.B, Op.W})  # begin or end the life of an activation
+
+
+def _input_bytes(schedule: Schedule, costs: Costs) -> list[float]:
+    sizes = _listed(costs, "message_bytes", schedule)
+    before = [schedule.previous_stage(stage) for stage in range(schedule.stages)]
+    return [0.0 if stage is None else sizes[stage] for stage in before]

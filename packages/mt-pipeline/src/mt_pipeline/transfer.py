@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_pipeline.ir import Action, Op, Schedule
+from mt_pipeline.action import Action, Op
+from mt_pipeline.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +79,28 @@ def connect(
         ) from error
 
 
+_WINDOW = 4
+"""How many receives are posted early, and how many sends are under way, at most. Each costs the
+memory of an activation; ranks that differ in speed from one action to the next wait less."""
+
+
 class Mailbox:
     """The transfers of one run of one rank.
 
     An exchange is started and not awaited: what arrives is awaited by the computation that takes
-    it, what is sent has until the next exchange to go.
+    it, what is sent stays alive until it has gone.
 
     With `batched`, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what a
     communicator is given in order, so two ranks that each send first would wait for each other for
-    ever, unless the send and the receive go in together. Otherwise every transfer is a message of
-    its own (gloo), and receives are posted one exchange early, so that a message can leave its
-    sender at once.
+    ever, unless the send and the receive go in together. It is awaited at the next exchange.
+    Otherwise every transfer is a message of its own (gloo), and some receives are posted before
+    their exchange, so that a message can leave its sender at once; a few sends may be under way.
 
     Args:
         schedule: Says which rank is at the other end.
         group: The ranks of the pipeline, in the schedule's order; None if there is one.
         device: Where received tensors live.
-        spec: The spec of the activation of a micro-batch, by its index.
+        specs: The spec of the activation of each micro-batch; None if no other rank is there.
         batched: One `batch_isend_irecv` for each exchange.
     """
 
@@ -104,13 +110,13 @@ class Mailbox:
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        spec: Callable[[int], TensorSpec],
+        specs: Sequence[TensorSpec] | None,
         batched: bool,
     ) -> None:
         self._schedule = schedule
         self._group = group
         self._device = device
-        self._spec = spec
+        self._specs = specs or ()
         self._batched = batched
         self._outgoing: dict[Action, Tensor] = {}
         self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
@@ -139,37 +145,46 @@ class Mailbox:
 
         Args:
             now: The sends and receives of this exchange.
-            ahead: Those of the next one, whose receives may be started already.
+            ahead: What follows: receives of it may be started already.
         """
-        now = [action for action in now if self._carries(action)]
+        now = [action for action in now if self.carries(action)]
         if self._batched:
             self.finish()
             self._start_batch(now)
             return
-        for action in [*now, *(action for action in ahead if self._carries(action))]:
-            if action.op.is_receive and action not in self._arriving:
-                tensor = self._empty(action)
-                with self._naming(action):
-                    work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
-                self._arriving[action] = (tensor, work)
-        self.finish()
+        for action in now:
+            if action.op.is_receive:
+                self._receive(action)
+        for action in ahead:
+            if len(self._arriving) >= _WINDOW:
+                break
+            if action.op.is_receive and self.carries(action):
+                self._receive(action)
         for action in now:
             if action.op.is_send:
+                self.finish(but=_WINDOW - 1)
                 tensor = self._outgoing.pop(action)
                 with self._naming(action):
                     work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
                 self._leaving.append((action, tensor, work))
 
-    def finish(self) -> None:
-        """Wait for all sends, and let go of what they sent."""
-        for send, _, work in self._leaving:
+    def _receive(self, action: Action) -> None:
+        if action not in self._arriving:
+            tensor = self.empty(action)
+            with self._naming(action):
+                work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
+            self._arriving[action] = (tensor, work)
+
+    def finish(self, *, but: int = 0) -> None:
+        """Wait for all sends but some of the last, and let go of what they sent."""
+        while len(self._leaving) > but:
+            send, _, work = self._leaving.pop(0)
             self._wait(send, work)
-        self._leaving.clear()
 
     def _start_batch(self, actions: list[Action]) -> None:
         if not actions:
             return
-        tensors = [self._outgoing.pop(a) if a.op.is_send else self._empty(a) for a in actions]
+        tensors = [self._outgoing.pop(a) if a.op.is_send else self.empty(a) for a in actions]
         transfers = [
             dist.P2POp(
                 dist.isend if action.op.is_send else dist.irecv,
@@ -189,12 +204,13 @@ class Mailbox:
             else:
                 self._arriving[action] = (tensor, work)
 
-    def _carries(self, action: Action) -> bool:
+    def carries(self, action: Action) -> bool:
         """Whether a message exists: what has no gradient gets none back."""
-        return action.op in (Op.SEND_F, Op.RECV_F) or self._spec(action.microbatch).has_gradient
+        return action.op in (Op.SEND_F, Op.RECV_F) or self._specs[action.microbatch].has_gradient
 
-    def _empty(self, receive: Action) -> Tensor:
-        spec = self._spec(receive.microbatch)
+    def empty(self, message: Action) -> Tensor:
+        """Room for what a message brings."""
+        spec = self._specs[message.microbatch]
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
     def _peer(self, action: Action) -> int:

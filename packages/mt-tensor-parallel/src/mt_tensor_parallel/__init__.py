@@ -1,5 +1,6 @@
 """Tensor and sequence parallel layers that take a process group."""
 
+from mt_tensor_parallel.all_to_all import all_to_all, all_to_all_rows
 from mt_tensor_parallel.collectives import (
     all_gather,
     copy_to_group,
@@ -12,16 +13,26 @@ from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
+from mt_tensor_parallel.linear_cross_entropy import (
+    IGNORE_INDEX,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
 
 __all__ = [
+    "IGNORE_INDEX",
     "ColumnParallelLinear",
     "Gemm",
     "RowParallelLinear",
     "TorchGemm",
     "VocabParallelEmbedding",
     "all_gather",
+    "all_to_all",
+    "all_to_all_rows",
     "copy_to_group",
     "gather_from_group",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
     "parallel_linear",
     "reduce_from_group",
     "reduce_scatter",

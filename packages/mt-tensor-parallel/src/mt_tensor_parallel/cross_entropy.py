@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.collectives import Group, group_rank, group_size
+from mt_tensor_parallel.collectives import Group
 from mt_tensor_parallel.embedding import check_range
+from mt_tensor_parallel.loss_terms import LossTerms
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -24,54 +25,65 @@ def _rows_per_block(logits: Tensor) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, group: Group
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, group: Group) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        count, size = logits.shape
-        local = labels - group_rank(group) * size
-        foreign = (local < 0) | (local >= size)
+        count = logits.shape[0]
+        local = labels - terms.first
+        foreign = (local < 0) | (local >= terms.columns)
         local = local.masked_fill(foreign, 0)
-        high = logits.new_empty(count, dtype=wide)
-        total = torch.empty_like(high)
+        lowest = torch.finfo(wide).min  # of a shard that is padding or -inf throughout
+        high = logits.new_full((count,), lowest, dtype=wide)
+        total = torch.zeros_like(high)
+        sums = torch.zeros_like(high) if terms.smoothing else None
         step = _rows_per_block(logits)
-        lowest = torch.finfo(wide).min  # of a shard that is -inf throughout
-        for start in range(0, count, step):
+        for start in range(0, count if terms.columns else 0, step):
             rows = slice(start, start + step)
-            block = logits[rows].to(wide, copy=True)
+            block = logits[rows, : terms.columns].to(wide, copy=True)
+            if sums is not None:
+                torch.sum(block, -1, out=sums[rows])
             torch.clamp(block.amax(-1), min=lowest, out=high[rows])
             torch.sum(block.sub_(high[rows, None]).exp_(), -1, out=total[rows])
         target = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill(foreign, 0)
         if group is not None and group.size() > 1:
             own = high.clone()
             dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-            sums = torch.stack([total.mul_((own - high).exp_()), target])
-            dist.all_reduce(sums, group=group)
-            total, target = sums
+            parts = [total.mul_((own - high).exp_()), target, *([] if sums is None else [sums])]
+            shared = torch.stack(parts)
+            dist.all_reduce(shared, group=group)
+            total, target, sums = shared[0], shared[1], None if sums is None else shared[2]
         log_sum = high + total.log()
-        ignored = labels == ignore_index
+        ignored = labels == terms.ignore_index
+        ctx.terms = terms
         ctx.save_for_backward(logits, log_sum, local, foreign, ignored)
-        return (log_sum - target).masked_fill(ignored, 0)
+        return terms.loss(log_sum, target, sums).masked_fill(ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, log_sum, local, foreign, ignored = ctx.saved_tensors
+        terms: LossTerms = ctx.terms
         scale = grads[0].masked_fill(ignored, 0)
         out = torch.empty_like(logits)
+        out[:, terms.columns :] = 0
         step = _rows_per_block(logits)
-        hit = scale.masked_fill(foreign, 0).neg()
-        for start in range(0, logits.shape[0], step):
+        for start in range(0, logits.shape[0] if terms.columns else 0, step):
             rows = slice(start, start + step)
-            block = logits[rows].to(scale.dtype, copy=True)
-            block.sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
-            block.scatter_add_(1, local[rows, None], hit[rows, None])
-            out[rows] = block
+            block = logits[rows, : terms.columns].to(scale.dtype, copy=True)
+            block.sub_(log_sum[rows, None]).exp_()
+            terms.grad_(block, log_sum[rows], local[rows], ~foreign[rows])
+            out[rows, : terms.columns] = block.mul_(scale[rows, None])
         return out, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, *, group: Group = None, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Group = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """The cross entropy of each token, with the vocabulary split over ``group``.
 
@@ -86,22 +98,33 @@ def vocab_parallel_cross_entropy(
         labels: Global token ids, or ``ignore_index``.
         group: ``None`` means the vocabulary is whole.
         ignore_index: Tokens with this label have loss 0 and no gradient.
+        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        z_loss: Weight of the squared log-sum-exp.
+        vocab_size: Real tokens; further columns are padding. ``None`` means all.
 
     Shape:
         logits: [..., V / ranks]. labels: [...] int64. Returns [...], fp32 (fp64 for fp64 logits),
         equal on all ranks; gradients flow to the own part of the logits.
 
     Raises:
-        ValueError: Shapes do not match, or a label is outside the vocabulary.
+        ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
+            range.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape "
             f"{tuple(logits.shape)}: they must have the shape of logits without the last dim"
         )
-    vocab_size = logits.shape[-1] * group_size(group)
-    check_range(labels.masked_fill(labels == ignore_index, 0), vocab_size, what="label")
+    terms = LossTerms.of(
+        logits.shape[-1],
+        group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        vocab_size=vocab_size,
+    )
+    check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
     loss = _CrossEntropy.apply(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index, group
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms, group
     )
     return cast(Tensor, loss).view(labels.shape)

@@ -5,10 +5,12 @@ Every section collects all its problems (`FieldError`), so that a user sees them
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mt_data_parallel import DEFAULT_BUCKET_SIZE
+from mt_pipeline import GENERATORS
 
 from mt_train.problem import FieldError
 
@@ -200,7 +202,6 @@ class ParallelSection:
     ep: int = 1
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
-    schedule: Literal["1f1b"] = "1f1b"
     bucket_size: int = DEFAULT_BUCKET_SIZE
     check_timeout: float | None = None
 
@@ -219,6 +220,36 @@ class ParallelSection:
                 "cp_inner",
                 f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
                 f"algorithm needs; use one of {divisors(self.cp)}",
+            )
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection:
+    """How micro-batches move through the pipeline ranks.
+
+    `schedule` is a name of `mt_pipeline.make_schedule`; `stages` is the number of pipeline ranks
+    (`parallel.pp` says the same); `microbatches` is checked against the batch sizes; `layout`
+    places layers by hand, as in `Et|tt|tt|tL`; `chunks` and `group` are options of `interleaved`
+    and `bfs`.
+    """
+
+    schedule: str = "1f1b"
+    stages: int | None = None
+    microbatches: int | None = None
+    layout: str | None = None
+    chunks: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks(self)
+        checks.at_least(1, "stages", "microbatches", "chunks", "group")
+        if self.schedule not in GENERATORS:
+            near = difflib.get_close_matches(self.schedule, GENERATORS, n=1, cutoff=0.5)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            checks.add(
+                "schedule",
+                f"{self.schedule!r} is no schedule. {hint}Known: {', '.join(GENERATORS)}",
             )
         checks.done()
 
@@ -278,6 +309,7 @@ class RunConfig:
     training: TrainingSection
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
@@ -300,6 +332,11 @@ class RunConfig:
                 f"and parallel.cp {parallel.cp} need; use "
                 f"{_nearest(training.sequence_length, parts)}"
             )
+        stages = self.pipeline.stages
+        if stages is not None and parallel.pp not in (1, stages):
+            errors["pipeline.stages"] = (
+                f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
+            )
         stride = self.evaluation.stride
         if stride is not None and stride > training.sequence_length:
             errors["evaluation.stride"] = (
@@ -307,6 +344,11 @@ class RunConfig:
             )
         if errors:
             raise FieldError(errors)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks, from whichever section names them."""
+        return self.pipeline.stages or self.parallel.pp
 
 
 def divisors(number: int) -> str:

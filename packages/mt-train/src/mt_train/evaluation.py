@@ -51,9 +51,9 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         dp_size=state.size("dp"),
         limit=held_out.max_windows,
     )
-    counts = state.is_last_stage and state.index("tp") == 0
+    counts = state.index("tp") == 0  # only the rank of the last stage has outputs
     total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-    trainer.model.eval()
+    trainer.train(training=False)
     try:
         while chunk := list(islice(batches, _CHUNK * state.size("pp"))):
             trainer.on_event("evaluate.chunk")
@@ -64,7 +64,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
                 total[0] += float(output["lm"])
                 total[1] += float(output["tokens"])
     finally:
-        trainer.model.train()
+        trainer.train(training=True)
     group = state.group("tp-cp-dp-pp")
     if group is not None:
         total = total.to(state.device)

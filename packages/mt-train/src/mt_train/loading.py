@@ -18,6 +18,7 @@ from mt_parallel_state import ParallelLayout
 from mt_train.binding import Binder
 from mt_train.config import ModelSection, RunConfig, divisors
 from mt_train.document import COMMAND_LINE, apply_overrides, read_document
+from mt_train.pipeline import PipelineError, plan_pipeline
 from mt_train.problem import ConfigError
 
 T = TypeVar("T")
@@ -54,19 +55,17 @@ class LoadedConfig:
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
-        p = self.config.parallel
-        if p.dp is not None and p.tp * p.pp * p.cp * p.dp != world_size:
-            needed = p.tp * p.pp * p.cp * p.dp
+        p, pp = self.config.parallel, self.config.pp
+        if p.dp is not None and p.tp * pp * p.cp * p.dp != world_size:
+            needed = p.tp * pp * p.cp * p.dp
             raise self.error(
                 "parallel.dp",
-                f"tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
+                f"tp {p.tp} x pp {pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
                 f"there are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
             )
         return self._try(
             "parallel",
-            lambda: ParallelLayout.fit(
-                world_size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, order=p.order
-            ),
+            lambda: ParallelLayout.fit(world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, order=p.order),
         )
 
     def check_world(self, world_size: int) -> None:
@@ -217,9 +216,19 @@ def _misfits(
             f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
             f"use a multiple of {per_step}",
         )
-    if layout.pp > len(model.layers):
+    elif layout.pp > len(model.layers):
         text = f"{layout.pp} stages for {len(model.layers)} layers; use at most one per layer"
-        yield "parallel.pp", text
+        yield "parallel.pp" if config.pipeline.stages is None else "pipeline.stages", text
+    else:
+        try:
+            plan_pipeline(
+                config.pipeline,
+                ranks=layout.pp,
+                microbatches=training.global_batch_size // per_step,
+                num_layers=len(model.layers),
+            )
+        except PipelineError as error:
+            yield error.field, str(error)
     for name, value in _tensor_parallel_sizes(model):
         if value % layout.tp:
             text = f"{layout.tp} does not divide model.{name} {value}; use {divisors(value)}"

@@ -12,14 +12,20 @@ import torch
 import torch.distributed as dist
 from mt_data import BatchSampler, MicroBatch
 from mt_data_parallel import GradBuffer, reduce_partial_grads
-from mt_model import DTYPES, GPT, ModelConfig, flops_per_token
+from mt_model import DTYPES, ModelConfig, flops_per_token
 from mt_optim import AdamW, LRSchedule, clip_grad_norm
 from mt_parallel_state import ParallelState, global_shape_of, sharding_of
-from mt_pipeline import Executor, TensorSpec, make_schedule, own_layers
+from mt_pipeline import Executor, TensorSpec
 
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.metrics import Record
+from mt_train.pipeline import (
+    backwards_per_step,
+    build_stages,
+    named_parameters,
+    plan_pipeline,
+)
 from mt_train.stopping import StopRequest
 
 Batch = Mapping[str, torch.Tensor]
@@ -69,10 +75,17 @@ class Trainer:
         self.progress = Progress()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
-        self.model = GPT(
+        self._hidden_size = model_config.hidden_size
+        plan = plan_pipeline(
+            config.pipeline,
+            ranks=state.size("pp"),
+            microbatches=sampler.num_microbatches,
+            num_layers=model_config.num_layers,
+        )
+        self.stages = build_stages(
+            plan,
             model_config,
             state,
-            layers=own_layers(model_config.num_layers, state),
             sequence_parallel=parallel.sequence_parallel,
             context_algorithm=parallel.cp_algorithm,
             context_inner_size=parallel.cp_inner,
@@ -80,7 +93,8 @@ class Trainer:
             dtype=self.dtype,
             device=state.device,
         )
-        self.named_parameters = list(self.model.named_parameters())
+        self.named_parameters = list(named_parameters(self.stages).items())
+        self._backwards = backwards_per_step(plan.schedule, state.index("pp"), self.stages)
         self.buffer = GradBuffer(
             self.named_parameters, group=state.group("dp-cp"), bucket_size=parallel.bucket_size
         )
@@ -94,12 +108,8 @@ class Trainer:
         )
         self.schedule = learning_rates(config)
         self.executor = Executor(
-            make_schedule(
-                parallel.schedule,
-                stages=state.size("pp"),
-                microbatches=sampler.num_microbatches,
-            ),
-            torch.compile(self.model) if training.compile else self.model,
+            plan.schedule,
+            [torch.compile(stage) if training.compile else stage for stage in self.stages],
             group=state.group("pp"),
             activation=self._activation,
             device=state.device,
@@ -115,7 +125,7 @@ class Trainer:
         sharded = self.state.size("cp")
         if self.config.parallel.sequence_parallel:
             sharded *= self.state.size("tp")
-        return TensorSpec((rows, length // sharded, self.model.config.hidden_size), self.dtype)
+        return TensorSpec((rows, length // sharded, self._hidden_size), self.dtype)
 
     def count_parameters(self) -> int:
         """Count the whole model's parameters, each logical one once; every rank calls it."""
@@ -159,7 +169,7 @@ class Trainer:
         lr = self._learning_rate()
         batches = to_device(self.sampler.step(self.progress.step), self.state.device)
         self.on_event("train.forward_backward")
-        self.buffer.start(len(batches))
+        self.buffer.start(self._backwards)
         total = self._global_tokens(batches)
         outputs = self.executor.run(batches, objective=lambda output, _: output["lm"] / total)
         self.buffer.finish()
@@ -182,6 +192,11 @@ class Trainer:
         self.progress.step += 1
         self.progress.elapsed += elapsed
         return self._record(loss, norm, lr, total, elapsed), stop
+
+    def train(self, *, training: bool) -> None:
+        """Switch dropout on or off."""
+        for stage in self.stages:
+            stage.train(training)
 
     def stop_requested(self) -> bool:
         """Tell whether any rank was asked to stop; every rank calls it and gets one answer."""
@@ -211,7 +226,8 @@ class Trainer:
 
     def _agree(self, outputs: list[Any], started: float) -> tuple[float, bool, float]:
         """Sum the loss over ranks, and agree on a stop request and on the time."""
-        counts = self.state.is_last_stage and self.state.index("tp") == 0
+        # The rank that holds the last stage has the outputs; tensor-parallel ranks have the same.
+        counts = self.state.index("tp") == 0
         loss = sum(float(output["lm"]) for output in outputs) if counts else 0.0
         elapsed = time.perf_counter() - started if self.state.rank == 0 else 0.0
         shared = torch.tensor([loss, float(self._stop.made), elapsed], dtype=torch.float64)

@@ -1,0 +1,304 @@
+"""A bridge between two modules that live on different ranks in different layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_pipeline.transfer import TensorSpec
+
+if TYPE_CHECKING:
+    from mt_parallel_state import ParallelLayout
+
+Box: TypeAlias = tuple[range, ...]
+"""What a rank holds of a tensor: for its first dims which indices of the whole; all of the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A box that goes from one rank to another, or stays where it is.
+
+    Attributes:
+        source: Rank that has it.
+        destination: Rank that gets it; may be the source itself.
+        box: Indices in the whole tensor.
+    """
+
+    source: int
+    destination: int
+    box: Box
+
+
+def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
+    """Share the rows of a batch out.
+
+    Args:
+        rows: Rows of the whole batch.
+        copies: For each part of the batch the ranks that hold it, each a copy. Parts are as equal
+            as can be, the first ones larger.
+
+    Returns:
+        For each rank its box, of dim 0.
+
+    Raises:
+        ValueError: A rank occurs twice.
+
+    Example:
+        >>> batch_boxes(8, [[0, 1], [2, 3]])  # two ranks of tensor parallelism, twice
+        {0: (range(0, 4),), 1: (range(0, 4),), 2: (range(4, 8),), 3: (range(4, 8),)}
+    """
+    each, more = divmod(rows, len(copies))
+    boxes: dict[int, Box] = {}
+    start = 0
+    for part, ranks in enumerate(copies):
+        stop = start + each + (part < more)
+        for rank in ranks:
+            if rank in boxes:
+                raise ValueError(f"rank {rank} is in two places of {copies}: it has one part")
+            boxes[rank] = (range(start, stop),)
+        start = stop
+    return boxes
+
+
+def layout_boxes(
+    rows: int, layout: ParallelLayout, *, stage: int = 0, first_rank: int = 0
+) -> dict[int, Box]:
+    """Share the rows of a batch out over the data-parallel axis of a layout.
+
+    Args:
+        rows: Rows of the whole batch.
+        layout: The module's own layout. Ranks that differ in other axes hold copies.
+        stage: The pipeline stage whose ranks are at the bridge: an encoder's last, a decoder's
+            first.
+        first_rank: Where the module's ranks begin in the group of the bridge.
+    """
+    copies: list[list[int]] = [[] for _ in range(layout.size("dp"))]
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        if at["pp"] == stage:
+            copies[at["dp"]].append(first_rank + rank)
+    return batch_boxes(rows, copies)
+
+
+def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tuple[Move, ...]:
+    """Plan how every destination rank gets its box, each index from one rank.
+
+    Of several source ranks with the same box (copies) a destination takes from itself if it is one
+    of them; otherwise destinations take turns, so that all sources send about as much.
+
+    Args:
+        source: For each rank what it has. Boxes are equal or disjoint.
+        destination: For each rank what it needs.
+
+    Returns:
+        The moves, in the order in which all ranks make them.
+
+    Raises:
+        ValueError: Two source boxes overlap in part, an index that is needed is held by nobody, or
+            boxes differ in their number of dims.
+
+    Example:
+        >>> one, other = batch_boxes(4, [[0], [1]]), batch_boxes(4, [[2], [3], [4], [5]])
+        >>> for move in plan_moves(one, other):
+        ...     print(move.source, "->", move.destination, move.box)
+        0 -> 2 (range(0, 1),)
+        0 -> 3 (range(1, 2),)
+        1 -> 4 (range(2, 3),)
+        1 -> 5 (range(3, 4),)
+    """
+    copies: dict[Box, list[int]] = {}
+    for rank, box in sorted(source.items()):
+        copies.setdefault(box, []).append(rank)
+    if len({len(box) for box in [*source.values(), *destination.values()]}) > 1:
+        raise ValueError("boxes differ in their number of dims: give one range for the same dims")
+    for one, other in itertools.combinations(copies, 2):
+        if _volume(_common(one, other)):
+            raise ValueError(
+                f"ranks {copies[one]} hold {_shown(one)} and ranks {copies[other]} hold "
+                f"{_shown(other)}, which overlap: source boxes are equal or disjoint"
+            )
+    turns = dict.fromkeys(copies, 0)
+    moves: list[Move] = []
+    for rank, needed in sorted(destination.items()):
+        found = 0
+        for box, holders in copies.items():
+            common = _common(box, needed)
+            if not _volume(common):
+                continue
+            holder = rank
+            if rank not in holders:
+                holder = holders[turns[box] % len(holders)]
+                turns[box] += 1
+            moves.append(Move(source=holder, destination=rank, box=common))
+            found += _volume(common)
+        if found != _volume(needed):
+            raise ValueError(
+                f"rank {rank} needs {_shown(needed)}, of which the source ranks hold {found} of "
+                f"{_volume(needed)} indices: both sides must cut the same whole"
+            )
+    # Connections open one by one at their first use: in one order for all, so that none can wait
+    # in a circle.
+    return tuple(sorted(moves, key=lambda m: (sorted((m.source, m.destination)), m.source)))
+
+
+class Bridge:
+    """Moves activations from one layout to another, and their gradients back.
+
+    An encoder on some ranks and a decoder on others, each with its own parallelism: the bridge
+    fans the batch out (or in) between them. Ranks with the same box hold the same values, of the
+    activation and of its gradient (as tensor parallelism does around its layers), so each source
+    rank gets the whole gradient of its box from one destination rank. A rank may be on both sides,
+    and a box may cut more dims than the batch, such as the sequence.
+
+    Every rank of the two sides makes the same calls in the same order; others make none.
+
+    Args:
+        source: For each rank of `group` on the first side its box.
+        destination: For each rank on the second side its box.
+        group: A group with all of them; its numbering is used.
+        device: Where tensors live.
+
+    Raises:
+        ValueError: As from `plan_moves`.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[int, Box],
+        destination: Mapping[int, Box],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.moves = plan_moves(source, destination)
+        self.moves_back = plan_moves(destination, source)
+        self._source, self._destination = dict(source), dict(destination)
+        self._cut_dims = len(next(iter(source.values())))
+        self._group = group or dist.group.WORLD
+        self._rank = dist.get_rank(self._group)
+        self._device = torch.device(device)
+
+    def forward(self, x: Tensor | None, spec: TensorSpec) -> Tensor | None:
+        """Move an activation from the first side to the second.
+
+        Args:
+            x: This rank's box of it; None on ranks that are not on the first side.
+            spec: Shape and dtype of the whole activation.
+
+        Returns:
+            This rank's box on the second side, outside of any graph, requiring a gradient where
+            its dtype has one; None on ranks that are not on that side.
+        """
+        y = self.start(x, spec).wait()
+        return y.requires_grad_() if y is not None and spec.has_gradient else y
+
+    def backward(self, grad: Tensor | None, spec: TensorSpec) -> Tensor | None:
+        """Move the gradient of what `forward` returned to the first side.
+
+        Args:
+            grad: Of this rank's box on the second side; None on other ranks.
+            spec: As in `forward`.
+
+        Returns:
+            The gradient of this rank's box on the first side; None on ranks that are not there.
+        """
+        return self.start(grad, spec, back=True).wait()
+
+    def start(self, tensor: Tensor | None, spec: TensorSpec, *, back: bool = False) -> Moving:
+        """Start a move without waiting for it: `forward`, or with `back` `backward`, in halves.
+
+        Raises:
+            ValueError: A tensor is missing or does not fit this rank's box.
+        """
+        held, needed = self._source, self._destination
+        if back:
+            held, needed = needed, held
+        mine, wanted = held.get(self._rank), needed.get(self._rank)
+        rest = spec.shape[self._cut_dims :]
+        if mine is not None:
+            _require_part(tensor, TensorSpec((*map(len, mine), *rest), spec.dtype), self._rank)
+        result = None if wanted is None else self._empty(wanted, spec.dtype, rest)
+        arriving: list[tuple[Box, Tensor]] = []
+        transfers: list[dist.P2POp] = []
+        for move in self.moves_back if back else self.moves:
+            if self._rank == move.source:
+                part = _part(tensor, mine, move.box).detach().contiguous()
+                if move.destination == self._rank:
+                    arriving.append((move.box, part))
+                else:
+                    transfers.append(self._transfer(dist.isend, part, move.destination))
+            elif self._rank == move.destination:
+                part = self._empty(move.box, spec.dtype, rest)
+                arriving.append((move.box, part))
+                transfers.append(self._transfer(dist.irecv, part, move.source))
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+        return Moving(result, wanted, arriving, works, transfers)
+
+    def _empty(self, box: Box, dtype: torch.dtype, rest: tuple[int, ...]) -> Tensor:
+        return torch.empty((*map(len, box), *rest), dtype=dtype, device=self._device)
+
+    def _transfer(self, op: Any, part: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, part, group=self._group, group_peer=peer)
+
+
+class Moving:
+    """A tensor on its way over a bridge."""
+
+    def __init__(
+        self,
+        result: Tensor | None,
+        box: Box | None,
+        arriving: list[tuple[Box, Tensor]],
+        works: Sequence[dist.Work],
+        alive: Sequence[object],
+    ) -> None:
+        self._result, self._box, self._arriving = result, box, arriving
+        self._works, self._alive = works, alive
+
+    def wait(self) -> Tensor | None:
+        """Wait until all is sent and received.
+
+        Returns:
+            What this rank needed; None where it is none of the receiving ranks.
+        """
+        for work in self._works:
+            work.wait()
+        for box, part in self._arriving:
+            _part(self._result, self._box, box).copy_(part)
+        self._works, self._arriving, self._alive = (), [], ()
+        return self._result
+
+
+def _common(one: Box, other: Box) -> Box:
+    return tuple(
+        range(max(a.start, b.start), max(a.start, b.start, min(a.stop, b.stop)))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _volume(box: Box) -> int:
+    return prod(map(len, box))
+
+
+def _part(tensor: Tensor | None, whole: Box | None, box: Box) -> Tensor:
+    assert tensor is not None and whole is not None, "only ranks with a part get here"  # noqa: S101, PT018
+    for dim, (outer, inner) in enumerate(zip(whole, box, strict=True)):
+        tensor = tensor.narrow(dim, inner.start - outer.start, len(inner))
+    return tensor
+
+
+def _require_part(tensor: Tensor | None, spec: TensorSpec, rank: int) -> None:
+    got = None if tensor is None else TensorSpec(tuple(tensor.shape), tensor.dtype)
+    if got != spec:
+        raise ValueError(f"rank {rank} gave {got} to the bridge, but its box is {spec}")
+
+
+def _shown(box: Box) -> str:
+    return " x ".join(f"{r.start}..{r.stop}" for r in box)

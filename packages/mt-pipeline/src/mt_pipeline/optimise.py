@@ -1,0 +1,159 @@
+"""Searches the schedule that is fastest for given costs within a memory limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from mt_pipeline.action import require_positive
+from mt_pipeline.costs import Costs
+from mt_pipeline.greedy import Policy, schedule_greedily
+from mt_pipeline.ir import Schedule
+from mt_pipeline.placement import place_stages
+from mt_pipeline.schedules import GENERATORS, make_schedule
+from mt_pipeline.simulator import simulate
+
+_LOOPED = ("interleaved", "bfs")
+_PATIENCE = (0.0, 0.5, 1.0)
+_SHARES = (1.0, 0.75, 0.5)
+
+
+def optimise(
+    costs: Costs,
+    memory_cap: float | Sequence[float] = math.inf,
+    *,
+    ranks: int,
+    microbatches: int,
+    trials: int = 300,
+    two_copies: bool = True,
+) -> Schedule:
+    """Search the schedule with the least simulated makespan for given costs.
+
+    Candidates are every schedule that `make_schedule` knows, greedy ones with split backwards for
+    looped and V-shaped placement under several policies, and what comes from the best of them by
+    `trials` random exchanges of neighbouring actions that do not make it slower. So the result is
+    never slower than the best named schedule that keeps the limit. The same arguments give the same
+    result.
+
+    Args:
+        costs: Costs of the pieces of the model in the data's order: as many as there are stages on
+            all ranks, or a multiple. A schedule with fewer, longer stages joins neighbouring
+            pieces: `costs.merged(schedule.depth)` are its costs, which `simulate` finds by itself.
+        memory_cap: The most bytes that the activations of a rank may take, one number or one for
+            each rank. Parameters are not counted.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of micro-batches.
+        trials: Number of random exchanges tried.
+        two_copies: Whether dualpipe may be chosen, which holds all parameters twice.
+
+    Returns:
+        The fastest schedule found, with its peak declared; its name says where it comes from.
+
+    Raises:
+        ValueError: The pieces do not share out over the ranks, or no schedule keeps the limit.
+    """
+    require_positive("ranks", ranks)
+    require_positive("microbatches", microbatches)
+    pieces = costs.stages or 2 * ranks
+    if pieces % ranks:
+        raise ValueError(
+            f"costs are of {pieces} pieces of the model, which {ranks} ranks do not share evenly: "
+            f"give a multiple of {ranks}"
+        )
+    caps = [float(memory_cap)] * ranks if isinstance(memory_cap, int | float) else list(memory_cap)
+    if len(caps) != ranks or any(not cap > 0 for cap in caps):
+        raise ValueError(f"memory_cap is {memory_cap}: expected one number above 0, or {ranks}")
+    costs = costs.spread(pieces)
+    found: list[tuple[float, int, Schedule]] = []
+    least = math.inf
+    for number, schedule in enumerate(_candidates(costs, caps, ranks, microbatches)):
+        if schedule.directions > 1 and not two_copies:
+            continue
+        simulated = simulate(schedule, costs=costs)
+        least = min(least, max(simulated.peak_bytes))
+        if _fits(simulated.peak_bytes, caps):
+            found.append((simulated.makespan, number, schedule))
+    if not found:
+        raise ValueError(
+            f"no schedule keeps to memory_cap {memory_cap}: the most modest one takes {least:g} "
+            "bytes on a rank; allow that, cut the micro-batches smaller or recompute"
+        )
+    best = min(found)[2]
+    return _improve(best, costs, caps, trials)
+
+
+def _fits(sizes: Sequence[float], caps: Sequence[float]) -> bool:
+    return all(size <= cap * (1 + 1e-9) for size, cap in zip(sizes, caps, strict=True))
+
+
+def _candidates(
+    costs: Costs, caps: Sequence[float], ranks: int, microbatches: int
+) -> Iterator[Schedule]:
+    chunks = (costs.stages or ranks) // ranks
+    splits = [each for each in range(1, chunks + 1) if chunks % each == 0]
+    for name in GENERATORS:
+        for each in splits if name in _LOOPED else (1,):
+            options = {"chunks": each} if name in _LOOPED else {}
+            try:
+                schedule = make_schedule(name, ranks, microbatches, **options)
+            except ValueError:  # it cannot take this many
+                continue
+            if (costs.stages or schedule.depth) % schedule.depth == 0:
+                yield schedule
+    for each in splits:
+        for v_shape in (False, True) if each > 1 else (False,):
+            placement = place_stages(ranks, each, v_shape=v_shape)
+            yield from _greedy(costs, caps, placement, microbatches)
+
+
+def _greedy(
+    costs: Costs, caps: Sequence[float], placement: tuple[int, ...], microbatches: int
+) -> Iterator[Schedule]:
+    shape = Schedule(
+        name="shape",
+        stages=len(placement),
+        microbatches=microbatches,
+        ranks=((),) * len(caps),
+        stage_ranks=placement,
+    )
+    own = costs.merged(shape.stages)
+    sizes = list(own.activation_bytes)  # pyright: ignore[reportArgumentType]
+    each = [sum(sizes[stage] for stage in shape.stages_of(rank)) for rank in range(len(caps))]
+    for most, forward, weight, last in itertools.product(
+        (1.0, 1.5, 2.0, math.inf), _PATIENCE, _PATIENCE, (True, False)
+    ):
+        policy = Policy(forward_patience=forward, weight_patience=weight, last_stage_first=last)
+        # So many micro-batches as there are ranks fill the pipeline.
+        number = min(most * len(caps), microbatches)
+        limits = [min(cap, number * size) for cap, size in zip(caps, each, strict=True)]
+        made = schedule_greedily(shape, own, limits, policy)
+        if made is not None:
+            yield made
+
+
+def _improve(schedule: Schedule, costs: Costs, caps: Sequence[float], trials: int) -> Schedule:
+    """Exchange neighbouring actions as long as that does not make the schedule slower."""
+    chance = random.Random(0)  # noqa: S311 (a search, not a secret)
+    best = simulate(schedule, costs=costs)
+    for _ in range(trials):
+        rank = chance.randrange(len(schedule.ranks))
+        actions = list(schedule.ranks[rank])
+        if len(actions) < 2:
+            continue
+        place = chance.randrange(len(actions) - 1)
+        to = min(place + chance.choice((1, 1, 2, 3)), len(actions) - 1)
+        actions.insert(to, actions.pop(place))
+        ranks = (*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :])
+        changed = dataclasses.replace(schedule, ranks=ranks, peak_activations=None)
+        try:
+            simulated = simulate(changed, costs=costs)
+        except ValueError:  # it deadlocks
+            continue
+        if simulated.makespan <= best.makespan and _fits(simulated.peak_bytes, caps):
+            schedule, best = changed, simulated
+    return dataclasses.replace(
+        schedule, name=f"optimised {schedule.name}", peak_activations=best.peak_activations
+    )

@@ -1,0 +1,348 @@
+"""What one rank does in one run of a schedule: its computations, and what lives between them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, save_on_cpu
+
+from mt_pipeline.action import Action, Mark, Op
+from mt_pipeline.backward import Pending, backward, backward_input
+from mt_pipeline.ir import Schedule
+from mt_pipeline.simulator import Span
+from mt_pipeline.stage import (
+    DefersWeightGradients,
+    SplitStage,
+    Stage,
+    StageError,
+    detached,
+    naming,
+    require_activation,
+    require_scalar,
+)
+from mt_pipeline.transfer import Mailbox, TensorSpec
+
+M = TypeVar("M")
+Work = Generator[None, None, None]
+"""A computation that pauses where another may take its turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Generic[M]):
+    """Where a run happens.
+
+    Attributes:
+        rank: Index of the pipeline rank.
+        group: The ranks of the pipeline.
+        device: Where activations live.
+        stages: The stages of this rank by number.
+        hooks: What GATHER and REDUCE call with the number of a stage.
+        batched: Whether an exchange is one `batch_isend_irecv`.
+    """
+
+    rank: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    stages: Mapping[int, Stage[M]]
+    hooks: Mapping[Op, Callable[[int], object]]
+    batched: bool
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """The autograd graph of one part of a stage: leaves it starts from, edges it ends in."""
+
+    leaves: list[Tensor]
+    edges: list[GradientEdge]
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    x: Tensor | None
+    parts: list[_Part] = field(default_factory=list)
+    seed: Tensor | None = None  # the gradient of the objective
+    random: list[Tensor] | None = None  # states to run the forward again with
+
+
+class _Queue(deque[Callable[[], None]]):
+    """The weight gradients that one backward has left for later."""
+
+    put = deque.append
+
+    def run(self) -> None:
+        while self:
+            self.popleft()()
+
+
+class Run(Generic[M]):
+    """One run of one rank.
+
+    A failure is kept, and from then on this rank only sends and receives: zeros where a result
+    belongs. So the other ranks reach the end of their lists and can be told.
+
+    Attributes:
+        outputs: Of the last stage, detached, by micro-batch.
+        spans: The times of actions; None unless they are wanted.
+        failure: What failed on this rank.
+        mail: What is sent and received.
+
+    Args:
+        place: Where.
+        schedule: With communication.
+        microbatches: As many as the schedule has.
+        specs: The spec of the activation of each; None where the pipeline has one rank.
+        output_specs: What the last stage has to return for each; None: anything.
+        objective: None to run forwards only, without gradients.
+    """
+
+    def __init__(
+        self,
+        place: Place[M],
+        schedule: Schedule,
+        microbatches: Sequence[M],
+        *,
+        specs: Sequence[TensorSpec] | None,
+        output_specs: Sequence[TensorSpec] | None,
+        objective: Callable[[Any, M], Tensor] | None,
+    ) -> None:
+        self.outputs: dict[int, Any] = {}
+        self.spans: list[Span] | None = None
+        self.failure: StageError | None = None
+        self.mail = Mailbox(
+            schedule, group=place.group, device=place.device, specs=specs, batched=place.batched
+        )
+        self._place = place
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._specs = specs
+        self._output_specs = output_specs
+        self._objective = objective
+        self._in_parts = bool(schedule.overlaps)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._starts: dict[Action, float] = {}
+        self._weights: dict[tuple[int, int], list[Pending]] = {}
+
+    def compute(self, actions: Sequence[Action]) -> None:
+        """Do one action, or two whose parts take turns."""
+        turns = deque(self._do(action) for action in actions)
+        while turns:
+            work = turns.popleft()
+            if next(work, self) is not self:
+                turns.append(work)
+
+    def _do(self, action: Action) -> Work:
+        if self.failure is None:
+            try:
+                with naming(action, self._place.rank):
+                    yield from self._work(action)
+            except StageError as error:
+                self.failure = error
+            if self.spans is not None:
+                end = self._now()
+                self.spans.append(Span(action, self._starts.pop(action, end), end))
+        if self.failure is not None:
+            self._go_without(action)
+
+    def _start(self, action: Action) -> None:
+        """Note when an action begins: once what it works on is there."""
+        if self.spans is not None:
+            self._starts[action] = self._now()
+
+    def _now(self) -> float:
+        if self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)
+        return time.time()
+
+    def _work(self, action: Action) -> Work:
+        if action.op is Op.F:
+            return self._forward(action)
+        if action.op in (Op.B, Op.I):
+            return self._backward(action)
+        return self._at_once(action)
+
+    def _at_once(self, action: Action) -> Work:
+        self._start(action)
+        if action.op is Op.W:
+            for weights in self._weights.pop(action[1:]):
+                weights()
+        else:
+            self._place.hooks[action.op](action.stage)
+        yield from ()
+
+    def _go_without(self, action: Action) -> None:
+        """Take what the action would take and hand on zeros, for the sake of the other ranks."""
+        if action.op not in (Op.F, Op.B, Op.I):
+            return
+        forward = action.op is Op.F
+        take, give = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
+        self.mail.take(Action(take, *action[1:]))
+        send = Action(give, *action[1:])
+        if self._schedule.peer(send) is not None and self.mail.carries(send):
+            self.mail.put(send, self.mail.empty(send).zero_())
+
+    def _forward(self, action: Action) -> Work:
+        kept = _Kept(x=None)
+        if self._schedule.previous_stage(action.stage) is not None:
+            kept.x = self.mail.take(Action(Op.RECV_F, *action[1:]))
+            assert kept.x is not None, f"{action} has no input"  # noqa: S101 (was checked)
+        self._start(action)
+        learns = self._objective is not None
+        if learns and (Mark.RECOMPUTE, action) in self._schedule.marks:
+            kept.random = _random_states(self._place.device)
+            learns = False
+        output = yield from self._through(action, kept, learns=learns)
+        if self._schedule.next_stage(action.stage) is None:
+            self.outputs[action.microbatch] = detached(output)
+        else:
+            self.mail.put(Action(Op.SEND_F, *action[1:]), output.detach())
+        if self._objective is not None:
+            self._kept[action[1:]] = kept
+
+    def _through(self, action: Action, kept: _Kept, *, learns: bool) -> Generator[None, None, Any]:
+        """Run a stage, part by part, and keep the graphs where it learns."""
+        microbatch = self._microbatches[action.microbatch]
+        stage = self._place.stages[action.stage]
+        if self._in_parts and isinstance(stage, SplitStage):
+            parts = stage.parts(microbatch)
+        else:
+            parts = [lambda x: stage(x, microbatch)]
+        state: Any = kept.x
+        leaves: list[Tensor] = []
+        if learns and kept.x is not None and _is_differentiable(kept.x):
+            leaves = [kept.x.requires_grad_()]
+        for number, part in enumerate(parts):
+            if number:
+                edges, state, following = _cut(state)
+                kept.parts.append(_Part(leaves=leaves, edges=edges))
+                leaves = following
+                yield
+            with self._mode(action, learns=learns):
+                state = part(state)
+        end = state
+        if self._schedule.next_stage(action.stage) is not None:
+            remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
+            spec = self._specs[action.microbatch] if remote and self._specs else None
+            end = require_activation(state, spec)
+        elif self._output_specs is not None:
+            spec = self._output_specs[action.microbatch]
+            end = require_activation(state, spec, said_by="output()")
+        elif learns and self._objective is not None:
+            end = require_scalar(self._objective(state, microbatch))
+            kept.seed = torch.ones_like(end)
+        if learns:
+            # The edge leads to the graph without keeping the output itself: the memory of what
+            # has been sent is free as soon as nothing in the graph needs it.
+            edges = [get_gradient_edge(end)] if end.requires_grad else []
+            kept.parts.append(_Part(leaves=leaves, edges=edges))
+        return state
+
+    def _mode(self, action: Action, *, learns: bool) -> AbstractContextManager[Any]:
+        if self._objective is not None and not learns:
+            return torch.no_grad()
+        if learns and (Mark.OFFLOAD, action) in self._schedule.marks:
+            return save_on_cpu(pin_memory=self._place.device.type == "cuda")
+        return nullcontext()
+
+    def _backward(self, action: Action) -> Work:
+        key = action[1:]
+        is_last = self._schedule.next_stage(action.stage) is None
+        grad = None if is_last else self.mail.take(Action(Op.RECV_B, *key))
+        self._start(action)
+        kept = self._kept.pop(key)
+        if kept.random is not None:
+            self._forward_again(action, kept)
+        grads = [kept.seed if is_last else grad]
+        weights: list[Pending] = []
+        while kept.parts:
+            part = kept.parts.pop()
+            pairs = [(e, g) for e, g in zip(part.edges, grads, strict=False) if g is not None]
+            if pairs:
+                roots, incoming = map(list, zip(*pairs, strict=True))
+                weights += self._differentiate(action, roots, incoming, part.leaves)
+            grads = [leaf.grad for leaf in part.leaves]
+            if kept.parts:
+                yield
+        if action.op is Op.I:
+            self._weights[key] = weights
+        x = kept.x
+        if x is not None and _is_differentiable(x):
+            self.mail.put(
+                Action(Op.SEND_B, *key), torch.zeros_like(x) if x.grad is None else x.grad
+            )
+
+    def _forward_again(self, action: Action, kept: _Kept) -> None:
+        states = _random_states(self._place.device)
+        try:
+            _set_random_states(self._place.device, kept.random or [])
+            for _ in self._through(Action(Op.F, *action[1:]), kept, learns=True):
+                pass
+        finally:
+            _set_random_states(self._place.device, states)
+
+    def _differentiate(
+        self,
+        action: Action,
+        roots: list[GradientEdge],
+        grads: list[Tensor | None],
+        leaves: list[Tensor],
+    ) -> list[Pending]:
+        """Go backward through one part; what is returned is left for W."""
+        stage = self._place.stages[action.stage]
+        if action.op is Op.B:
+            backward(roots, grads)
+            return []
+        if isinstance(stage, DefersWeightGradients):
+            queue = _Queue()
+            stage.defer_weight_gradients(queue)
+            try:
+                backward(roots, grads)
+            finally:
+                stage.defer_weight_gradients(None)
+            return [queue.run]
+        pending = backward_input(roots, grads, leaves)
+        return [] if pending is None else [pending]
+
+
+def _is_differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _cut(state: Any) -> tuple[list[GradientEdge], Any, list[Tensor]]:
+    """End one graph and begin another.
+
+    Returns:
+        Where gradients enter the graph that ends, the state with tensors outside of it, and the
+        leaves of the graph that begins, in the order of the edges.
+    """
+    several = isinstance(state, tuple | list)
+    values = list(state) if several else [state]
+    edges, leaves = [], []
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.requires_grad:
+            edges.append(get_gradient_edge(value))
+            values[index] = value.detach().requires_grad_()
+            leaves.append(values[index])
+    return edges, (tuple(values) if several else values[0]), leaves
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

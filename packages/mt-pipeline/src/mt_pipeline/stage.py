@@ -1,0 +1,157 @@
+"""What a stage is, what it may offer beyond that, and what is said when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from mt_pipeline.action import Action, Op
+from mt_pipeline.transfer import TensorSpec, TransferError
+
+M_contra = TypeVar("M_contra", contravariant=True)
+
+
+class Stage(Protocol[M_contra]):
+    """What one stage computes: any module or function with this signature."""
+
+    def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
+        """Run the stage forward.
+
+        Args:
+            x: The previous stage's output, None on the first stage.
+            microbatch: The micro-batch; each stage takes from it what it needs.
+
+        Returns:
+            On the last stage anything that the objective understands: a tensor, or a nest of
+            dicts, lists and tuples with tensors in it. On others one tensor, as the activation
+            spec says.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitStage(Protocol[M_contra]):
+    """A stage that can be run in parts, so that two micro-batches take turns.
+
+    In an overlapped pair of a schedule the parts of a forward and those of another micro-batch's
+    backward alternate. A part that ends by starting an all-to-all, whose result the next part
+    waits for, has it hidden behind the other micro-batch's part. The same holds backward, where
+    the parts run in reverse.
+    """
+
+    def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
+        """Run the whole stage, as `Stage`."""
+        ...
+
+    def parts(self, microbatch: M_contra, /) -> Sequence[Callable[[Any], Any]]:
+        """The parts of the forward of a micro-batch, in order.
+
+        Returns:
+            Functions to call one after the other: the first with the stage's input, each other
+            with what the one before it returned (a tensor, or a tuple with tensors in it); the
+            last one returns what the stage returns. Gradients flow between parts through what is
+            handed on, and through nothing else.
+        """
+        ...
+
+
+class WeightGradients(Protocol):
+    """Takes the computation of weight gradients that can wait."""
+
+    def put(self, compute: Callable[[], None], /) -> None:
+        """Have `compute` called later; it adds to the weight's gradient."""
+        ...
+
+
+@runtime_checkable
+class DefersWeightGradients(Protocol):
+    """A stage whose layers can leave weight gradients for later.
+
+    For a schedule with split backwards. Where a stage does not offer it, its autograd graph is
+    cut (`backward_input`), which keeps more memory until W.
+    """
+
+    def defer_weight_gradients(self, store: WeightGradients | None, /) -> None:
+        """From now on put weight gradients into `store`; with None compute them at once."""
+        ...
+
+
+class StageError(RuntimeError):
+    """A stage, the objective or a hook raised. Every rank of the pipeline raises it.
+
+    Attributes:
+        stage: The stage that raised.
+        microbatch: Index of the micro-batch that it worked on.
+        op: What it did: `Op.F`, `Op.B`, `Op.I`, `Op.W`, or a hook.
+        rank: The pipeline rank that holds the stage.
+    """
+
+    def __init__(self, action: Action, rank: int, reason: str) -> None:
+        self.stage, self.microbatch, self.op = action.stage, action.microbatch, action.op
+        self.action, self.rank, self.reason = action, rank, reason
+        what = f"the {_CALLED[action.op]}"
+        if not action.op.is_hook:
+            what += f" of micro-batch {action.microbatch}"
+        super().__init__(f"stage {action.stage} on pipeline rank {rank} failed in {what}: {reason}")
+
+
+_CALLED = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input backward",
+    Op.W: "weight backward",
+    Op.GATHER: "parameter gather",
+    Op.REDUCE: "gradient reduction",
+}
+
+
+@contextmanager
+def naming(action: Action, rank: int) -> Iterator[None]:
+    """Name the stage and the micro-batch in whatever is raised."""
+    try:
+        yield
+    except (StageError, TransferError):
+        raise
+    except Exception as error:
+        raise StageError(action, rank, f"{type(error).__name__}: {error}") from error
+
+
+def require_scalar(loss: Any) -> Tensor:
+    """Return an objective's value where it can be one, else raise TypeError."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"a {tuple(loss.shape)} tensor with requires_grad={loss.requires_grad}"
+        raise TypeError(f"the objective must return one number that has a gradient, got {got}")
+    return loss
+
+
+def require_activation(
+    output: Any, spec: TensorSpec | None, *, said_by: str = "activation()"
+) -> Tensor:
+    """Return a stage's output where it can be handed on, else raise TypeError or ValueError."""
+    if not isinstance(output, Tensor):
+        which = "a stage before the last one" if said_by == "activation()" else "the last stage"
+        raise TypeError(f"{which} must return one tensor, got {type(output).__name__}")
+    if spec is not None:
+        got = TensorSpec(tuple(output.shape), output.dtype)
+        if got != TensorSpec(tuple(spec.shape), spec.dtype):
+            raise ValueError(f"the stage returned {got}, but {said_by} says {spec}")
+    return output
+
+
+def detached(output: Any) -> Any:
+    """The same nest with its tensors outside of any graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {name: detached(value) for name, value in output.items()}
+    if isinstance(output, list | tuple):
+        values = [detached(value) for value in output]
+        if hasattr(output, "_fields"):  # a named tuple takes its fields one by one
+            return type(output)(*values)
+        return type(output)(values)
+    return output

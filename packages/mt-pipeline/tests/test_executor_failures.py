@@ -1,0 +1,228 @@
+"""What fails on one rank is raised on all, and the pipeline goes on after it."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_pipeline import (
+    Executor,
+    Op,
+    Schedule,
+    StageError,
+    TensorSpec,
+    insert_hooks,
+    make_schedule,
+)
+from torch import nn
+
+WIDTH = 4
+
+
+def spec(batch):
+    return TensorSpec(tuple(batch.shape), batch.dtype)
+
+
+def objective(output, batch):
+    return output.square().sum()
+
+
+class Stage(nn.Module):
+    """Raises where it is told to: at a stage and micro-batch, in the forward or backward."""
+
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.number = number
+        self.faults = ()
+
+    def forward(self, x, batch):
+        y = self.layer(batch if x is None else x)
+        for stage, microbatch, backward, text in self.faults:
+            if stage == self.number and batch[0, 0] == microbatch:
+                if not backward:
+                    raise ArithmeticError(text)
+                y.register_hook(lambda _, text=text: self.fail(text))
+        return y
+
+    def fail(self, text):
+        raise ArithmeticError(text)
+
+
+def batches(number):
+    torch.manual_seed(0)
+    result = [torch.randn(2, WIDTH) for _ in range(number)]
+    for index, batch in enumerate(result):
+        batch[0, 0] = index
+    return result
+
+
+def make_executor(schedule, **options):
+    mine = [Stage(stage) for stage in schedule.stages_of(dist.get_rank())]
+    return mine, Executor(
+        schedule,
+        mine if len(mine) > 1 else mine[0],
+        group=dist.group.WORLD,
+        activation=spec,
+        **options,
+    )
+
+
+def failure_of(run):
+    with pytest.raises(StageError) as caught:
+        run()
+    error = caught.value
+    cause = type(error.__cause__).__name__
+    return str(error), (error.stage, error.microbatch, error.op, error.rank), cause
+
+
+@pytest.mark.parametrize("batch_p2p", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_failing_stage_is_named_on_all_ranks_and_the_next_run_works(ranks, world, batch_p2p):
+    def body():
+        schedule = make_schedule("1f1b", stages=world, microbatches=5)
+        mine, executor = make_executor(schedule, batch_p2p=batch_p2p)
+        seen = []
+        for stage in range(world):
+            for microbatch in (0, 2, 4):
+                for backward in (False, True):
+                    mine[0].faults = [(stage, microbatch, backward, "out of luck")]
+                    seen.append(failure_of(lambda: executor.run(batches(5), objective=objective)))
+        mine[0].faults = [(world - 1, 1, False, "no evaluation")]
+        seen.append(failure_of(lambda: executor.evaluate(batches(3))))
+        mine[0].faults = ()
+        mine[0].zero_grad()
+        executor.run(batches(5), objective=objective)
+        again, fresh = make_executor(schedule, batch_p2p=batch_p2p)
+        fresh.run(batches(5), objective=objective)
+        assert torch.equal(mine[0].layer.weight.grad, again[0].layer.weight.grad)
+        return seen
+
+    results = ranks(world, body)
+    index = 0
+    for stage in range(world):
+        for microbatch in (0, 2, 4):
+            for direction, op in (("forward", Op.F), ("backward", Op.B)):
+                for rank in range(world):
+                    text, where, cause = results[rank][index]
+                    assert text == (
+                        f"stage {stage} on pipeline rank {stage} failed in the {direction} of "
+                        f"micro-batch {microbatch}: ArithmeticError: out of luck"
+                    )
+                    assert where == (stage, microbatch, op, stage)
+                    assert cause == ("ArithmeticError" if rank == stage else "NoneType")
+                index += 1
+    assert {result[-1][0] for result in results} == {
+        f"stage {world - 1} on pipeline rank {world - 1} failed in the forward of micro-batch 1: "
+        "ArithmeticError: no evaluation"
+    }
+
+
+def test_of_several_failures_the_first_of_the_schedule_is_raised(ranks):
+    def body():
+        mine, executor = make_executor(make_schedule("1f1b", stages=3, microbatches=4))
+        mine[0].faults = [(0, 2, False, "later"), (2, 1, False, "first"), (1, 3, True, "last")]
+        return failure_of(lambda: executor.run(batches(4), objective=objective))[0]
+
+    texts = set(ranks(3, body))
+    assert len(texts) == 1
+    # F2 of stage 0 begins at time 2, F1 of stage 2 at time 3.
+    assert "stage 0 on pipeline rank 0 failed in the forward of micro-batch 2" in texts.pop()
+
+
+def test_a_failure_whose_zeros_make_others_fail_is_the_one_that_is_raised(ranks):
+    def body():
+        mine, executor = make_executor(make_schedule("1f1b", stages=3, microbatches=4))
+        mine[0].faults = [(0, 1, False, "the cause")]
+        layer = mine[0].layer
+
+        class Picky(nn.Module):
+            def forward(self, x):
+                if x.detach().abs().sum() == 0:
+                    raise ArithmeticError("the consequence")
+                return layer(x)
+
+        mine[0].layer = Picky()
+        return failure_of(lambda: executor.run(batches(4), objective=objective))
+
+    for rank, (text, where, cause) in enumerate(ranks(3, body)):
+        assert text.endswith("forward of micro-batch 1: ArithmeticError: the cause")
+        assert where == (0, 1, Op.F, 0)
+        assert cause == ("ArithmeticError" if rank == 0 else "NoneType")
+
+
+def test_failures_of_split_backwards_and_hooks_are_named(ranks):
+    def split(schedule):
+        return dataclasses.replace(
+            schedule,
+            ranks=tuple(
+                tuple(
+                    each
+                    for a in actions
+                    for each in (
+                        (a._replace(op=Op.I), a._replace(op=Op.W)) if a.op is Op.B else (a,)
+                    )
+                )
+                for actions in schedule.ranks
+            ),
+        )
+
+    def fail(stage):
+        if stage == failing[0]:
+            raise OSError("the network is away")
+
+    failing = [None]
+
+    def body():
+        schedule = insert_hooks(split(make_schedule("1f1b", stages=2, microbatches=3)))
+        mine, executor = make_executor(
+            schedule, hooks={Op.GATHER: lambda stage: None, Op.REDUCE: fail}
+        )
+        seen = []
+        for stage in (0, 1):  # the first stage does everything in W
+            mine[0].faults = [(stage, 1, True, "out of luck")]
+            seen.append(failure_of(lambda: executor.run(batches(3), objective=objective))[0])
+        mine[0].faults = ()
+        failing[0] = 1
+        seen.append(failure_of(lambda: executor.run(batches(3), objective=objective))[0])
+        return seen
+
+    first, second = ranks(2, body)
+    assert first == second
+    assert first == [
+        "stage 0 on pipeline rank 0 failed in the weight backward of micro-batch 1: "
+        "ArithmeticError: out of luck",
+        "stage 1 on pipeline rank 1 failed in the input backward of micro-batch 1: "
+        "ArithmeticError: out of luck",
+        "stage 1 on pipeline rank 1 failed in the gradient reduction: OSError: the network is away",
+    ]
+
+
+def test_several_stages_on_a_rank_fail_alone(ranks, parse, interleaved):
+    schedule: Schedule = parse(interleaved, stages=4, microbatches=4)
+
+    def body():
+        mine, executor = make_executor(schedule)
+        seen = []
+        for stage in range(4):
+            for part in mine:
+                part.faults = [(stage, 1, True, "out of luck")]
+            seen.append(failure_of(lambda: executor.run(batches(4), objective=objective))[0])
+        return seen
+
+    first, second = ranks(2, body)
+    assert first == second
+    for stage, text in enumerate(first):
+        assert re.match(rf"stage {stage} on pipeline rank {stage % 2} failed in the backward", text)
+
+
+def test_a_hook_that_the_schedule_has_must_be_given():
+    schedule = insert_hooks(make_schedule("1f1b", 1, 2))
+    with pytest.raises(
+        ValueError, match=r"has GATHER of stage 0, but hooks has no Op.GATHER: pass"
+    ):
+        Executor(schedule, Stage(0), group=None)
+    with pytest.raises(ValueError, match=r"hooks has .*only Op.GATHER and Op.REDUCE call a hook"):
+        Executor(schedule, Stage(0), group=None, hooks={Op.F: print})

@@ -1,0 +1,309 @@
+"""What a stage may offer: parts that take turns, weight gradients that wait; and hooks."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_pipeline import (
+    Action,
+    DefersWeightGradients,
+    Executor,
+    Op,
+    Schedule,
+    SplitStage,
+    TensorSpec,
+    insert_hooks,
+    make_schedule,
+)
+from torch import nn
+
+WIDTH = 6
+
+
+def spec(batch):
+    return TensorSpec(tuple(batch.shape), batch.dtype)
+
+
+def objective(output, batch):
+    return (output * batch.cos()).sum()
+
+
+def make_batches(number):
+    torch.manual_seed(11)
+    return [torch.randn(2, 3 + i % 2, WIDTH, dtype=torch.float64) for i in range(number)]
+
+
+def split_backwards(schedule):
+    """Each B as I and W."""
+    ranks = tuple(
+        tuple(
+            each
+            for a in actions
+            for each in ((a._replace(op=Op.I), a._replace(op=Op.W)) if a.op is Op.B else (a,))
+        )
+        for actions in schedule.ranks
+    )
+    return dataclasses.replace(schedule, ranks=ranks, peak_activations=None)
+
+
+class Exchange(torch.autograd.Function):
+    """Half of an all-to-all: what starts it forward waits for it backward."""
+
+    @staticmethod
+    def forward(ctx, x, event, back, log):
+        ctx.event = (back, log)
+        log.append(event)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        back, log = ctx.event
+        log.append(back)
+        return grad, None, None, None
+
+
+class MoE(nn.Module):
+    """Attention, experts and combine, with a residual from the first part to the last."""
+
+    def __init__(self, number, log):
+        super().__init__()
+        torch.manual_seed(number)
+        self.attention, self.experts, self.combine = (
+            nn.Linear(WIDTH, WIDTH).double() for _ in range(3)
+        )
+        self.log = log
+
+    def forward(self, x, batch):
+        state = x
+        for part in self.parts(batch):
+            state = part(state)
+        return state
+
+    def parts(self, batch):
+        def attention(x):
+            h = torch.tanh(self.attention(batch if x is None else x))
+            return h, self.send(h, "dispatch")
+
+        def experts(state):
+            residual, x = state
+            return residual, self.send(
+                torch.tanh(self.experts(self.take(x, "dispatch"))), "combine"
+            )
+
+        def combine(state):
+            residual, x = state
+            return residual + self.combine(self.take(x, "combine") * residual)
+
+        return [attention, experts, combine]
+
+    def send(self, x, what):
+        return Exchange.apply(x, f"start {what}", f"B wait {what}", self.log)
+
+    def take(self, x, what):
+        return Exchange.apply(x, f"wait {what}", f"B start {what}", self.log)
+
+
+class Whole(nn.Module):
+    """The same stage, which does not offer its parts."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x, batch):
+        return self.stage(x, batch)
+
+
+def one_rank(*, split):
+    """Two micro-batches of one stage, the second's forward overlapped with the first's backward."""
+    op = Op.I if split else Op.B
+    tail = (Action(Op.W, 0, 0),) if split else ()
+    last = (Action(op, 0, 1), *((Action(Op.W, 0, 1),) if split else ()))
+    return Schedule(
+        name="pair",
+        stages=1,
+        microbatches=2,
+        ranks=((Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(op, 0, 0), *tail, *last),),
+        overlaps=frozenset({(Action(Op.F, 0, 1), Action(op, 0, 0))}),
+    )
+
+
+def run_alone(schedule, stage):
+    batches = make_batches(schedule.microbatches)
+    outputs = Executor(schedule, stage, group=None).run(batches, objective=objective)
+    return outputs, [p.grad for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_parts_of_an_overlapped_pair_take_turns(split):
+    assert isinstance(MoE(0, []), SplitStage)
+    assert not isinstance(Whole(MoE(0, [])), SplitStage)
+    log = []
+    run_alone(one_rank(split=split), MoE(0, log))
+    first = ["start dispatch", "wait dispatch", "start combine", "wait combine"]
+    last = ["B start combine", "B wait combine", "B start dispatch", "B wait dispatch"]
+    # Between the start of each all-to-all and its wait stands the other micro-batch's part.
+    turns = [
+        *("start dispatch", "B start combine"),
+        *("wait dispatch", "start combine", "B wait combine", "B start dispatch"),
+        *("wait combine", "B wait dispatch"),
+    ]
+    assert log == [*first, *turns, *last]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_turns_change_no_gradient(split):
+    schedule = one_rank(split=split)
+    outputs, gradients = run_alone(schedule, MoE(0, []))
+    plain = dataclasses.replace(schedule, overlaps=frozenset())
+    for other, stage in [(schedule, Whole(MoE(0, []))), (plain, MoE(0, []))]:
+        theirs, expected = run_alone(other, stage)
+        for a, b in zip([*outputs, *gradients], [*theirs, *expected], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_overlapped_pairs_across_ranks_change_no_gradient(ranks, world, name):
+    def body():
+        schedule = make_schedule(name, stages=world, microbatches=4 * world)
+        assert schedule.overlaps
+        held = schedule.stages_of(dist.get_rank())
+        results = []
+        for offers_parts in (False, True):
+            log = []
+            mine = [MoE(stage % schedule.depth, log) for stage in held]
+            executor = Executor(
+                schedule,
+                mine if offers_parts else [Whole(stage) for stage in mine],
+                group=dist.group.WORLD,
+                activation=spec,
+            )
+            executor.run(make_batches(4 * world), objective=objective)
+            results.append([p.grad for stage in mine for p in stage.parameters()])
+            alternates = ("start dispatch", "B start combine") in itertools.pairwise(log)
+            assert alternates == offers_parts
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(world, body)
+
+
+class DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        layer, wgrad = ctx.layer, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if layer.store is None:
+            return grad @ weight, wgrad(), None
+
+        def compute():
+            layer.log.append("weight")
+            gradient = wgrad()
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+        layer.store.put(compute)
+        return grad @ weight, None, None
+
+
+class Deferring(nn.Module):
+    """A stage whose layers put their weight gradients into a store."""
+
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.norm = nn.LayerNorm(WIDTH).double()
+        self.store, self.log = None, []
+
+    def defer_weight_gradients(self, store):
+        self.store = store
+
+    def forward(self, x, batch):
+        h = self.norm(batch if x is None else x)
+        h.register_hook(lambda _: self.log.append("input"))
+        return torch.tanh(DeferredLinear.apply(h, self.weight, self))
+
+
+def test_weight_gradients_that_layers_defer_wait_for_w(ranks):
+    assert isinstance(Deferring(0), DefersWeightGradients)
+
+    def body():
+        results = []
+        schedule = make_schedule("1f1b", stages=2, microbatches=3)
+        for each in (schedule, split_backwards(schedule)):
+            stage = Deferring(dist.get_rank())
+            executor = Executor(each, stage, group=dist.group.WORLD, activation=spec)
+            executor.run(make_batches(3), objective=objective)
+            assert stage.store is None
+            results.append([p.grad for p in stage.parameters()])
+        assert stage.log == ["input", "weight"] * 3
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(2, body)
+
+
+def test_hooks_are_called_where_the_schedule_has_them(ranks):
+    def body():
+        log = []
+
+        class Logged(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+            def forward(self, x, batch):
+                log.append("F")
+                y = self.layer(batch if x is None else x)
+                y.register_hook(lambda _: log.append("B"))
+                return y
+
+        schedule = insert_hooks(make_schedule("1f1b", stages=2, microbatches=2))
+        hooks = {op: lambda stage, op=op: log.append(f"{op.name} {stage}") for op in Op}
+        executor = Executor(
+            schedule,
+            Logged(),
+            group=dist.group.WORLD,
+            activation=spec,
+            hooks={op: hooks[op] for op in (Op.GATHER, Op.REDUCE)},
+        )
+        executor.run(make_batches(2), objective=objective)
+        return log
+
+    assert ranks(2, body) == [
+        ["GATHER 0", "F", "F", "B", "B", "REDUCE 0"],
+        ["GATHER 1", "F", "B", "F", "B", "REDUCE 1"],
+    ]
+
+
+def test_a_recorded_run_has_the_times_of_all_ranks(ranks):
+    def body():
+        schedule = split_backwards(make_schedule("1f1b", stages=3, microbatches=4))
+        stage = MoE(dist.get_rank(), [])
+        executor = Executor(schedule, stage, group=dist.group.WORLD, activation=spec)
+        with pytest.raises(ValueError, match=r"no times were recorded: call run\(\.\.\., record"):
+            executor.timeline()
+        executor.run(make_batches(4), objective=objective, record=True)
+        return schedule, executor.timeline()
+
+    results = ranks(3, body)
+    schedule, timeline = results[0]
+    assert all(other == timeline for _, other in results)
+    ends = {span.action: span.end for spans in timeline for span in spans}
+    for rank, spans in enumerate(timeline):
+        assert tuple(span.action for span in spans) == schedule.ranks[rank]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+        for span in spans:
+            assert 0 <= span.start < span.end
+            if span.action.op is Op.F and rank:  # a send begins before its F has ended
+                assert span.start > ends[Action(Op.F, rank - 1, span.action.microbatch)] - 1e-4
+    assert min(spans[0].start for spans in timeline) == 0

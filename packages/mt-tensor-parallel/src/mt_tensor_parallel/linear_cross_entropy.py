@@ -1,0 +1,241 @@
+"""Head projection and cross entropy together, a block of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_tensor_parallel.collectives import Group
+from mt_tensor_parallel.embedding import check_range
+from mt_tensor_parallel.loss_terms import LossTerms
+
+__all__ = ["IGNORE_INDEX", "linear_cross_entropy", "linear_cross_entropy_reference"]
+
+IGNORE_INDEX = -100
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """:func:`linear_cross_entropy` with all logits at once, on one rank, by torch's functions."""
+    terms = LossTerms.of(
+        weight.shape[0],
+        None,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        vocab_size=vocab_size,
+    )
+    logits = F.linear(hidden, weight[: terms.vocab_size])
+    logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
+    loss = F.cross_entropy(
+        logits,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=terms.smoothing,
+        reduction="sum",
+    )
+    if z_loss:
+        square = logits.logsumexp(-1).square()
+        loss = loss + z_loss * square.masked_fill(labels == ignore_index, 0).sum()
+    return loss
+
+
+def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    group: Group = None,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    block_size: int | None = None,
+) -> Tensor:
+    """The summed loss of all tokens, without ever holding more than a block of logits.
+
+    Gradients are computed in forward, block by block, and scaled in backward, so the [N, V] logits
+    neither go through memory nor stay there between the passes. With a group, each block
+    does one MAX and one SUM all-reduce of per-token values in forward; backward does none: the
+    gradient of ``hidden`` is this rank's part, to be summed by what produced ``hidden``
+    (``copy_to_group`` or ``all_gather``). Softmax and losses are in fp32 (fp64 for fp64). No
+    gradient is computed for a frozen weight.
+
+    Args:
+        hidden: Final hidden states, replicated over the group.
+        weight: This rank's rows of the head.
+        labels: Global token ids, or ``ignore_index`` for tokens that do not count.
+        group: Ranks that share the vocabulary.
+        ignore_index: Such tokens have neither loss nor gradient.
+        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        z_loss: Weight of the squared log-sum-exp.
+        vocab_size: Real tokens; further rows of the head are padding. ``None`` means all.
+        block_size: Tokens per block; by default about 4 million logits.
+
+    Shape:
+        hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. Returns a scalar.
+
+    Raises:
+        ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
+            range.
+    """
+    if (
+        hidden.dim() != 2
+        or labels.shape != hidden.shape[:1]
+        or weight.shape[1:] != hidden.shape[1:]
+    ):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels "
+            f"{tuple(labels.shape)} must be [N, H], [V / ranks, H] and [N]"
+        )
+    if torch.compiler.is_compiling() and group is None:
+        return linear_cross_entropy_reference(
+            hidden,
+            weight,
+            labels,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            vocab_size=vocab_size,
+        )
+    terms = LossTerms.of(
+        weight.shape[0],
+        group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        vocab_size=vocab_size,
+    )
+    check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
+    in_blocks = _in_blocks
+    if torch.compiler.is_compiling():  # not a decorator: that would import dynamo with this module
+        in_blocks = cast("Callable[..., Tensor]", torch.compiler.disable(_in_blocks))
+    return in_blocks(hidden, weight, labels, group, terms, block_size)
+
+
+def _in_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: Group,
+    terms: LossTerms,
+    block_size: int | None,
+) -> Tensor:
+    if block_size is None:
+        block_size = max(256, (1 << 22) // weight.shape[0])
+    return cast(
+        Tensor,
+        _LinearCrossEntropy.apply(
+            hidden, weight, labels, group, terms, block_size, torch.is_grad_enabled()
+        ),
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd.Function takes no keywords
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: Group,
+        terms: LossTerms,
+        block_size: int,
+        grad_enabled: bool,  # noqa: FBT001 - autograd.Function takes no keywords
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        needs_hidden, needs_weight = (
+            grad_enabled and needed for needed in ctx.needs_input_grad[:2]
+        )
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Blocks are summed in fp32 so that their number does not change the precision.
+        single = hidden.shape[0] <= block_size
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not single else None
+        # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
+        alone_on_cpu = hidden.device.type == "cpu" and group is None
+        rows_in_cache = max(16, (1 << 19) // weight.shape[0]) if alone_on_cpu else block_size
+        for start in range(0, hidden.shape[0], block_size):
+            rows = slice(start, start + block_size)
+            logits = F.linear(hidden[rows], weight)
+            for part, part_labels in zip(
+                logits.split(rows_in_cache), labels[rows].split(rows_in_cache), strict=True
+            ):
+                loss, grad_logits = _block_loss(part, part_labels, group, terms)
+                total += loss
+                if (needs_hidden or needs_weight) and grad_logits is not part:
+                    part[:, : terms.columns] = grad_logits
+                    part[:, terms.columns :] = 0
+            # Ignored tokens are zeroed on the H side of both products, not over the logits.
+            counts = (labels[rows] != terms.ignore_index).to(hidden.dtype).unsqueeze(1)
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[rows])
+                grad_hidden[rows] *= counts
+            if needs_weight:
+                block = logits.t().mm(hidden[rows] * counts)
+                grad_weight = block if grad_weight is None else grad_weight.add_(block)
+        ctx.save_for_backward(
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        )
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None)
+
+
+def _block_loss(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, terms: LossTerms
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of a block, and the gradient of its logits (also for ignored tokens).
+
+    fp32 and fp64 logits are overwritten.
+
+    Shape:
+        logits: [N, V / ranks]; labels: [N]. Returns a scalar and [N, terms.columns].
+    """
+    wide = logits[:, : terms.columns].to(torch.promote_types(logits.dtype, torch.float32))
+    counts = labels != terms.ignore_index
+    local = labels - terms.first
+    mine = counts & (local >= 0) & (local < terms.columns)
+    column = torch.where(mine, local, 0)
+    if terms.columns:
+        target = torch.where(mine, wide.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+        sums = wide.sum(-1) if terms.smoothing else None
+        largest = wide.amax(dim=-1)
+        probs = torch.softmax(wide, dim=-1, out=wide)  # row by row, so it may be in place
+        # log-sum-exp from the largest probability, at least 1/V: no second pass of exp.
+        lse = largest - probs.amax(dim=-1).log_()
+    else:  # nothing but padding here
+        probs, target = wide, wide.new_zeros(len(labels))
+        sums = target if terms.smoothing else None
+        lse = torch.full_like(target, torch.finfo(wide.dtype).min)
+    if group is not None:
+        largest = lse.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        parts = [(lse - largest).exp_(), target, *([] if sums is None else [sums])]
+        shared = torch.stack(parts)
+        dist.all_reduce(shared, group=group)
+        whole = shared[0].log_().add_(largest)
+        probs.mul_((lse - whole).exp_().unsqueeze(1))
+        lse, target, sums = whole, shared[1], None if sums is None else shared[2]
+    loss = torch.where(counts, terms.loss(lse, target, sums), 0).sum()
+    if terms.columns:
+        terms.grad_(probs, lse, column, mine)
+    return loss, probs

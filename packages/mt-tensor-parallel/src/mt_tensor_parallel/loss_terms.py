@@ -1,0 +1,109 @@
+"""What a token's loss is made of, and its gradient, whichever way the logits are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mt_tensor_parallel.collectives import Group, group_rank, group_size
+
+__all__ = ["LossTerms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """The terms of a token's loss on this rank's columns of the vocabulary.
+
+    ``loss = lse - (1 - s) x_label - s mean_k x_k + z lse^2`` with ``lse`` the log-sum-exp over
+    the K real tokens and ``s = alpha K / (K - 1)``: label smoothing moves ``alpha`` of the target
+    to the other K - 1 tokens (torch's ``label_smoothing`` is ``s``). The z-loss keeps ``lse`` near
+    zero (Chowdhery et al. 2022, PaLM). K and the mean are of the whole vocabulary, not of a shard.
+
+    Attributes:
+        ignore_index: Tokens with this label have no loss.
+        smoothing: s.
+        z_loss: z.
+        vocab_size: K; global ids from there on are padding and get no probability.
+        first: Global id of this rank's first column.
+        columns: This rank's columns that are no padding.
+    """
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    vocab_size: int
+    first: int
+    columns: int
+
+    @classmethod
+    def of(
+        cls,
+        width: int,
+        group: Group,
+        *,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        vocab_size: int | None,
+    ) -> LossTerms:
+        """The terms for ``width`` local columns.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        padded = width * group_size(group)
+        size = padded if vocab_size is None else vocab_size
+        if not 1 <= size <= padded:
+            raise ValueError(
+                f"vocab_size={size} must be from 1 to the {padded} columns of the logits"
+            )
+        largest = (size - 1) / size
+        if not 0 <= label_smoothing <= largest:
+            raise ValueError(f"label_smoothing={label_smoothing} must be from 0 to {largest:.6g}")
+        if z_loss < 0:
+            raise ValueError(f"z_loss={z_loss} must be 0 or more")
+        first = group_rank(group) * width
+        return cls(
+            ignore_index=ignore_index,
+            smoothing=label_smoothing * size / (size - 1) if size > 1 else 0.0,
+            z_loss=z_loss,
+            vocab_size=size,
+            first=first,
+            columns=min(max(size - first, 0), width),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is nothing but cross entropy."""
+        return self.smoothing == 0 and self.z_loss == 0
+
+    def loss(self, lse: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
+        """The loss of each token.
+
+        Args:
+            lse: Log-sum-exp over the vocabulary.
+            target: The label's logit.
+            total: Sum of all logits, needed with smoothing.
+
+        Shape:
+            All [N]. Returns [N].
+        """
+        if self.plain:
+            return lse - target
+        loss = lse - (1 - self.smoothing) * target + self.z_loss * lse.square()
+        return loss if total is None else loss - self.smoothing / self.vocab_size * total
+
+    def grad_(self, probs: Tensor, lse: Tensor, column: Tensor, hit: Tensor) -> Tensor:
+        """Turns probabilities into the gradient of the logits, in place.
+
+        Shape:
+            probs: [N, columns]. lse, column, hit: [N]; ``column`` is the label's own column,
+            ``hit`` whether it has one here.
+        """
+        if self.z_loss:
+            probs.mul_((1 + 2 * self.z_loss * lse).unsqueeze(1))
+        if self.smoothing:
+            probs.sub_(self.smoothing / self.vocab_size)
+        share = hit.to(probs.dtype).mul_(self.smoothing - 1)
+        return probs.scatter_add_(1, column.unsqueeze(1), share.unsqueeze(1))

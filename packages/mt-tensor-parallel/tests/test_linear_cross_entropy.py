@@ -1,0 +1,174 @@
+"""Head and loss in blocks, split over ranks, with every term, against torch's own functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mt_tensor_parallel import (
+    copy_to_group,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    vocab_parallel_cross_entropy,
+)
+from torch import Tensor
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+TERMS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "padded": {"vocab_size": 21},
+    "all": {"label_smoothing": 0.2, "z_loss": 1e-2, "vocab_size": 13},
+}
+
+
+def _rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _labels(count: int, high: int) -> Tensor:
+    labels = torch.randint(0, high, (count,), generator=torch.Generator().manual_seed(3))
+    labels[[0, 7, count - 1]] = -100
+    return labels
+
+
+def _near(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> None:
+    assert actual is not None
+    assert expected is not None
+    actual, expected = actual.detach().double(), expected.detach()
+    size = float(expected.abs().max())
+    assert float((actual - expected).abs().max()) <= TOLERANCE[dtype] * size
+
+
+def _smoothed_by_hand(logits: Tensor, labels: Tensor, alpha: float, z: float) -> Tensor:
+    """The definition: alpha of the target is shared by the K - 1 other tokens."""
+    size = logits.shape[-1]
+    counts = labels >= 0
+    log_probs = logits.log_softmax(-1)
+    spread = torch.full_like(log_probs, alpha / (size - 1))
+    spread.scatter_(1, labels.clamp(min=0)[:, None], 1 - alpha)
+    loss = -(spread * log_probs).sum(-1) + z * logits.logsumexp(-1).square()
+    return loss.masked_fill(~counts, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [None, 4, 5, 64])
+@pytest.mark.parametrize("name", TERMS)
+def test_blocks_give_the_loss_of_all_logits_at_once(name, dtype, block_size) -> None:
+    terms = TERMS[name]
+    labels = _labels(18, terms.get("vocab_size", 24))
+    hidden, weight = _rand(18, 16, dtype=dtype), _rand(24, 16, seed=1, dtype=dtype)
+    fast = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    plain = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    loss = linear_cross_entropy(*fast, labels, block_size=block_size, **terms)
+    expected = linear_cross_entropy_reference(*plain, labels, **terms)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    _near(loss, expected, dtype)
+    (loss * 0.25).backward()
+    (expected * 0.25).backward()
+    for a, e in zip(fast, plain, strict=True):
+        _near(a.grad, e.grad, dtype)
+    assert (fast[0].grad[7] == 0).all()
+
+
+def test_the_reference_is_the_definition_of_the_terms() -> None:
+    hidden, weight, labels = _rand(9, 4), _rand(12, 4, seed=1), _labels(9, 10)
+    loss = linear_cross_entropy_reference(
+        hidden, weight, labels, label_smoothing=0.1, z_loss=0.5, vocab_size=10
+    )
+    by_hand = _smoothed_by_hand(F.linear(hidden, weight[:10]), labels, 0.1, 0.5).sum()
+    torch.testing.assert_close(loss, by_hand, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", TERMS)
+def test_every_term_is_of_the_whole_vocabulary_for_any_split(ranks, name, world) -> None:
+    """Megatron-LM smooths with the local vocabulary, which is right for one rank only."""
+
+    def body() -> None:
+        terms, group, rank = TERMS[name], dist.group.WORLD, dist.get_rank()
+        labels = _labels(18, terms.get("vocab_size", 24))
+        whole = [_rand(18, 16).requires_grad_(), _rand(24, 16, seed=1).requires_grad_()]
+        expected = linear_cross_entropy_reference(*whole, labels, **terms)
+        expected.backward()
+        hidden = whole[0].detach().clone().requires_grad_()
+        weight = whole[1].detach().chunk(world)[rank].clone().requires_grad_()
+        loss = linear_cross_entropy(
+            copy_to_group(hidden, group), weight, labels, group=group, block_size=5, **terms
+        )
+        loss.backward()
+        _near(loss, expected, torch.float64)
+        _near(hidden.grad, whole[0].grad, torch.float64)
+        _near(weight.grad, whole[1].grad.chunk(world)[rank], torch.float64)
+
+        logits = F.linear(whole[0], whole[1]).detach()
+        own = logits.chunk(world, -1)[rank].clone().requires_grad_()
+        each = vocab_parallel_cross_entropy(own, labels, group=group, **terms)
+        each.sum().backward()
+        _near(each.sum(), expected, torch.float64)
+        real = logits[:, : terms.get("vocab_size", 24)].clone().requires_grad_()
+        alpha, z = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
+        _smoothed_by_hand(real, labels, alpha, z).sum().backward()
+        padded = F.pad(real.grad, (0, 24 - real.shape[1]))
+        _near(own.grad, padded.chunk(world, -1)[rank], torch.float64)
+
+    ranks(world, body)
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]), label_smoothing=0.3)
+    loss.backward()
+    assert loss.item() == pytest.approx(2000 * 0.7 + 1000 * 0.15)
+    assert hidden.grad is not None
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_a_frozen_weight_costs_no_gradient() -> None:
+    hidden, weight, labels = _rand(9, 4).requires_grad_(), _rand(12, 4, seed=1), _labels(9, 12)
+    linear_cross_entropy(hidden, weight, labels, block_size=4).backward()
+    both = [hidden.detach().clone().requires_grad_(), weight.clone().requires_grad_()]
+    linear_cross_entropy(*both, labels, block_size=4).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(hidden.grad, both[0].grad, rtol=1e-12, atol=0)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    hidden, weight = _rand(4, 8), _rand(6, 8).requires_grad_()
+    labels = torch.tensor([0, 1, 2, 3])
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels)
+    assert not loss.requires_grad
+    assert torch.allclose(loss, linear_cross_entropy_reference(hidden, weight, labels))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be from 0 to 0.833333"),
+        ({"z_loss": -1.0}, "z_loss=-1.0 must be 0 or more"),
+        ({"vocab_size": 7}, "vocab_size=7 must be from 1 to the 6 columns"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message) -> None:
+    for call in (
+        lambda: linear_cross_entropy(_rand(4, 8), _rand(6, 8), torch.zeros(4).long(), **options),
+        lambda: vocab_parallel_cross_entropy(_rand(4, 6), torch.zeros(4).long(), **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_shapes_that_do_not_match_are_named() -> None:
+    with pytest.raises(ValueError, match=r"hidden \(4, 8\), weight \(6, 7\) and labels \(4,\)"):
+        linear_cross_entropy(_rand(4, 8), _rand(6, 7), torch.zeros(4).long())
+
+
+def test_a_label_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="label 5 is outside the vocabulary: ids go from 0 to 4"):
+        linear_cross_entropy(_rand(1, 8), _rand(6, 8), torch.tensor([5]), vocab_size=5)

@@ -1,0 +1,144 @@
+"""Which stages of the model this rank holds, under any pipeline schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mt_model import GPT, ModelConfig
+from mt_parallel_state import ParallelState, shard_param, sharding_of
+from mt_pipeline import Schedule, make_schedule, parse_layout, split_layers
+from torch import nn
+
+from mt_train.config import PipelineSection
+
+
+class PipelineError(ValueError):
+    """A schedule, its sizes and the model do not fit.
+
+    Attributes:
+        field: The configuration field to change.
+    """
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A schedule, and the layers of each stage of the model.
+
+    Attributes:
+        schedule: For this number of ranks and micro-batches.
+        layers: Global layer indices of each stage, in the order the data takes.
+    """
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+
+
+def plan_pipeline(
+    section: PipelineSection, *, ranks: int, microbatches: int, num_layers: int
+) -> PipelinePlan:
+    """Make the schedule and place the layers.
+
+    Raises:
+        PipelineError: The schedule can't take these sizes, or the layers do not fit its stages.
+    """
+    if section.microbatches not in (None, microbatches):
+        raise PipelineError(
+            "pipeline.microbatches",
+            f"{section.microbatches}, but training.global_batch_size / (micro_batch_size x dp) "
+            f"gives {microbatches}; change one of them, or leave this out",
+        )
+    options = {
+        name: value for name in ("chunks", "group") if (value := getattr(section, name)) is not None
+    }
+    try:
+        schedule = make_schedule(section.schedule, ranks, microbatches, **options)
+    except ValueError as error:
+        raise PipelineError("pipeline.schedule", str(error)) from error
+    if section.layout is None:
+        if num_layers < schedule.depth:
+            raise PipelineError(
+                "pipeline.schedule",
+                f"{section.schedule!r} over {ranks} ranks has {schedule.depth} stages for "
+                f"{num_layers} layers; every stage needs a layer, so use fewer ranks or chunks",
+            )
+        return PipelinePlan(
+            schedule=schedule, layers=tuple(split_layers(num_layers, schedule.depth))
+        )
+    try:
+        contents = parse_layout(section.layout, num_layers=num_layers, stages=schedule.depth)
+    except ValueError as error:
+        raise PipelineError("pipeline.layout", str(error)) from error
+    for stage, content in enumerate(contents):
+        if not content.layers or content.mtp:
+            what = "a multi-token prediction layer" if content.mtp else "no layer"
+            raise PipelineError(
+                "pipeline.layout",
+                f"stage {stage} has {what}; in mt-train every stage has one layer (t) or more and "
+                "no m",
+            )
+    return PipelinePlan(schedule=schedule, layers=tuple(content.layers for content in contents))
+
+
+def build_stages(
+    plan: PipelinePlan, config: ModelConfig, state: ParallelState, **options: Any
+) -> list[GPT]:
+    """Build the stages that the schedule gives this rank, in its order.
+
+    A tied embedding whose two ends are on one rank is one parameter. With two directions every
+    stage is on two ranks: the second is a copy, and both have partial gradients over "mirror".
+
+    Args:
+        plan: The schedule and the layers.
+        config: The model.
+        state: This rank's place.
+        **options: Further arguments of `GPT`.
+    """
+    schedule = plan.schedule
+    held = schedule.stages_of(state.index("pp"))
+    stages = [
+        GPT(config, state, layers=plan.layers[stage % schedule.depth], **options) for stage in held
+    ]
+    if schedule.directions == 2:
+        for number, stage in zip(held, stages, strict=True):
+            for param in stage.parameters():
+                partial = set(sharding_of(param).partial_grad) - {"embedding"}
+                _mark(param, (*sorted(partial), "mirror"), is_copy=number >= schedule.depth)
+    if config.tied:
+        _share_embedding(stages)
+    return stages
+
+
+def _share_embedding(stages: Sequence[GPT]) -> None:
+    first = next((stage for stage in stages if stage.has_embedding), None)
+    last = next((stage for stage in stages if stage.has_head), None)
+    if first is None or last is None or first is last:
+        return
+    last.embedding = first.embedding
+    partial = set(sharding_of(first.embedding.weight).partial_grad) - {"embedding"}
+    is_copy = sharding_of(first.embedding.weight).is_copy
+    _mark(first.embedding.weight, tuple(sorted(partial)), is_copy=is_copy)
+
+
+def _mark(param: nn.Parameter, partial: tuple[str, ...], *, is_copy: bool) -> None:
+    shard_param(param, sharding_of(param).spec, partial_grad=partial, is_copy=is_copy)
+
+
+def named_parameters(stages: Sequence[GPT]) -> dict[str, nn.Parameter]:
+    """Every parameter of a rank's stages once, by its global name."""
+    return {name: param for stage in stages for name, param in stage.named_parameters()}
+
+
+def backwards_per_step(schedule: Schedule, rank: int, stages: Sequence[GPT]) -> dict[str, int]:
+    """How many backward passes of a step give a gradient to each parameter of a rank."""
+    counts: Counter[str] = Counter()
+    for number, stage in zip(schedule.stages_of(rank), stages, strict=True):
+        for name, _ in stage.named_parameters():
+            counts[name] += len(schedule.microbatches_of(number))
+    return dict(counts)
