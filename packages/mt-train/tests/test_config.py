@@ -96,8 +96,8 @@ BROKEN = {
     ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
-        "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the "
-        "hierarchical algorithm needs; use one of 1, 2, 4",
+        "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical "
+        "algorithm needs; use one of 1, 2, 4",
     ),
     "a sequence that context parallelism cannot cut": (
         MINIMAL + "parallel:\n  cp: 5\n",
@@ -112,9 +112,13 @@ BROKEN = {
         MINIMAL + "optimizer:\n  betas:\n    - 0.9\n    - high\n",
         "run.yaml:15: optimizer.betas[1]: expected a number, found 'high'",
     ),
-    "schedule of a later version": (
-        MINIMAL + "parallel:\n  schedule: gpipe\n",
-        "run.yaml:13: parallel.schedule: 'gpipe' is not one of 1f1b",
+    "unknown schedule": (
+        MINIMAL + "pipeline:\n  schedule: zb-h3\n",
+        "run.yaml:13: pipeline.schedule: 'zb-h3' is no schedule. Did you mean zb-h",
+    ),
+    "two numbers of stages": (
+        MINIMAL + "parallel:\n  pp: 2\npipeline:\n  stages: 4\n",
+        "run.yaml:15: pipeline.stages: 4 contradicts parallel.pp 2; leave one of them out",
     ),
     "heads": (
         MINIMAL.replace("num_heads: 4", "num_heads: 5"),
@@ -183,6 +187,10 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
         (["parallel.tp=2", "parallel.dp=2"], 2, "needs 4 processes, but there are 2"),
         (["parallel.tp=2"], 3, "parallel"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
+        (["pipeline.stages=2", "pipeline.microbatches=3"], 2, "pipeline.microbatches: 3, but"),
+        (["pipeline.stages=3", "pipeline.schedule=dualpipe"], 3, "pipeline.schedule: "),
+        (["pipeline.stages=4", "pipeline.schedule=zb-v"], 4, "8 stages for 4 layers; every"),
+        (["pipeline.stages=2", "pipeline.chunks=2"], 2, "pipeline.schedule: schedule '1f1b' has"),
         (["training.global_batch_size=6"], 4, "not divisible by micro_batch_size 2 x dp 4 = 8"),
     ],
 )
@@ -193,6 +201,19 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(
     assert code == 2
     assert expected in message
     assert len(message.strip().splitlines()) == 1
+
+
+def test_a_mistake_in_a_layout_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "pipeline.layout=Ett|tx|L"
+    code, message = run_cli(["run", str(TINY), "pipeline.stages=2", layout, "--nproc", "2"], capsys)
+    assert code == 2
+    assert "pipeline.layout: layout, character 5" in message
+    assert message.splitlines()[2].index("^") == message.splitlines()[1].index("x")
+    code, message = run_cli(
+        ["run", str(TINY), "pipeline.stages=2", "pipeline.layout=E|ttttL", "--nproc", "2"], capsys
+    )
+    assert code == 2
+    assert "pipeline.layout: stage 0 has no layer" in message
 
 
 def test_the_command_exits_with_2_and_no_traceback(
