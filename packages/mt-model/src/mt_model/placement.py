@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
-from mt_context_parallel import Algorithm, HierarchicalGroups, segments, shard
+from mt_context_parallel import Algorithm, HierarchicalGroups, positions, shard
 from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
@@ -92,10 +92,8 @@ class Context:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
-        if self.group is None:
-            return torch.arange(length, device=device)
-        runs = segments(length, ranks=self.group.size(), rank=self.group.rank())
-        return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in runs])
+        rank = 0 if self.group is None else self.group.rank()
+        return positions(length, ranks=self.size, rank=rank, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
