@@ -16,6 +16,8 @@ from mt_context_parallel import (
     SdpaCpuKernel,
     context_parallel_attention,
     merge,
+    shard,
+    unshard,
 )
 
 
@@ -155,6 +157,29 @@ def test_the_calls_of_the_flash_kernel_fit_the_operators_of_this_torch(groups, m
     out.sum().backward()
     assert out.shape == qkv[0].shape
     assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
+def test_values_may_have_another_width_than_keys(ranks, algorithm) -> None:
+    def attend(group, *, whole: list[torch.Tensor], **kind) -> list[torch.Tensor]:
+        own = [shard(x, group).clone().requires_grad_() for x in whole]
+        out = context_parallel_attention(*own, group=group, **kind)
+        out.sin().sum().backward()
+        return [unshard(x, group) for x in (out.detach(), *(x.grad for x in own))]
+
+    q, k, v = _qkv(32, groups=2)
+    whole = [q, k, v[..., :3].contiguous()]
+
+    def body() -> list[torch.Tensor]:
+        return attend(dist.group.WORLD, whole=whole, algorithm=algorithm)
+
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, dim=2).permute(0, 2, 3, 1) * 8**-0.5
+    weights = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = weights @ whole[2].repeat_interleave(2, dim=2).transpose(1, 2)
+    one = attend(None, whole=whole)
+    torch.testing.assert_close(one[0], expected.transpose(1, 2))
+    for ours, theirs in zip(ranks(2, body)[0], one, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 def test_merge_of_two_halves_is_the_softmax_over_both() -> None:

@@ -28,14 +28,14 @@ class Kernel(Protocol):
     """Computes a tile. Heads of keys divide those of queries: groups share a key head.
 
     Shape:
-        q, out: [B, q, H, D]; k, v: [B, kv, G, D]; lse: [B, H, q].
+        q: [B, q, H, D]; k: [B, kv, G, D]; v: [B, kv, G, V]; out: [B, q, H, V]; lse: [B, H, q].
     """
 
     name: str
     block: int | None
     """The longest tile side it takes; the caller cuts longer ones."""
 
-    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """Why this kernel cannot compute the tile, or None where it can."""
         ...
 
@@ -60,7 +60,7 @@ class ReferenceKernel:
             raise ValueError(f"block must be at least 1 token, got {block}")
         self.block: int | None = block
 
-    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """Always."""
         return None
 
@@ -125,8 +125,10 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     return scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
 
-def _plain_causal(tile: Tile) -> str | None:
+def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Why a kernel that knows no mask but ``is_causal`` cannot compute the tile."""
+    if q.shape[-1] != v.shape[-1]:
+        return f"head_dim {q.shape[-1]} of queries and {v.shape[-1]} of values"
     if tile.dropout is not None and tile.dropout.probability:
         return "dropout by global index"
     if tile.documents is not None:
@@ -144,11 +146,11 @@ class SdpaCpuKernel:
     name = "sdpa-cpu"
     block: int | None = None
 
-    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See :class:`Kernel`."""
         if q.device.type != "cpu":
             return f"device {q.device.type}"
-        return _plain_causal(tile)
+        return _plain_causal(q, v, tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
@@ -178,7 +180,7 @@ class FlashKernel:
     name = "flash"
     block: int | None = None
 
-    def supports(self, q: Tensor, k: Tensor, tile: Tile) -> str | None:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See :class:`Kernel`."""
         if q.device.type != "cuda":
             return f"device {q.device.type}"
@@ -188,7 +190,7 @@ class FlashKernel:
             return f"head_dim {q.shape[-1]}, not a multiple of 8 up to 256"
         if not hasattr(torch.ops.aten, "_flash_attention_forward"):
             return "a torch built without flash attention"
-        return _plain_causal(tile)
+        return _plain_causal(q, v, tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
@@ -214,7 +216,7 @@ class FlashKernel:
         return TileGrads(*grads)
 
 
-def kernel_for(q: Tensor, k: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
     """The first of ``kernels`` that can compute the tile.
 
     Raises:
@@ -222,7 +224,7 @@ def kernel_for(q: Tensor, k: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) ->
     """
     reasons = []
     for kernel in kernels:
-        reason = kernel.supports(q, k, tile)
+        reason = kernel.supports(q, k, v, tile)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")

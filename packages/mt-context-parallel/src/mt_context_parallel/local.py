@@ -77,7 +77,7 @@ class LocalAttention:
         Shape:
             q: [B, S, H, D]; k, v: [B, K, G, D] with the tokens of ``kv_runs``.
         """
-        for tile, kernel in self._work(q, k, kv_runs):
+        for tile, kernel in self._work(q, k, v, kv_runs):
             rows = q[:, tile.q_rows], k[:, tile.kv_rows], v[:, tile.kv_rows]
             into.add(tile, *kernel.forward(*rows, tile))
 
@@ -96,7 +96,7 @@ class LocalAttention:
         q, k, v = qkv
         dout, out, lse, delta = of_queries
         dkv: tuple[Tensor, Tensor] | None = None
-        for tile, kernel in self._work(q, k, kv_runs):
+        for tile, kernel in self._work(q, k, v, kv_runs):
             rows, keys = tile.q_rows, tile.kv_rows
             grads: TileGrads = kernel.backward(
                 q[:, rows],
@@ -115,9 +115,11 @@ class LocalAttention:
             dkv[1][:, keys] += grads.v
         return dkv
 
-    def _work(self, q: Tensor, k: Tensor, kv_runs: Sequence[Segment]) -> list[tuple[Tile, Kernel]]:
+    def _work(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_runs: Sequence[Segment]
+    ) -> list[tuple[Tile, Kernel]]:
         work = []
         for tile in tiles_of(self.whole, self.q_runs, kv_runs):
-            kernel = kernel_for(q, k, tile, self.kernels)
+            kernel = kernel_for(q, k, v, tile, self.kernels)
             work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
         return work
