@@ -89,6 +89,24 @@ def finish(models, state):
     return grads, offsets
 
 
+def on_context_rank(variant, tp, cp, algorithms):
+    """One rank of tp x cp: loss, count and gradients summed over the context group."""
+    state = ParallelState(ParallelLayout(tp=tp, cp=cp))
+    loss, tokens, models = gradients(
+        gpt(**{**TINY, **VARIANTS[variant]}),
+        state,
+        [range(3)],
+        sequence_parallel=tp > 1,
+        context_algorithm=algorithms,
+        context_inner_size=2,
+    )
+    grads, offsets = finish(models, state)
+    tokens = torch.tensor(tokens)
+    for part in (loss, tokens, *grads.values()):
+        dist.all_reduce(part, group=state.group("cp"))
+    return loss, int(tokens), grads, offsets
+
+
 def on_rank(variant, tp, stages, sequence_parallel):
     state = ParallelState(ParallelLayout(tp=tp))
     loss, tokens, models = gradients(
@@ -115,6 +133,51 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
     assert results[0][2]["layers.0.attention.out.weight"].shape[1] <= 2
     assert_equal_to_one_rank(results, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("tp", "cp", "algorithms"),
+    [
+        (1, 2, "ring"),
+        (1, 4, "ulysses"),
+        (1, 4, "hierarchical"),
+        (2, 2, "all_gather"),
+        (1, 4, ["ring", "hierarchical", "all_gather"]),
+    ],
+)
+def test_context_parallel_matches_one_rank(ranks, variant, tp, cp, algorithms):
+    # The one label that does not count makes the context ranks' counts differ.
+    results = ranks(tp * cp, on_context_rank, variant, tp, cp, algorithms)
+    assert_equal_to_one_rank(results, variant)
+
+
+def context_errors():
+    state = ParallelState(ParallelLayout(cp=2))
+    config, data, messages = gpt(**TINY), batch(), []
+    short = {name: x[:, :6] if x.dim() == 2 else x for name, x in data.items()}
+    for action in (
+        lambda: GPT(config, state)(None, short),
+        lambda: GPT(config, state).logits(data["tokens"]),
+        lambda: GPT(config, state, context_algorithm=["ring"]),
+        lambda: GPT(config, state, context_algorithm="hierarchical", context_inner_size=3),
+        lambda: GPT(config, state, context_algorithm="star"),
+    ):
+        with pytest.raises(ValueError, match=r".+") as caught:
+            action()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_context_parallel_misuse_is_refused(ranks):
+    length, logits, layers, inner, name = ranks(2, context_errors)[0]
+    assert "sequence length 6 does not divide by 4" in length
+    assert "Nearest that does: 4 or 8" in length
+    assert "Build the model with cp=1" in logits
+    assert "1 algorithms, but the model has 3 layers" in layers
+    assert "context_inner_size=3 does not divide cp=2" in inner
+    assert "use one of [1, 2]" in inner
+    assert "got 'star'" in name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -165,7 +228,7 @@ def sequence_error():
 
 def test_sequence_parallel_misuse_is_refused(ranks):
     for messages in ranks(2, sequence_error):
-        assert "sequence length 7 does not divide by tp=2" in messages[0]
+        assert "sequence length 7 does not divide by 2, " in messages[0]
         assert "Nearest that does: 6 or 8" in messages[0]
         assert "logits() needs a model built with sequence_parallel=False" in messages[1]
 

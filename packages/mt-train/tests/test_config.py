@@ -102,7 +102,7 @@ BROKEN = {
     "a sequence that context parallelism cannot cut": (
         MINIMAL + "parallel:\n  cp: 5\n",
         "run.yaml:11: training.sequence_length: 16 is not divisible by 10, which parallel.tp 1 "
-        "with sequence_parallel=false and parallel.cp 5",
+        "with sequence_parallel=false and parallel.cp 5 need; use 10 or 20",
     ),
     "number too large": (
         MINIMAL.replace("steps: 2", "steps: 99999999999999999999"),

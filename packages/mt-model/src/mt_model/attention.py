@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
         self.num_kv_heads = groups // placement.tp
         self.first_head = placement.tp_index * self.num_kv_heads * queries
-        self.context = placement.context
+        self.context, self.layer = placement.context, layer
         linear = placement.linear_arguments()
         self.qkv = ColumnParallelLinear(
             hidden_size, (groups, queries + 2, config.head_dim), bias=config.qkv_bias, **linear
@@ -135,8 +135,8 @@ class Attention(nn.Module):
             query,
             key,
             value,
-            group=self.context.levels or self.context.group,
-            algorithm=self.context.algorithm,
+            group=self.context.attention_group(self.layer),
+            algorithm=self.context.algorithms[self.layer],
             dropout=dropout,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict, cast
 
 import torch
@@ -64,7 +64,8 @@ class GPT(nn.Module):
         state: this rank's place; None is a single process.
         layers: global indices of this stage's layers.
         sequence_parallel: split activations between the parallel regions over the sequence.
-        context_algorithm: how attention reaches the keys of the other ranks of a context group.
+        context_algorithm: how attention reaches the keys of the other ranks of a context group;
+            a list has one for each layer of the whole model.
         context_inner_size: ranks that swap tokens for heads, for the hierarchical algorithm.
         seed: of initial values and dropout.
         gemm: computes the linear layers.
@@ -83,7 +84,7 @@ class GPT(nn.Module):
         *,
         layers: range | None = None,
         sequence_parallel: bool = False,
-        context_algorithm: Algorithm = "ring",
+        context_algorithm: Algorithm | Sequence[Algorithm] = "ring",
         context_inner_size: int | None = None,
         seed: int = 0,
         gemm: Gemm | None = None,
@@ -105,7 +106,9 @@ class GPT(nn.Module):
             gemm=default_gemm(where) if gemm is None else gemm,
             dtype=dtype,
             device=where,
-            context=Context.create(state, context_algorithm, context_inner_size),
+            context=Context.create(
+                state, context_algorithm, context_inner_size, layers=config.num_layers
+            ),
         )
         self._build()
         self._materialize(state, seed)
@@ -303,7 +306,7 @@ class GPT(nn.Module):
         tokens, config, placement = batch["tokens"], self.config, self.placement
         length = tokens.shape[1]
         self._check_length(length)
-        self._check_split(length)
+        placement.check_length(length)
         tables = self._tables(0, length)
         if placement.context.group is not None:
             positions = placement.context.positions(length, tokens.device)
@@ -373,20 +376,6 @@ class GPT(nn.Module):
                 f"{end} tokens are more than max_sequence_length="
                 f"{self.config.max_sequence_length}. Cut the sequence, or build the model with a "
                 f"larger max_sequence_length"
-            )
-
-    def _check_split(self, length: int) -> None:
-        placement = self.placement
-        context = placement.context.size
-        parts = (2 * context if context > 1 else 1) * (
-            placement.tp if placement.sequence_parallel else 1
-        )
-        if length % parts:
-            below = length // parts * parts
-            raise ValueError(
-                f"sequence length {length} does not divide by {parts}, which context parallelism "
-                f"over {context} ranks and tp={placement.tp} with sequence_parallel="
-                f"{placement.sequence_parallel} need. Nearest that does: {below} or {below + parts}"
             )
 
     def _check_inference(self, tokens: Tensor, cache: KVCache | None, start: int) -> None:

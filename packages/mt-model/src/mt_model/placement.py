@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,23 +33,40 @@ class Context:
 
     Attributes:
         group: the ranks that share a sequence, or None.
-        algorithm: how attention gets at the others' keys.
+        algorithms: how attention gets at the others' keys, in each of the model's layers.
         levels: of the group, for the hierarchical algorithm.
     """
 
     group: dist.ProcessGroup | None = None
-    algorithm: Algorithm = "ring"
+    algorithms: tuple[Algorithm, ...] = ()
     levels: HierarchicalGroups | None = None
 
     @staticmethod
-    def create(state: ParallelState, algorithm: Algorithm, inner_size: int | None) -> Context:
+    def create(
+        state: ParallelState,
+        algorithm: Algorithm | Sequence[Algorithm],
+        inner_size: int | None,
+        *,
+        layers: int,
+    ) -> Context:
         """Make it, with the levels that the algorithm needs. Collective over the group.
 
         Raises:
-            ValueError: the hierarchical algorithm, and an inner size that does not divide cp.
+            ValueError: an unknown algorithm, or an inner size that does not divide cp.
         """
+        algorithms = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
+        if len(algorithms) != layers:
+            raise ValueError(
+                f"context_algorithm has {len(algorithms)} algorithms, but the model has {layers} "
+                "layers. Give one for each, or one for all"
+            )
         group, size, levels = state.group("cp"), state.size("cp"), None
-        if group is not None and algorithm == "hierarchical":
+        for name in algorithms:
+            if name not in get_args(Algorithm):
+                raise ValueError(
+                    f"context_algorithm must be one of {get_args(Algorithm)}, got {name!r}"
+                )
+        if group is not None and "hierarchical" in algorithms:
             if not inner_size or size % inner_size:
                 valid = [n for n in range(1, size + 1) if size % n == 0]
                 raise ValueError(
@@ -57,7 +75,11 @@ class Context:
                 )
             inner, outer = state.level_groups("cp", (inner_size, size // inner_size))
             levels = HierarchicalGroups(inner=inner, outer=outer)
-        return Context(group=group, algorithm=algorithm, levels=levels)
+        return Context(group=group, algorithms=algorithms, levels=levels)
+
+    def attention_group(self, layer: int) -> dist.ProcessGroup | HierarchicalGroups | None:
+        """What the attention of a layer takes as its group."""
+        return self.levels if self.algorithms[layer] == "hierarchical" else self.group
 
     @property
     def size(self) -> int:
@@ -111,6 +133,18 @@ class Placement:
             "dtype": self.dtype,
             "device": torch.device("meta"),
         }
+
+    def check_length(self, length: int) -> None:
+        """Check that the ranks can share sequences of `length` tokens evenly."""
+        context = self.context.size
+        parts = (2 * context if context > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        if length % parts:
+            below = length // parts * parts
+            raise ValueError(
+                f"sequence length {length} does not divide by {parts}, which cp={context} and "
+                f"tp={self.tp} with sequence_parallel={self.sequence_parallel} need. Nearest that "
+                f"does: {below} or {below + parts}"
+            )
 
     def mark_replicated(self, module: nn.Module, *, partial: bool) -> None:
         """Record on the module's parameters that every rank holds them whole.
