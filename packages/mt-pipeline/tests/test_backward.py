@@ -155,10 +155,10 @@ def test_the_input_half_computes_no_weight_gradient_and_the_second_no_input_grad
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     x = torch.randn(4, 6, requires_grad=True)
     output = module(x)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         pending = backward_input([get_gradient_edge(output)], [torch.ones(4, 6)], [x])
     assert sum(event.name == "aten::mm" for event in profile.events()) == 2
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         pending()
     assert sum(event.name == "aten::mm" for event in profile.events()) == 2
 

@@ -81,6 +81,8 @@ def run_ours(schedule, modules, x, target):
 def test_losses_and_gradients_are_those_of_torch(ranks, world, name, options, kind, tolerance):
     if not hasattr(schedules, kind):
         pytest.skip(f"this torch has no {kind}")
+    if name in ("zb-v", "dualpipe-v") and torch.__version__ < "2.15":
+        pytest.skip("torch 2.11's V-shaped schedules send to their own rank, which gloo refuses")
 
     def body():
         schedule = make_schedule(name, stages=world, microbatches=8, **options)

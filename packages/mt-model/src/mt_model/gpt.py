@@ -17,10 +17,12 @@ from mt_parallel_state import (
 )
 from mt_tensor_parallel import (
     IGNORE_INDEX,
+    Deferral,
     Gemm,
     VocabParallelEmbedding,
     all_gather,
     copy_to_group,
+    defer_weight_gradients,
     gather_from_group,
     linear_cross_entropy,
 )
@@ -122,6 +124,14 @@ class GPT(nn.Module):
     def has_head(self) -> bool:
         """Whether this is the last stage."""
         return self.layer_range.stop == self.config.num_layers
+
+    def defer_weight_gradients(self, store: Deferral | None) -> None:
+        """Put the linear layers' weight gradients into `store`; None computes them in backward.
+
+        What pipeline schedules with split backwards call (`mt_pipeline.DefersWeightGradients`).
+        The head's and the embedding's gradients are made in backward all the same.
+        """
+        defer_weight_gradients(self, store)
 
     def stage_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers in order."""

@@ -11,25 +11,34 @@ from mt_tensor_parallel.collectives import (
 )
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
+from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
-from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
+from mt_tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    defer_weight_gradients,
+)
 from mt_tensor_parallel.linear_cross_entropy import (
     IGNORE_INDEX,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from mt_tensor_parallel.wgrad import Deferral, WgradStore
 
 __all__ = [
     "IGNORE_INDEX",
     "ColumnParallelLinear",
+    "Deferral",
     "Gemm",
     "RowParallelLinear",
     "TorchGemm",
     "VocabParallelEmbedding",
+    "WgradStore",
     "all_gather",
     "all_to_all",
     "all_to_all_rows",
     "copy_to_group",
+    "defer_weight_gradients",
     "gather_from_group",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",

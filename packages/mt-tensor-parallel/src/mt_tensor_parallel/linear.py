@@ -1,191 +1,25 @@
-"""Column- and row-parallel linear layers, as functions and as modules."""
+"""Column- and row-parallel linear layers."""
 
 from __future__ import annotations
 
 from math import prod, sqrt
-from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from mt_parallel_state import PartitionSpec, shard_param
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.collectives import (
     Group,
+    gather_from_group,
     group_rank,
     group_size,
     shard_size,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
 )
+from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.wgrad import Deferral
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "parallel_linear"]
-
-SEQUENCE_DIM = 1
-
-
-def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
-    return grad_y.flatten(0, -2).sum(0) if needed else None
-
-
-class _Local(torch.autograd.Function):
-    """A linear layer on one rank, for a Gemm that is not torch's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gemm = gemm
-        y = gemm.forward(x, weight)
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        grad_x = ctx.gemm.dgrad(grads[0], weight) if need_x else None
-        grad_w = ctx.gemm.wgrad(grads[0], x) if need_w else None
-        return grad_x, grad_w, _bias_grad(grads[0], needed=need_b), None
-
-
-class _Column(torch.autograd.Function):
-    """Input whole (or gathered along the sequence), output features split."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gemm: Gemm,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,  # noqa: FBT001 - autograd functions take no keywords
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # the shard of x; it is gathered anew for wgrad
-        ctx.gemm, ctx.group, ctx.sequence_parallel = gemm, group, sequence_parallel
-        if sequence_parallel:
-            x = start_all_gather(x, group, SEQUENCE_DIM).wait()
-        y = gemm.forward(x, weight)
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        gemm, group, grad_y = ctx.gemm, ctx.group, grads[0]
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        gather = (
-            start_all_gather(x, group, SEQUENCE_DIM) if ctx.sequence_parallel and need_w else None
-        )
-        reduce = None
-        if need_x:
-            grad_x = gemm.dgrad(grad_y, weight)
-            if ctx.sequence_parallel:
-                reduce = start_reduce_scatter(grad_x, group, SEQUENCE_DIM)
-            else:
-                reduce = start_all_reduce(grad_x, group)
-        # The reduction of dgrad runs while wgrad computes.
-        grad_w = gemm.wgrad(grad_y, x if gather is None else gather.wait()) if need_w else None
-        grad_b = _bias_grad(grad_y, needed=need_b)
-        return None if reduce is None else reduce.wait(), grad_w, grad_b, None, None, None
-
-
-class _Row(torch.autograd.Function):
-    """Input features split, output summed over the group (and split along the sequence)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gemm: Gemm,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,  # noqa: FBT001 - autograd functions take no keywords
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gemm, ctx.group, ctx.sequence_parallel = gemm, group, sequence_parallel
-        y = gemm.forward(x, weight)
-        if sequence_parallel:
-            y = start_reduce_scatter(y, group, SEQUENCE_DIM).wait()
-        else:
-            y = start_all_reduce(y, group).wait()
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        grad_b = _bias_grad(grads[0], needed=need_b)
-        grad_y = grads[0]
-        if ctx.sequence_parallel:
-            grad_y = start_all_gather(grad_y, ctx.group, SEQUENCE_DIM).wait()
-        grad_x = ctx.gemm.dgrad(grad_y, weight) if need_x else None
-        grad_w = ctx.gemm.wgrad(grad_y, x) if need_w else None
-        return grad_x, grad_w, grad_b, None, None, None
-
-
-def parallel_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    mode: Literal["column", "row"],
-    group: Group = None,
-    gemm: Gemm | None = None,
-    sequence_parallel: bool = False,
-) -> Tensor:
-    """``x @ weight.T + bias`` with ``weight`` split over ``group``.
-
-    ``mode="column"`` splits the output features. Forward sends nothing, backward all-reduces the
-    input's gradient while the weight's is computed. With ``sequence_parallel`` the input is a
-    sequence shard: forward all-gathers it, backward gathers it again and reduce-scatters its
-    gradient.
-
-    ``mode="row"`` splits the input features. Forward all-reduces the output, backward sends
-    nothing; with ``sequence_parallel`` forward reduce-scatters along the sequence, backward
-    all-gathers. The bias is whole, and is added once, after the reduction.
-
-    Args:
-        x: The input.
-        weight: This rank's part of the weight.
-        bias: Its bias; a part for column, whole for row.
-        mode: Which features are split.
-        group: ``None`` means the weight is whole.
-        gemm: ``None`` is :class:`TorchGemm`.
-        sequence_parallel: Whether activations outside the split region are split along dim 1.
-
-    Shape:
-        x: [B, S, in] (column) or [B, S, in / ranks] (row); any leading dims without sequence
-        parallelism. With it, S is S / ranks for the input of column and the output of row.
-        weight: [out / ranks, in] (column) or [out, in / ranks] (row). Returns [B, S, out / ranks]
-        (column) or [B, S, out] (row).
-
-    Raises:
-        ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, or a sequence that
-            the group does not divide.
-    """
-    if mode not in ("column", "row"):
-        raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
-    if group is None or group.size() == 1:
-        if gemm is None or type(gemm) is TorchGemm:
-            return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
-        return cast(Tensor, _Local.apply(x, weight, bias, gemm))
-    if sequence_parallel:
-        if x.dim() < 3:
-            raise ValueError(
-                f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
-            )
-        if mode == "row":
-            shard_size(x.shape[SEQUENCE_DIM], group, what="the sequence length")
-    function = _Column if mode == "column" else _Row
-    gemm = TorchGemm() if gemm is None else gemm
-    return cast(Tensor, function.apply(x, weight, bias, gemm, group, sequence_parallel))
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "defer_weight_gradients"]
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -226,13 +60,44 @@ class _ParallelLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, *, group: Group, axis: str, sequence_parallel: bool, gemm: Gemm | None
+        self,
+        *,
+        group: Group,
+        axis: str,
+        sequence_parallel: bool,
+        gemm: Gemm | None,
+        communicate: bool,
+        skip_bias_add: bool,
+        wgrad_store: Deferral | None,
     ) -> None:
         super().__init__()
+        if sequence_parallel and not communicate:
+            raise ValueError(
+                "sequence_parallel=True needs communicate=True: the layer gathers and scatters"
+            )
         self.group = group
+        self.communicate, self.skip_bias_add = communicate, skip_bias_add
+        self.wgrad_store: Deferral | None = wgrad_store
+        # On one rank without a store the layer is F.linear, which defers nothing.
+        self._deferrable = wgrad_store is not None or group_size(group) > 1
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.gemm: Gemm = TorchGemm() if gemm is None else gemm
+
+    def _apply_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+        return parallel_linear(
+            x,
+            weight,
+            bias,
+            mode="column" if mode == "column" else "row",
+            group=self.group if self.communicate else None,
+            gemm=self.gemm,
+            sequence_parallel=self.sequence_parallel,
+            wgrad_store=self._get_wgrad_store if self._deferrable else None,
+        )
+
+    def _get_wgrad_store(self) -> Deferral | None:
+        return self.wgrad_store
 
     def extra_repr(self) -> str:
         """The shapes and settings that torch prints."""
@@ -261,6 +126,12 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: Whether there is one; it is split like the output.
         sequence_parallel: Whether the input is a sequence shard.
         gemm: ``None`` is :class:`TorchGemm`.
+        gather_output: Whether the output is made whole on every rank (all-gather; backward keeps
+            the own piece).
+        communicate: ``False`` leaves the collectives of input and output to the caller, as an
+            expert's dispatcher does.
+        skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
+        wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
         dtype: Of the parameters; ``None`` is torch's default.
         device: Of the parameters; ``"meta"`` draws no values.
 
@@ -283,13 +154,27 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = False,
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
+        gather_output: bool = False,
+        communicate: bool = True,
+        skip_bias_add: bool = False,
+        wgrad_store: Deferral | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(group=group, axis=axis, sequence_parallel=sequence_parallel, gemm=gemm)
+        super().__init__(
+            group=group,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            gemm=gemm,
+            communicate=communicate,
+            skip_bias_add=skip_bias_add,
+            wgrad_store=wgrad_store,
+        )
+        self.gather_output = gather_output
         out = _features(out_features, "out_features")
         shard_dim = _shard_dim(shard_dim, out)
         local = shard_size(out[shard_dim], group, what=f"out_features[{shard_dim}] of {out}")
+        self.shard_dim = shard_dim
         self.local_out = (*out[:shard_dim], local, *out[shard_dim + 1 :])
         bound = 1 / sqrt(in_features)
         spec = _spec(shard_dim, axis, group)
@@ -300,19 +185,25 @@ class ColumnParallelLinear(_ParallelLinear):
             part = _own_part(out, shard_dim, bound, group, dtype=dtype, device=device)
             self.bias = shard_param(part, spec)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer; see the class for shapes."""
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Applies the layer; see the class for shapes.
+
+        Args:
+            x: The input.
+            weight: Used in place of the layer's own, for example a tied embedding's.
+        """
+        weight = self.weight if weight is None else weight
         several = len(self.local_out) > 1
-        y = parallel_linear(
-            x,
-            self.weight.flatten(0, -2) if several else self.weight,
-            self.bias.flatten() if several and self.bias is not None else self.bias,
-            mode="column",
-            group=self.group,
-            gemm=self.gemm,
-            sequence_parallel=self.sequence_parallel,
-        )
-        return y.unflatten(-1, self.local_out) if several else y
+        bias = self.bias
+        if several:
+            weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        y = self._apply_linear(x, weight, None if self.skip_bias_add else bias, "column")
+        y = y.unflatten(-1, self.local_out) if several else y
+        if self.gather_output:
+            y = gather_from_group(y, self.group, dim=self.shard_dim - len(self.local_out))
+        return (y, self.bias) if self.skip_bias_add else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -332,6 +223,10 @@ class RowParallelLinear(_ParallelLinear):
         bias: Whether there is one.
         sequence_parallel: Whether the output is a sequence shard.
         gemm: ``None`` is :class:`TorchGemm`.
+        communicate: ``False`` leaves the collectives of input and output to the caller, as an
+            expert's dispatcher does.
+        skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
+        wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
         dtype: Of the parameters; ``None`` is torch's default.
         device: Of the parameters; ``"meta"`` draws no values.
 
@@ -354,10 +249,21 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool = False,
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
+        communicate: bool = True,
+        skip_bias_add: bool = False,
+        wgrad_store: Deferral | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(group=group, axis=axis, sequence_parallel=sequence_parallel, gemm=gemm)
+        super().__init__(
+            group=group,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            gemm=gemm,
+            communicate=communicate,
+            skip_bias_add=skip_bias_add,
+            wgrad_store=wgrad_store,
+        )
         sizes = _features(in_features, "in_features")
         shard_dim = _shard_dim(shard_dim, sizes)
         local = shard_size(sizes[shard_dim], group, what=f"in_features[{shard_dim}] of {sizes}")
@@ -372,18 +278,34 @@ class RowParallelLinear(_ParallelLinear):
             partial = (axis,) if sequence_parallel and group is not None else ()
             self.bias = shard_param(whole, PartitionSpec(), partial_grad=partial)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer; see the class for shapes."""
-        several = len(self.local_in) > 1
-        return parallel_linear(
-            x.flatten(-len(self.local_in)) if several else x,
-            self.weight.flatten(1) if several else self.weight,
-            self.bias,
-            mode="row",
-            group=self.group,
-            gemm=self.gemm,
-            sequence_parallel=self.sequence_parallel,
-        )
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Applies the layer; see the class for shapes.
+
+        Args:
+            x: The input.
+            weight: Used in place of the layer's own.
+        """
+        weight = self.weight if weight is None else weight
+        if len(self.local_in) > 1:
+            x, weight = x.flatten(-len(self.local_in)), weight.flatten(1)
+        bias = None if self.skip_bias_add else self.bias
+        y = self._apply_linear(x, weight, bias, "row")
+        return (y, self.bias) if self.skip_bias_add else y
+
+
+def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:
+    """Sets what takes the weight gradients of all parallel linear layers inside ``module``.
+
+    Backward asks for it, so it may be switched between a forward and its backward; ``None`` has
+    the gradients computed there. A layer on one rank obeys from the forward after the first such
+    call on.
+    """
+    for each in module.modules():
+        if isinstance(each, _ParallelLinear):
+            each.wgrad_store = store
+            each._deferrable = True
 
 
 def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:

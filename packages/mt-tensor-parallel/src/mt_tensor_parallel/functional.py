@@ -1,0 +1,219 @@
+"""Column- and row-parallel linear maps as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_tensor_parallel.collectives import (
+    Group,
+    shard_size,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.wgrad import Deferral, defer
+
+__all__ = ["SEQUENCE_DIM", "parallel_linear"]
+
+SEQUENCE_DIM = 1
+
+
+def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
+    return grad_y.flatten(0, -2).sum(0) if needed else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """What the three functions below share.
+
+    Attributes:
+        gemm: Multiplies.
+        group: Ranks that split the weight, or None where nothing is sent.
+        sequence_parallel: Whether activations outside the split region are sequence shards.
+        store: Asked in backward for what takes the weight gradients, or None to compute them.
+    """
+
+    gemm: Gemm
+    group: Group
+    sequence_parallel: bool
+    store: Callable[[], Deferral | None]
+
+    def save(self, ctx: Any, x: Tensor, weight: Tensor) -> None:
+        """Keeps the input only where the weight is trained."""
+        ctx.how = self
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+    def wgrad(self, weight: Tensor, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+        """The weight's gradient, or None once it is in the store."""
+        store = self.store()
+        if store is None:
+            return self.gemm.wgrad(grad_y, x())
+        defer(store, weight, lambda: self.gemm.wgrad(grad_y, x()))
+        return None
+
+
+class _Local(torch.autograd.Function):
+    """A linear map on one rank, for a Gemm that is not torch's or a gradient that waits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        how.save(ctx, x, weight)
+        y = how.gemm.forward(x, weight)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        grad_x = ctx.how.gemm.dgrad(grads[0], weight) if need_x else None
+        grad_w = ctx.how.wgrad(weight, grads[0], lambda: x) if need_w else None
+        return grad_x, grad_w, _bias_grad(grads[0], needed=need_b), None
+
+
+class _Column(torch.autograd.Function):
+    """Input whole (or gathered along the sequence), output features split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
+        if how.sequence_parallel:
+            x = start_all_gather(x, _group(how), SEQUENCE_DIM).wait()
+        y = how.gemm.forward(x, weight)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        how, group, grad_y = ctx.how, _group(ctx.how), grads[0]
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        gather = None
+        if how.sequence_parallel and need_w and how.store() is None:
+            gather = start_all_gather(x, group, SEQUENCE_DIM)  # runs while dgrad computes
+
+        def whole() -> Tensor:
+            if not how.sequence_parallel:
+                return x
+            return (gather or start_all_gather(x, group, SEQUENCE_DIM)).wait()
+
+        reduce = None
+        if need_x:
+            grad_x = how.gemm.dgrad(grad_y, weight)
+            if how.sequence_parallel:
+                reduce = start_reduce_scatter(grad_x, group, SEQUENCE_DIM)
+            else:
+                reduce = start_all_reduce(grad_x, group)
+        # The reduction of dgrad runs while wgrad computes.
+        grad_w = how.wgrad(weight, grad_y, whole) if need_w else None
+        grad_b = _bias_grad(grad_y, needed=need_b)
+        return None if reduce is None else reduce.wait(), grad_w, grad_b, None
+
+
+class _Row(torch.autograd.Function):
+    """Input features split, output summed over the group (and split along the sequence)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        how.save(ctx, x, weight)
+        y = how.gemm.forward(x, weight)
+        if how.sequence_parallel:
+            y = start_reduce_scatter(y, _group(how), SEQUENCE_DIM).wait()
+        else:
+            y = start_all_reduce(y, _group(how)).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        how = ctx.how
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        grad_b = _bias_grad(grads[0], needed=need_b)
+        grad_y = grads[0]
+        if how.sequence_parallel:
+            grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
+        grad_x = how.gemm.dgrad(grad_y, weight) if need_x else None
+        grad_w = how.wgrad(weight, grad_y, lambda: x) if need_w else None
+        return grad_x, grad_w, grad_b, None
+
+
+def _group(how: _How) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", how.group)
+
+
+def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mode: Literal["column", "row"],
+    group: Group = None,
+    gemm: Gemm | None = None,
+    sequence_parallel: bool = False,
+    wgrad_store: Callable[[], Deferral | None] | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias`` with ``weight`` split over ``group``.
+
+    ``mode="column"`` splits the output features. Forward sends nothing, backward all-reduces the
+    input's gradient while the weight's is computed. With ``sequence_parallel`` the input is a
+    sequence shard: forward all-gathers it, backward gathers it again and reduce-scatters its
+    gradient.
+
+    ``mode="row"`` splits the input features. Forward all-reduces the output, backward sends
+    nothing; with ``sequence_parallel`` forward reduce-scatters along the sequence, backward
+    all-gathers. The bias is whole, and is added once, after the reduction.
+
+    Args:
+        x: The input.
+        weight: This rank's part of the weight.
+        bias: Its bias; a part for column, whole for row.
+        mode: Which features are split.
+        group: ``None`` means the weight is whole.
+        gemm: ``None`` is :class:`TorchGemm`.
+        sequence_parallel: Whether activations outside the split region are split along dim 1.
+        wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
+            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask.
+
+    Shape:
+        x: [B, S, in] (column) or [B, S, in / ranks] (row); any leading dims without sequence
+        parallelism. With it, S is S / ranks for the input of column and the output of row.
+        weight: [out / ranks, in] (column) or [out, in / ranks] (row). Returns [B, S, out / ranks]
+        (column) or [B, S, out] (row).
+
+    Raises:
+        ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, or a sequence that
+            the group does not divide.
+    """
+    if mode not in ("column", "row"):
+        raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
+    if torch.compiler.is_compiling():
+        wgrad_store = None  # a compiled backward makes all gradients at once
+    alone = group is None or group.size() == 1
+    if alone and wgrad_store is None and (gemm is None or type(gemm) is TorchGemm):
+        return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
+    how = _How(
+        gemm=TorchGemm() if gemm is None else gemm,
+        group=group,
+        sequence_parallel=sequence_parallel,
+        store=wgrad_store or (lambda: None),
+    )
+    if alone:
+        return cast(Tensor, _Local.apply(x, weight, bias, how))
+    if sequence_parallel:
+        if x.dim() < 3:
+            raise ValueError(
+                f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
+            )
+        if mode == "row":
+            shard_size(x.shape[SEQUENCE_DIM], group, what="the sequence length")
+    return cast(Tensor, (_Column if mode == "column" else _Row).apply(x, weight, bias, how))
