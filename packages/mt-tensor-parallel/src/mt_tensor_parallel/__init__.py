@@ -23,13 +23,17 @@ from mt_tensor_parallel.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from mt_tensor_parallel.recompute import DiscardedOutput, recompute
+from mt_tensor_parallel.rng import RngStreams
 from mt_tensor_parallel.wgrad import Deferral, WgradStore
 
 __all__ = [
     "IGNORE_INDEX",
     "ColumnParallelLinear",
     "Deferral",
+    "DiscardedOutput",
     "Gemm",
+    "RngStreams",
     "RowParallelLinear",
     "TorchGemm",
     "VocabParallelEmbedding",
@@ -43,6 +47,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "parallel_linear",
+    "recompute",
     "reduce_from_group",
     "reduce_scatter",
     "scatter_to_group",

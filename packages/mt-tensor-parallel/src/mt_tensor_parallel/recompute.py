@@ -1,0 +1,205 @@
+"""Activations that are computed again in backward instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mt_tensor_parallel.collectives import Group, group_rank, group_size, start_all_gather
+from mt_tensor_parallel.rng import RngStreams
+
+__all__ = ["DiscardedOutput", "recompute"]
+
+
+class _Randomness:
+    """The default generator and named streams, as they were at some point."""
+
+    def __init__(self, streams: RngStreams | None, device: torch.device) -> None:
+        self._streams = streams
+        self._default = streams if streams is not None else RngStreams(device)
+        self._state = self._default.default_state()
+        self._named = None if streams is None else streams.state_dict()
+
+    def restore(self) -> None:
+        self._default.set_default_state(self._state)
+        if self._streams is not None and self._named is not None:
+            self._streams.load_state_dict(self._named)
+
+
+class _Shared:
+    """How a tensor that all ranks of a group hold is kept in equal shares."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._shape, self._group = x.shape, group if group_size(group) > 1 else None
+        if x.numel() % group_size(group):
+            raise ValueError(
+                f"an input of shape {tuple(x.shape)} cannot be shared by {group_size(group)} "
+                "ranks; pass group=None, or pad it"
+            )
+
+    def share(self, x: Tensor) -> Tensor:
+        if self._group is None:
+            return x
+        return x.reshape(-1).chunk(self._group.size())[group_rank(self._group)].clone()
+
+    def whole(self, share: Tensor) -> Tensor:
+        if self._group is None:
+            return share
+        return start_all_gather(share, self._group, 0).wait().view(self._shape)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[..., Tensor],
+        streams: RngStreams | None,
+        group: Group,
+        *inputs: Tensor,
+    ) -> Tensor:
+        ctx.function, ctx.streams = function, streams
+        ctx.randomness = _Randomness(streams, inputs[0].device)
+        ctx.first = _Shared(inputs[0], group)
+        ctx.save_for_backward(ctx.first.share(inputs[0]), *inputs[1:])
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        share, *others = ctx.saved_tensors
+        tensors = [ctx.first.whole(share), *others]
+        inputs = [
+            x.detach().requires_grad_(needed)
+            for x, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
+        now = _Randomness(ctx.streams, inputs[0].device)
+        ctx.randomness.restore()
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        now.restore()
+        torch.autograd.backward(output, grads[0])
+        return (None, None, None, *(x.grad for x in inputs))
+
+
+def recompute(
+    function: Callable[..., Tensor],
+    *inputs: Tensor,
+    group: Group = None,
+    streams: RngStreams | None = None,
+) -> Tensor:
+    """``function(*inputs)`` that keeps its inputs only, and is run again in backward.
+
+    Random numbers are drawn as in the first run: the default generator of the device and all of
+    ``streams`` are put back, and afterwards to where they were. Parameters used inside get their
+    gradients as usual (Chen et al. 2016).
+
+    Args:
+        function: Takes and returns tensors; its result depends on them and on random numbers only.
+        inputs: At least one must require a gradient for backward to reach the function.
+        group: Ranks on which the first input is equal: each keeps its share, and backward gathers
+            it (all-gather). ``None`` keeps it whole.
+        streams: Named streams that the function draws from.
+
+    Raises:
+        ValueError: There is no input, or the group does not divide the first one.
+    """
+    if not inputs:
+        raise ValueError("recompute() needs at least one input tensor after the function")
+    return cast(Tensor, _Recompute.apply(function, streams, group, *inputs))
+
+
+class DiscardedOutput:
+    """A cheap function whose output is freed once used, and made again when backward needs it.
+
+    Keeping the input of a norm or an activation *and* its output is wasteful: the output is kept
+    only because the next layer's backward reads it. Run the function through this object, use the
+    output, then call :meth:`discard` with what came of it: its backward first runs the function
+    again, into the same memory.
+
+    Args:
+        streams: Named streams that the function draws from.
+
+    Example:
+        >>> x = torch.ones(2, 4, requires_grad=True)
+        >>> linear = torch.nn.Linear(4, 3)
+        >>> activation = DiscardedOutput()
+        >>> y = linear(activation.run(torch.nn.functional.gelu, x))
+        >>> activation.discard(y)
+        >>> y.sum().backward()
+    """
+
+    def __init__(self, *, streams: RngStreams | None = None) -> None:
+        self._streams = streams
+        self._output: Tensor | None = None
+        self._again: Callable[[], Tensor] | None = None
+        self.graph: tuple[list[Tensor], Tensor] | None = None
+
+    def run(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Runs ``function(*inputs)``; once for each object."""
+        if self._again is not None:
+            raise RuntimeError("this DiscardedOutput has run already; make one for each call")
+        randomness = _Randomness(self._streams, inputs[0].device)
+
+        def again() -> Tensor:
+            now = _Randomness(self._streams, inputs[0].device)
+            randomness.restore()
+            leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+            with torch.enable_grad():
+                output = function(*leaves)
+            now.restore()
+            self.graph = (leaves, output)
+            return output
+
+        self._again = again
+        output = cast(Tensor, _Discarded.apply(self, function, *inputs))
+        self._output = output
+        return output
+
+    def discard(self, result: Tensor) -> None:
+        """Frees the output; the backward of ``result`` makes it again.
+
+        Args:
+            result: Computed from the output; its gradient arrives before the output is read.
+
+        Raises:
+            RuntimeError: :meth:`run` was not called.
+            ValueError: ``result`` needs no gradient, so nothing would bring the output back.
+        """
+        if self._output is None or self._again is None:
+            raise RuntimeError("discard() before run(): there is no output to free")
+        if not result.requires_grad:
+            raise ValueError(
+                "result needs no gradient, so backward could not bring the output back"
+            )
+        output, again = self._output.detach(), self._again
+        size = output.untyped_storage().size()
+        output.untyped_storage().resize_(0)
+
+        def restore(_: Tensor) -> None:
+            # By storage: autograd takes a write to the tensor itself for a change of what it saved.
+            output.untyped_storage().resize_(size)
+            output.untyped_storage().copy_(again().detach().contiguous().untyped_storage())
+
+        result.register_hook(restore)
+        self._output = None
+
+
+class _Discarded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, owner: DiscardedOutput, function: Callable[..., Tensor], *inputs: Tensor
+    ) -> Tensor:
+        ctx.owner = owner
+        return function(*inputs).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        owner: DiscardedOutput = ctx.owner
+        if owner.graph is None and owner._again is not None:
+            owner._again()  # the output was never discarded
+        leaves, output = cast("tuple[list[Tensor], Tensor]", owner.graph)
+        owner.graph = None
+        torch.autograd.backward(output, grads[0])
+        return (None, None, *(x.grad for x in leaves))
