@@ -23,6 +23,7 @@ from mt_tensor_parallel.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 from mt_tensor_parallel.rng import RngStreams
 from mt_tensor_parallel.wgrad import Deferral, WgradStore
@@ -33,11 +34,13 @@ __all__ = [
     "Deferral",
     "DiscardedOutput",
     "Gemm",
+    "LoraLinear",
     "RngStreams",
     "RowParallelLinear",
     "TorchGemm",
     "VocabParallelEmbedding",
     "WgradStore",
+    "add_lora",
     "all_gather",
     "all_to_all",
     "all_to_all_rows",
@@ -46,10 +49,12 @@ __all__ = [
     "gather_from_group",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "lora_state",
     "parallel_linear",
     "recompute",
     "reduce_from_group",
     "reduce_scatter",
+    "save_lora",
     "scatter_to_group",
     "vocab_parallel_cross_entropy",
 ]
