@@ -401,3 +401,11 @@ def test_a_limited_store_runs_the_oldest_when_it_is_full() -> None:
     assert done == ["a", "b", "c"]
     with pytest.raises(ValueError, match="limit=0 must be at least 1, or None"):
         WgradStore(limit=0)
+
+
+def test_mixed_dtypes_are_named() -> None:
+    layer = ColumnParallelLinear(4, 6, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"x is torch\.float32 and the weight torch\.bfloat16"):
+        layer(torch.ones(1, 2, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(1, 2, 4)).dtype == torch.bfloat16

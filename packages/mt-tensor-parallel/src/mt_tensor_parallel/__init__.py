@@ -24,6 +24,7 @@ from mt_tensor_parallel.linear_cross_entropy import (
     linear_cross_entropy_reference,
 )
 from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
+from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 from mt_tensor_parallel.rng import RngStreams
 from mt_tensor_parallel.wgrad import Deferral, WgradStore
@@ -35,6 +36,7 @@ __all__ = [
     "DiscardedOutput",
     "Gemm",
     "LoraLinear",
+    "Overlap",
     "RngStreams",
     "RowParallelLinear",
     "TorchGemm",
@@ -51,6 +53,7 @@ __all__ = [
     "linear_cross_entropy_reference",
     "lora_state",
     "parallel_linear",
+    "pick_overlap",
     "recompute",
     "reduce_from_group",
     "reduce_scatter",

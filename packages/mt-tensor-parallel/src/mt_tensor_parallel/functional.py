@@ -20,11 +20,16 @@ from mt_tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.overlap import (
+    SEQUENCE_DIM,
+    Overlap,
+    gather_and,
+    pick_overlap,
+    scatter_after,
+)
 from mt_tensor_parallel.wgrad import Deferral, defer
 
 __all__ = ["SEQUENCE_DIM", "parallel_linear"]
-
-SEQUENCE_DIM = 1
 
 
 def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
@@ -40,12 +45,18 @@ class _How:
         group: Ranks that split the weight, or None where nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
         store: Asked in backward for what takes the weight gradients, or None to compute them.
+        overlap: How gathering and scattering are hidden.
     """
 
     gemm: Gemm
     group: Group
     sequence_parallel: bool
     store: Callable[[], Deferral | None]
+    overlap: Overlap
+
+    def times(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """The forward product with a weight."""
+        return lambda x: self.gemm.forward(x, weight)
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor) -> None:
         """Keeps the input only where the weight is trained."""
@@ -87,8 +98,9 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
         if how.sequence_parallel:
-            x = start_all_gather(x, _group(how), SEQUENCE_DIM).wait()
-        y = how.gemm.forward(x, weight)
+            y, _ = gather_and(how.times(weight), x, _group(how), how.overlap)
+        else:
+            y = how.gemm.forward(x, weight)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -125,11 +137,10 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)
-        y = how.gemm.forward(x, weight)
         if how.sequence_parallel:
-            y = start_reduce_scatter(y, _group(how), SEQUENCE_DIM).wait()
+            y = scatter_after(how.times(weight), x, _group(how), how.overlap)
         else:
-            y = start_all_reduce(y, _group(how)).wait()
+            y = start_all_reduce(how.gemm.forward(x, weight), _group(how)).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -139,10 +150,14 @@ class _Row(torch.autograd.Function):
         how = ctx.how
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_b = _bias_grad(grads[0], needed=need_b)
-        grad_y = grads[0]
-        if how.sequence_parallel:
+        grad_y, grad_x = grads[0], None
+        if how.sequence_parallel and need_x:
+            back = lambda piece: how.gemm.dgrad(piece, weight)  # noqa: E731
+            grad_x, grad_y = gather_and(back, grad_y, _group(how), how.overlap)
+        elif how.sequence_parallel:
             grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
-        grad_x = how.gemm.dgrad(grad_y, weight) if need_x else None
+        elif need_x:
+            grad_x = how.gemm.dgrad(grad_y, weight)
         grad_w = how.wgrad(weight, grad_y, lambda: x) if need_w else None
         return grad_x, grad_w, grad_b, None
 
@@ -161,6 +176,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     gemm: Gemm | None = None,
     sequence_parallel: bool = False,
     wgrad_store: Callable[[], Deferral | None] | None = None,
+    overlap: Overlap | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with ``weight`` split over ``group``.
 
@@ -183,6 +199,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         sequence_parallel: Whether activations outside the split region are split along dim 1.
         wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
             weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask.
+        overlap: How gathering and scattering along the sequence are hidden behind the products;
+            ``None`` is :func:`pick_overlap`.
 
     Shape:
         x: [B, S, in] (column) or [B, S, in / ranks] (row); any leading dims without sequence
@@ -191,21 +209,30 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         (column) or [B, S, out] (row).
 
     Raises:
+        TypeError: ``x`` and ``weight`` differ in dtype, outside of autocast.
         ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, or a sequence that
             the group does not divide.
     """
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
+    plain = gemm is None or type(gemm) is TorchGemm
+    if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x is {x.dtype} and the weight {weight.dtype}; convert one of them, for example with "
+            f"x.to({weight.dtype}), or run under torch.autocast"
+        )
     if torch.compiler.is_compiling():
         wgrad_store = None  # a compiled backward makes all gradients at once
     alone = group is None or group.size() == 1
-    if alone and wgrad_store is None and (gemm is None or type(gemm) is TorchGemm):
+    if alone and wgrad_store is None and plain:
         return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
     how = _How(
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
         store=wgrad_store or (lambda: None),
+        overlap=overlap
+        or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device),
     )
     if alone:
         return cast(Tensor, _Local.apply(x, weight, bias, how))

@@ -17,6 +17,7 @@ from mt_tensor_parallel.collectives import (
 )
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.wgrad import Deferral
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "defer_weight_gradients"]
@@ -59,7 +60,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the settings that both layers share, by keyword
         self,
         *,
         group: Group,
@@ -69,8 +70,10 @@ class _ParallelLinear(nn.Module):
         communicate: bool,
         skip_bias_add: bool,
         wgrad_store: Deferral | None,
+        overlap: Overlap | None,
     ) -> None:
         super().__init__()
+        self.overlap = overlap
         if sequence_parallel and not communicate:
             raise ValueError(
                 "sequence_parallel=True needs communicate=True: the layer gathers and scatters"
@@ -94,6 +97,7 @@ class _ParallelLinear(nn.Module):
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
             wgrad_store=self._get_wgrad_store if self._deferrable else None,
+            overlap=self.overlap,
         )
 
     def _get_wgrad_store(self) -> Deferral | None:
@@ -132,6 +136,7 @@ class ColumnParallelLinear(_ParallelLinear):
             expert's dispatcher does.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
         wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
+        overlap: How communication along the sequence is hidden; ``None`` is picked by capability.
         dtype: Of the parameters; ``None`` is torch's default.
         device: Of the parameters; ``"meta"`` draws no values.
 
@@ -158,6 +163,7 @@ class ColumnParallelLinear(_ParallelLinear):
         communicate: bool = True,
         skip_bias_add: bool = False,
         wgrad_store: Deferral | None = None,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -169,6 +175,7 @@ class ColumnParallelLinear(_ParallelLinear):
             communicate=communicate,
             skip_bias_add=skip_bias_add,
             wgrad_store=wgrad_store,
+            overlap=overlap,
         )
         self.gather_output = gather_output
         out = _features(out_features, "out_features")
@@ -227,6 +234,7 @@ class RowParallelLinear(_ParallelLinear):
             expert's dispatcher does.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
         wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
+        overlap: How communication along the sequence is hidden; ``None`` is picked by capability.
         dtype: Of the parameters; ``None`` is torch's default.
         device: Of the parameters; ``"meta"`` draws no values.
 
@@ -252,6 +260,7 @@ class RowParallelLinear(_ParallelLinear):
         communicate: bool = True,
         skip_bias_add: bool = False,
         wgrad_store: Deferral | None = None,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -263,6 +272,7 @@ class RowParallelLinear(_ParallelLinear):
             communicate=communicate,
             skip_bias_add=skip_bias_add,
             wgrad_store=wgrad_store,
+            overlap=overlap,
         )
         sizes = _features(in_features, "in_features")
         shard_dim = _shard_dim(shard_dim, sizes)
