@@ -53,9 +53,14 @@ def layouts(
         if world is not None:
             sizes["dp"] = left
         experts = sizes["tp"] * sizes["cp"] * sizes["dp"]
+        most = len(_divisors(world or max_world))
         for axis in EXPERT_AXES:
             if axis in axes:
-                sizes[axis] = draw(st.sampled_from(_divisors(experts)))
+                # A place beyond the last divisor means the last, so that a smaller world keeps the
+                # axis above one and shrinking does not get stuck at a large one.
+                divisors = _divisors(experts)
+                place = draw(st.integers(0, most - 1))
+                sizes[axis] = divisors[min(place, len(divisors) - 1)]
                 experts //= sizes[axis]
         return {axis: sizes[axis] for axis in axes}
 
