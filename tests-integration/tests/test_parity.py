@@ -95,6 +95,16 @@ def test_every_context_algorithm_trains_like_one_process(
     assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_more_ranks_than_key_value_heads_train_like_one_process(
+    sequence_parallel, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    options = ["parallel.tp=4", "training.dtype=fp64", "model.tied=false"]
+    options += [SEQUENCE_PARALLEL] if sequence_parallel else []
+    run = tiny.train(tmp_path, *options, nproc=4)
+    assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
+
+
 @pytest.mark.parametrize("other", ["parallel.pp=2", "parallel.cp=2"])
 @pytest.mark.parametrize(
     "option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]

@@ -160,10 +160,15 @@ def test_flops_match_megatron_goldens():
             r"tp for num_heads=6: 3 \(layer 0\)",
         ),
         (
-            {"num_heads": 4, "num_kv_heads": 2},
+            {"num_heads": 12, "num_kv_heads": 3, "head_dim": 4},
             4,
-            r"num_kv_heads=2 does not divide by tp=4. Nearest num_kv_heads that does: 4; nearest "
-            r"tp for num_kv_heads=2: 2",
+            r"num_kv_heads=3 does not divide by tp=4. Nearest num_kv_heads that does: 4; nearest "
+            r"tp for num_kv_heads=3: 3",
+        ),
+        (
+            {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6},
+            4,
+            r"head_dim=6 does not divide by tp=4. Nearest head_dim that does: 4 or 8",
         ),
         ({"vocab_size": 33}, 2, r"vocab_size=33 does not divide by tp=2.*32 or 34"),
         ({"ffn_size": 9}, 2, r"ffn_size=9 does not divide by tp=2.*8 or 10"),

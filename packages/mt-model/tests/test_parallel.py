@@ -1,12 +1,19 @@
 """Splitting the model over ranks or stages changes no number: fp64, to 1e-10."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from mt_model import GPT, gpt
-from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
+from mt_parallel_state import (
+    ParallelLayout,
+    ParallelState,
+    global_shape_of,
+    offsets_of,
+    sharding_of,
+)
 
 TINY = {
     "vocab_size": 48,
@@ -19,6 +26,7 @@ TINY = {
 }
 VARIANTS = {
     "gqa": {"num_kv_heads": 2},
+    "one_kv_head": {"num_kv_heads": 1, "qk_norm": True, "bias": True, "attention_dropout": 0.1},
     "untied_dropout": {"tied": False, "dropout": 0.2, "attention_dropout": 0.2},
     "qk_norm": {"qk_norm": True, "num_kv_heads": 2, "dropout": 0.1},
     "gpt2": {
@@ -45,9 +53,11 @@ def spread(model, layout, rank):
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
-                start = offsets_of(param, layout, rank)[0] * param[0].numel()
-                index = torch.arange(start, start + param.numel(), dtype=torch.float64)
-                param += 0.1 * torch.sin(index + len(name)).view_as(param)
+                shape, starts = global_shape_of(param, layout), offsets_of(param, layout, rank)
+                index = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+                for dim, (start, size) in enumerate(zip(starts, param.shape, strict=True)):
+                    index = index.narrow(dim, start, size)
+                param += 0.1 * torch.sin(index + len(name))
 
 
 def build(config, state, **rest):
@@ -135,6 +145,13 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
+@pytest.mark.parametrize("variant", ["gqa", "one_kv_head"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence_parallel):
+    results = ranks(4, on_rank, variant, 4, [range(3)], sequence_parallel)
+    assert_equal_to_one_rank(results, variant)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("tp", "cp", "algorithms"),
@@ -192,9 +209,9 @@ def test_stages_of_a_split_model_match_one_rank(ranks):
     assert_equal_to_one_rank(results, "gqa")
 
 
-def generate(tp):
+def generate(tp, kv_heads):
     state = ParallelState(ParallelLayout(tp=tp))
-    model = GPT(gpt(**TINY, num_kv_heads=2), state, seed=11)
+    model = GPT(gpt(**TINY, num_kv_heads=kv_heads), state, seed=11)
     tokens = batch()["tokens"][:, :4]
     cache = model.new_cache(batch_size=2, max_length=16)
     logits = model.logits(tokens, cache=cache)
@@ -205,10 +222,11 @@ def generate(tp):
     return first, tokens
 
 
-def test_tensor_parallel_decoding_equals_one_rank(ranks):
-    first, tokens = generate(1)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_tensor_parallel_decoding_equals_one_rank(ranks, kv_heads):
+    first, tokens = generate(1, kv_heads)
     assert first.shape == (2, 4, 48)
-    for got_first, got_tokens in ranks(2, generate, 2):
+    for got_first, got_tokens in ranks(2, generate, 2, kv_heads):
         assert torch.allclose(got_first, first, rtol=1e-4, atol=1e-5)
         assert torch.equal(got_tokens, tokens)
 
@@ -236,12 +254,12 @@ def test_sequence_parallel_misuse_is_refused(ranks):
 def indivisible():
     state = ParallelState(ParallelLayout(tp=2))
     try:
-        GPT(gpt(**{**TINY, "num_kv_heads": 1}), state)
+        GPT(gpt(**{**TINY, "num_heads": 3, "head_dim": 2, "num_kv_heads": 3}), state)
     except ValueError as error:
         return str(error)
 
 
 def test_heads_that_do_not_divide_are_refused(ranks):
     for message in ranks(2, indivisible):
-        assert "num_kv_heads=1 does not divide by tp=2" in message
-        assert "Nearest num_kv_heads that does: 2" in message
+        assert "num_heads=3 does not divide by tp=2" in message
+        assert "Nearest num_heads that does: 2 or 4" in message

@@ -183,7 +183,7 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("overrides", "nproc", "expected"),
     [
-        (["parallel.tp=3"], 3, "parallel.tp: 3 does not divide model.vocab_size 512"),
+        (["parallel.tp=3"], 3, "parallel.tp: vocab_size=512 does not divide by tp=3"),
         (["parallel.tp=2", "parallel.dp=2"], 2, "needs 4 processes, but there are 2"),
         (["parallel.tp=2"], 3, "parallel"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),

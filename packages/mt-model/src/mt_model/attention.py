@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from mt_context_parallel import AttentionDropout, context_parallel_attention
-from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
 
 from mt_model.config import AttentionConfig
@@ -36,9 +36,11 @@ class Attention(nn.Module):
     """Fused query/key/value projection, optional norms and rotation, attention, projection back.
 
     Parameters: `qkv.weight` [kv_heads, q_per_kv + 2, head_dim, hidden], split over "tp" in its
-    first dim: in a group the queries come first, then the key, then the value. `out.weight`
-    [hidden, kv_heads, q_per_kv, head_dim], split in its second. Norm weights [head_dim] are whole
-    on each rank with partial gradients. Collectives are those of the two linear layers.
+    first dim: in a group the queries come first, then the key, then the value. With fewer kv_heads
+    than ranks it is split in its third, and an all-to-all brings each rank's heads together
+    (`exchange_kv_groups`). `out.weight` [hidden, num_heads, head_dim], split in its second. Norm
+    weights [head_dim] are whole on each rank with partial gradients. Other collectives are those
+    of the two linear layers.
 
     Args:
         config: sizes.
@@ -62,17 +64,23 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         groups, queries = config.num_kv_heads, config.queries_per_group
-        self.queries_per_group, self.head_dim = queries, config.head_dim
+        own_heads = config.num_heads // placement.tp
+        self.num_kv_heads = max(1, groups // placement.tp)
+        self.queries_per_group, self.head_dim = own_heads // self.num_kv_heads, config.head_dim
         self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
-        self.num_kv_heads = groups // placement.tp
-        self.first_head = placement.tp_index * self.num_kv_heads * queries
+        self.first_head = placement.tp_index * own_heads
+        self.exchanges_heads = groups < placement.tp
         self.context, self.layer = placement.context, layer
         linear = placement.linear_arguments()
         self.qkv = ColumnParallelLinear(
-            hidden_size, (groups, queries + 2, config.head_dim), bias=config.qkv_bias, **linear
+            hidden_size,
+            (groups, queries + 2, config.head_dim),
+            shard_dim=2 if self.exchanges_heads else 0,
+            bias=config.qkv_bias,
+            **linear,
         )
         self.out = RowParallelLinear(
-            (groups, queries, config.head_dim), hidden_size, bias=config.out_bias, **linear
+            (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -88,6 +96,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
         """Attend over the sequence; `layer` is the index in the stage, for the cache."""
         qkv = self.qkv(x)
+        if self.exchanges_heads:
+            qkv = exchange_kv_groups(qkv, self.qkv.group)
         table = None
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]
@@ -97,7 +107,7 @@ class Attention(nn.Module):
             out = matmul_attention(qkv, table, self._norm())
         else:
             out = self._attend_by_head(qkv, table, shared, layer=layer)
-        return self.out(out.unflatten(-1, (-1, self.queries_per_group, self.head_dim)))
+        return self.out(out.unflatten(-1, (-1, self.head_dim)))
 
     def _norm(self) -> HeadNorm | None:
         if self.q_norm is None or self.k_norm is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -185,20 +185,27 @@ def validate_split(config: ModelConfig, tp: int) -> None:
     """Check that `tp` ranks can share every split dim of the model.
 
     Raises:
-        ValueError: key/value heads, FFN width or vocabulary do not divide by `tp`; the message
-            names both and the nearest values that do.
+        ValueError: heads, FFN width or vocabulary do not divide by `tp`, or key/value heads
+            neither divide by it nor divide it; the message names both and the nearest that do.
     """
     if config.vocab_size % tp:
         raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
     for index, layer in enumerate(config.layers):
-        mixer, mlp = layer.mixer, layer.feed_forward
-        where = f" (layer {index})"
-        if mixer.num_heads % tp:
-            raise ValueError(_indivisible("num_heads", mixer.num_heads, tp) + where)
-        if mixer.num_kv_heads % tp:
-            raise ValueError(_indivisible("num_kv_heads", mixer.num_kv_heads, tp) + where)
-        if mlp is not None and mlp.ffn_size % tp:
-            raise ValueError(_indivisible("ffn_size", mlp.ffn_size, tp) + where)
+        for name, size in _split_sizes(layer, tp):
+            if size % tp:
+                raise ValueError(_indivisible(name, size, tp) + f" (layer {index})")
+
+
+def _split_sizes(layer: LayerConfig, tp: int) -> Iterator[tuple[str, int]]:
+    """The sizes of a layer that `tp` ranks must divide."""
+    mixer, mlp = layer.mixer, layer.feed_forward
+    yield "num_heads", mixer.num_heads
+    if tp % mixer.num_kv_heads:
+        yield "num_kv_heads", mixer.num_kv_heads
+    elif mixer.num_kv_heads < tp:
+        yield "head_dim", mixer.head_dim  # what is split where there are more ranks than groups
+    if mlp is not None:
+        yield "ffn_size", mlp.ffn_size
 
 
 def _indivisible(name: str, value: int, tp: int) -> str:

@@ -13,6 +13,7 @@ from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.heads import exchange_kv_groups
 from mt_tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -48,6 +49,7 @@ __all__ = [
     "all_to_all_rows",
     "copy_to_group",
     "defer_weight_gradients",
+    "exchange_kv_groups",
     "gather_from_group",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",

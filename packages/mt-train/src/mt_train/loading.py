@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import yaml
 from mt_data import load_tokenizer
-from mt_model import AttentionConfig, ModelConfig, gpt, preset
+from mt_model import ModelConfig, gpt, preset, validate_split
 from mt_parallel_state import ParallelLayout
 
 from mt_train.binding import Binder
-from mt_train.config import ModelSection, RunConfig, divisors
+from mt_train.config import ModelSection, RunConfig
 from mt_train.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.pipeline import PipelineError, plan_pipeline
 from mt_train.problem import ConfigError
@@ -229,11 +229,10 @@ def _misfits(
             )
         except PipelineError as error:
             yield error.field, str(error)
-    for name, value in _tensor_parallel_sizes(model):
-        if value % layout.tp:
-            text = f"{layout.tp} does not divide model.{name} {value}; use {divisors(value)}"
-            yield "parallel.tp", text
-            return
+    try:
+        validate_split(model, layout.tp)
+    except ValueError as error:
+        yield "parallel.tp", str(error)
 
 
 def _blame(config: RunConfig, section: str, message: str) -> str:
@@ -241,14 +240,3 @@ def _blame(config: RunConfig, section: str, message: str) -> str:
     names = [item.name for item in dataclasses.fields(getattr(config, section))]
     mentioned = [name for name in names if name in message]
     return f"{section}.{min(mentioned, key=message.index)}" if mentioned else section
-
-
-def _tensor_parallel_sizes(model: ModelConfig) -> list[tuple[str, int]]:
-    sizes = [("vocab_size", model.vocab_size)]
-    for layer in model.layers:
-        if isinstance(layer.mixer, AttentionConfig):
-            sizes.append(("num_heads", layer.mixer.num_heads))
-            sizes.append(("num_kv_heads", layer.mixer.num_kv_heads))
-        if layer.feed_forward is not None:
-            sizes.append(("ffn_size", layer.feed_forward.ffn_size))
-    return list(dict.fromkeys(sizes))
