@@ -325,3 +325,45 @@ def test_parameters_may_expect_different_numbers_of_backwards() -> None:
         assert own.weight.main_grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
         with pytest.raises(ValueError, match="num_backwards has no entry for 'own'"):
             buffer.start({"shared": 2})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sink_sums_what_autograd_would(dtype):
+    torch.manual_seed(0)
+    by_hand, by_autograd = nn.Linear(3, 2, dtype=dtype), nn.Linear(3, 2, dtype=dtype)
+    by_autograd.load_state_dict(by_hand.state_dict())
+    inputs = [torch.randn(4, 3, dtype=dtype) for _ in range(3)]
+    with (
+        GradBuffer(by_hand.named_parameters(), group=None) as ours,
+        GradBuffer(by_autograd.named_parameters(), group=None) as theirs,
+    ):
+        sink = ours.sink(by_hand.weight)
+        for _ in range(2):  # the second round replaces the first's sums
+            ours.start(3)
+            theirs.start(3)
+            for x in inputs:
+                by_autograd(x).sum().backward()
+                (x @ by_hand.weight.detach().T + by_hand.bias).sum().backward()
+                grad = torch.ones(4, 2, dtype=dtype).T @ x
+                sink.add(lambda out, more, g=grad: out.add_(g) if more else out.copy_(g))
+            ours.finish()
+            theirs.finish()
+        for mine, expected in zip(by_hand.parameters(), by_autograd.parameters(), strict=True):
+            assert torch.equal(mine.main_grad, expected.main_grad)
+
+
+def test_a_sink_launches_buckets_and_counts():
+    weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with GradBuffer([("w", weight), ("b", bias)], group=None) as buffer:
+        sink = buffer.sink(weight)
+        with pytest.raises(RuntimeError, match=r"gradient for 'w' outside of start\(\)"):
+            sink.add(lambda out, more: None)
+        buffer.start(1)
+        sink.add(lambda out, more: out.fill_(3))
+        with pytest.raises(RuntimeError, match="'w' got more than 1 gradients"):
+            sink.add(lambda out, more: None)
+        buffer.finish()
+        assert weight.grad.tolist() == [3, 3]
+        assert bias.grad.tolist() == [0, 0]
+        with pytest.raises(ValueError, match=r"no such parameter \(of shape \(5,\).*2 trained"):
+            buffer.sink(nn.Parameter(torch.ones(5)))

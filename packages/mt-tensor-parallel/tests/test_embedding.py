@@ -55,6 +55,34 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     assert table.weight.grad[1:].eq(0).all()
 
 
+def gradient_bits(device: str, *, deterministic: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (4, 4096), generator=generator).to(device)
+    grad = torch.randn(4, 4096, HIDDEN, generator=generator).to(device)
+    table = VocabParallelEmbedding(VOCAB, HIDDEN, deterministic=deterministic, device=device)
+    result = []
+    for _ in range(4):
+        table.weight.grad = None
+        table(ids).backward(grad)
+        result.append(table.weight.grad)
+    exact = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64, device=device)
+    exact.index_add_(0, ids.flatten(), grad.flatten(0, 1).double())
+    torch.testing.assert_close(result[0].double(), exact, rtol=1e-4, atol=1e-3)
+    return result
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_on_a_cpu_have_the_same_bits_in_every_run(deterministic: bool) -> None:
+    first, *others = gradient_bits("cpu", deterministic=deterministic)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_have_the_same_bits_in_every_run() -> None:
+    first, *others = gradient_bits("cuda", deterministic=True)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_ids_outside_the_vocabulary_are_errors(ranks) -> None:
     def body() -> None:
         table = VocabParallelEmbedding(VOCAB, HIDDEN, group=dist.group.WORLD)

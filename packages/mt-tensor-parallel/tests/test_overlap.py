@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from mt_tensor_parallel import ColumnParallelLinear, Overlap, RowParallelLinear, pick_overlap
+from mt_tensor_parallel import (
+    ColumnParallelLinear,
+    Overlap,
+    RowParallelLinear,
+    TorchGemm,
+    pick_overlap,
+)
 from torch import Tensor
 
 
@@ -34,6 +40,18 @@ def test_pieces_give_the_numbers_of_the_whole(ranks, world: int, chunks: int) ->
     ranks(world, body)
 
 
+class NotingGemm(TorchGemm):
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def __repr__(self) -> str:
+        return "NotingGemm()"
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.events.append("multiply")
+        return super().forward(x, weight)
+
+
 def test_a_piece_travels_while_the_one_before_is_multiplied(ranks) -> None:
     def body() -> list[str]:
         from mt_tensor_parallel import overlap
@@ -47,15 +65,52 @@ def test_a_piece_travels_while_the_one_before_is_multiplied(ranks) -> None:
 
         overlap.start_all_gather = noted
         try:
-            overlap.gather_and(
-                lambda x: (events.append("multiply"), x)[1],
-                torch.ones(1, 4, 2), dist.group.WORLD, Overlap(kind="chunked", chunks=2),
-            )  # fmt: skip
+            product = overlap.Product(NotingGemm(events), torch.ones(2, 2))
+            way = Overlap(kind="chunked", chunks=2)
+            overlap.gather_and(product, torch.ones(1, 4, 2), dist.group.WORLD, way)
         finally:
             overlap.start_all_gather = start
         return events
 
     assert ranks(2, body) == [["send", "send", "multiply", "multiply"]] * 2
+
+
+@pytest.mark.parametrize("is_dgrad", [False, True])
+def test_symmetric_products_are_asked_for_what_the_plain_way_computes(
+    ranks, is_dgrad: bool
+) -> None:
+    """With torch's own reference of its fused products standing in for the CUDA kernels."""
+
+    def body() -> None:
+        from mt_tensor_parallel.overlap import Product, gather_and, scatter_after
+        from torch.distributed import _symmetric_memory as symmetric
+        from torch.library import _scoped_library
+
+        group, rank = dist.group.WORLD, dist.get_rank()
+        torch.manual_seed(0)
+        product = Product(TorchGemm(), torch.randn(4, 4, dtype=torch.float64), is_dgrad)
+        x = torch.randn(3, 8, 4, dtype=torch.float64) + rank
+        with _scoped_library("symm_mem", "IMPL") as library:
+            for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+                library.impl(name, getattr(symmetric, f"_{name}_fallback"), "CPU")
+            for function in (gather_and, scatter_after):
+                ours = function(product, x, group, Overlap(kind="symmetric"))
+                expected = function(product, x, group, Overlap())
+                torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+    ranks(2, body)
+
+
+def test_symmetric_memory_where_there_is_none_is_an_error(ranks) -> None:
+    def body() -> None:
+        way = Overlap(kind="symmetric")
+        layer = ColumnParallelLinear(
+            4, 4, group=dist.group.WORLD, sequence_parallel=True, overlap=way
+        )
+        with pytest.raises(ValueError, match="cannot work here: the tensors are on cpu; leave ov"):
+            layer(torch.ones(1, 2, 4))
+
+    ranks(2, body)
 
 
 def test_the_pick_has_a_reason(ranks) -> None:
@@ -67,19 +122,21 @@ def test_the_pick_has_a_reason(ranks) -> None:
         picks = [
             pick_overlap(group, sequence_parallel=False, device=cuda),
             pick_overlap(group, sequence_parallel=True, device=cpu),
-            pick_overlap(group, sequence_parallel=True, device=cuda),
+            pick_overlap(group, sequence_parallel=True, device=cuda, gemm=NotingGemm([])),
         ]
         return [(pick.kind, pick.reason) for pick in picks]
 
     assert ranks(2, body)[0] == [
         ("plain", "without sequence parallelism only the output's sum travels"),
         ("plain", "on a CPU communication and products share the cores"),
-        ("chunked", "cuda copies while it computes"),
+        ("chunked", "no symmetric memory: the products are NotingGemm()'s"),
     ]
 
 
 def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(ValueError, match="chunks=1 must be 2 or more for 'chunked'"):
         Overlap(kind="chunked")
-    with pytest.raises(ValueError, match="kind must be 'plain' or 'chunked', got 'ring'"):
+    with pytest.raises(
+        ValueError, match="kind must be 'plain', 'chunked' or 'symmetric', got 'ring'"
+    ):
         Overlap(kind="ring")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -21,23 +21,47 @@ DEFAULT_BUCKET_SIZE = 25 * 2**20 // 4
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
-    """One parameter, its view into the flat buffer and what arrived since `start`."""
-
-    name: str
-    param: Tensor
-    main_grad: Tensor
-    accumulated: int = 0
-    expected: int = 1
-
-
-@dataclass(slots=True, eq=False)
 class _Bucket:
     """One slice of a flat buffer: what a single all-reduce covers."""
 
     grads: Tensor
     slots: list[_Slot] = field(default_factory=list)
     pending: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One parameter, its view into the flat buffer and what arrived since `start`."""
+
+    name: str
+    param: Tensor
+    main_grad: Tensor
+    bucket: _Bucket
+    accumulated: int = 0
+    expected: int = 1
+
+
+class GradSink:
+    """Takes one parameter's gradients from whoever computes them, in place of autograd.
+
+    Made by `GradBuffer.sink`. Every gradient counts as one of the backwards that `start` announced.
+    """
+
+    def __init__(
+        self, add: Callable[[_Slot, Callable[[Tensor, bool], None]], None], slot: _Slot
+    ) -> None:
+        self._add, self._slot = add, slot
+
+    def add(self, write: Callable[[Tensor, bool], None], /) -> None:
+        """Have ``write(out, accumulate)`` put a gradient into the buffer.
+
+        Args:
+            write: Adds the gradient to ``out`` if ``accumulate`` and replaces what is there if not.
+
+        Raises:
+            RuntimeError: Not between `start` and `finish`, or more gradients than announced.
+        """
+        self._add(self._slot, write)
 
 
 class GradBuffer:
@@ -105,7 +129,7 @@ class GradBuffer:
         for bucket in self._buckets:
             for slot in bucket.slots:
                 setattr(slot.param, MAIN_GRAD, slot.main_grad)
-                hook = partial(self._accumulate, slot, bucket)
+                hook = partial(self._accumulate, slot)
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
 
     @property
@@ -117,6 +141,23 @@ class GradBuffer:
     def num_buckets(self) -> int:
         """How many all-reduces one `start` to `finish` takes."""
         return len(self._buckets)
+
+    def sink(self, param: Tensor) -> GradSink:
+        """Where a layer adds `param`'s gradients itself, straight into ``main_grad``.
+
+        A matrix product that accumulates needs no temporary gradient then
+        (`mt_tensor_parallel.sum_weight_gradients`). Autograd may go on adding as well.
+
+        Raises:
+            ValueError: `param` is not in the buffer.
+        """
+        slot = next((slot for slot in self._slots.values() if slot.param is param), None)
+        if slot is None:
+            raise ValueError(
+                f"the buffer has no such parameter (of shape {tuple(param.shape)}, requires_grad="
+                f"{param.requires_grad}); it has {len(self._slots)} trained ones"
+            )
+        return GradSink(self._write, slot)
 
     def start(self, num_backwards: int | Mapping[str, int]) -> None:
         """Forget the gradients and expect `num_backwards` backward passes before `finish`.
@@ -221,18 +262,30 @@ class GradBuffer:
             for place in layout.params:
                 param = params[place.name]
                 view = flat[place.start : place.end].view(param.shape)
-                slot = _Slot(name=place.name, param=param, main_grad=view)
+                bucket = made[place.bucket]
+                slot = _Slot(name=place.name, param=param, main_grad=view, bucket=bucket)
                 self._slots[place.name] = slot
-                made[place.bucket].slots.append(slot)
+                bucket.slots.append(slot)
             buckets += [(position[b.slots[-1].name], b) for b in made]
         buckets.sort(key=lambda pair: pair[0], reverse=True)
         return [bucket for _, bucket in buckets]
 
-    def _accumulate(self, slot: _Slot, bucket: _Bucket, param: Tensor) -> None:
+    def _accumulate(self, slot: _Slot, param: Tensor) -> None:
         """Move a fresh ``param.grad`` into the buffer (runs inside backward)."""
         grad = param.grad
         if grad is None:
             return
+
+        def move(out: Tensor, accumulate: bool) -> None:  # noqa: FBT001 - as GradSink.add has it
+            # Autograd hands over the gradient it just made, so copying the first one and adding
+            # the others costs no more than accumulating there, and nothing needs zeroing.
+            param.grad = None
+            out.add_(grad.detach()) if accumulate else out.copy_(grad.detach())
+
+        self._write(slot, move)
+
+    def _write(self, slot: _Slot, write: Callable[[Tensor, bool], None]) -> None:
+        """Let `write` add to a gradient, and launch the buckets that are complete with it."""
         if not self._started:
             raise RuntimeError(
                 f"gradient for {slot.name!r} outside of start() and finish(); call "
@@ -243,16 +296,10 @@ class GradBuffer:
                 f"{slot.name!r} got more than {slot.expected} gradients, the number that "
                 "start() was told to expect; pass start() the true number of backward passes"
             )
-        # Autograd hands over the gradient it just made, so copying the first one and adding the
-        # others costs no more than accumulating in place, and the buffer needs no zeroing.
-        param.grad = None
-        if slot.accumulated == 0:
-            slot.main_grad.copy_(grad.detach())
-        else:
-            slot.main_grad.add_(grad.detach())
+        write(slot.main_grad, slot.accumulated > 0)
         slot.accumulated += 1
         if slot.accumulated == slot.expected:
-            bucket.pending -= 1
+            slot.bucket.pending -= 1
             while (
                 self._overlap
                 and self._next < len(self._buckets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypedDict, cast
 
 import torch
@@ -19,12 +19,14 @@ from mt_tensor_parallel import (
     IGNORE_INDEX,
     Deferral,
     Gemm,
+    GradSink,
     VocabParallelEmbedding,
     all_gather,
     copy_to_group,
     defer_weight_gradients,
     gather_from_group,
     linear_cross_entropy,
+    sum_weight_gradients,
 )
 from torch import Tensor, nn
 
@@ -132,6 +134,10 @@ class GPT(nn.Module):
         The head's and the embedding's gradients are made in backward all the same.
         """
         defer_weight_gradients(self, store)
+
+    def sum_weight_gradients(self, sink_of: Callable[[nn.Parameter], GradSink | None]) -> None:
+        """Have the linear layers add their weights' gradients to `GradBuffer.sink`s themselves."""
+        sum_weight_gradients(self, sink_of)
 
     def stage_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers in order."""

@@ -1,16 +1,13 @@
 """Rank layouts, named process groups and parameter sharding records."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mt_parallel_state.check import CheckMode, CollectiveError
-from mt_parallel_state.environment import (
-    DistributedEnv,
-    detect_env,
-    init_process_group,
-    leave_process_group,
-)
-from mt_parallel_state.launch import launch
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
-from mt_parallel_state.mesh import layout_of_mesh
 from mt_parallel_state.options import GroupOptions
 from mt_parallel_state.randomness import (
     fill_normal_,
@@ -28,6 +25,16 @@ from mt_parallel_state.sharding import (
 )
 from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
+
+if TYPE_CHECKING:
+    from mt_parallel_state.environment import (
+        DistributedEnv,
+        detect_env,
+        init_process_group,
+        leave_process_group,
+    )
+    from mt_parallel_state.launcher import launch
+    from mt_parallel_state.mesh import layout_of_mesh
 
 __all__ = [
     "CheckMode",
@@ -55,3 +62,19 @@ __all__ = [
     "sharding_of",
     "stream_key",
 ]
+
+# What apps call once is resolved at first use, to keep the import of a model short.
+_HOMES = {
+    "DistributedEnv": "environment",
+    "detect_env": "environment",
+    "init_process_group": "environment",
+    "launch": "launcher",
+    "layout_of_mesh": "mesh",
+    "leave_process_group": "environment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mt_parallel_state.check import CheckMode, Ledger
-from mt_parallel_state.checked_group import CheckedGroup
 from mt_parallel_state.groups import (
     create_group,
     destroy_group,
@@ -74,7 +73,7 @@ class ParallelState:
         for axes in self._options:
             layout.size(axes)  # an unknown name is an error here, not an option without effect
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._checked: dict[tuple[int, ...], CheckedGroup] = {}
+        self._checked: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
         self._index, self._ledger = 0, None
         if layout.world_size > 1:
@@ -187,6 +186,8 @@ class ParallelState:
         if self._ledger is None:
             return group
         if ranks not in self._checked:
+            from mt_parallel_state.checked_group import CheckedGroup
+
             members = self._global(ranks)
             name = f"{axes}-{'_'.join(map(str, members))}"
             alias = CheckedGroup(group, ranks=members, name=name, ledger=self._ledger)

@@ -1,6 +1,11 @@
 """Tensor and sequence parallel layers that take a process group."""
 
-from mt_tensor_parallel.all_to_all import all_to_all, all_to_all_rows
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mt_tensor_parallel.all_to_all import all_to_all, all_to_all_rows, exchange_kv_groups
 from mt_tensor_parallel.collectives import (
     all_gather,
     copy_to_group,
@@ -12,30 +17,34 @@ from mt_tensor_parallel.collectives import (
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
-from mt_tensor_parallel.gemm import Gemm, TorchGemm
-from mt_tensor_parallel.heads import exchange_kv_groups
+from mt_tensor_parallel.gemm import AccumulatingGemm, Gemm, TorchGemm
 from mt_tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     defer_weight_gradients,
+    sum_weight_gradients,
 )
 from mt_tensor_parallel.linear_cross_entropy import (
     IGNORE_INDEX,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 from mt_tensor_parallel.rng import RngStreams
-from mt_tensor_parallel.wgrad import Deferral, WgradStore
+from mt_tensor_parallel.wgrad import Deferral, GradSink, WgradStore
+
+if TYPE_CHECKING:
+    from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
 
 __all__ = [
     "IGNORE_INDEX",
+    "AccumulatingGemm",
     "ColumnParallelLinear",
     "Deferral",
     "DiscardedOutput",
     "Gemm",
+    "GradSink",
     "LoraLinear",
     "Overlap",
     "RngStreams",
@@ -61,5 +70,15 @@ __all__ = [
     "reduce_scatter",
     "save_lora",
     "scatter_to_group",
+    "sum_weight_gradients",
     "vocab_parallel_cross_entropy",
 ]
+
+# Adapters are resolved at first use, to keep the import of a model short.
+_HOMES = dict.fromkeys(("LoraLinear", "add_lora", "lora_state", "save_lora"), "lora")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -45,7 +45,9 @@ class _Lookup(torch.autograd.Function):
         return None, wide.to(grads[0].dtype)
 
 
-def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
+def _lookup(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
+    if deterministic and weight.is_cuda:
+        return weight[ids]  # whose backward sorts the ids; that of F.embedding adds atomically
     if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda:
         return cast(Tensor, _Lookup.apply(ids, weight))
     return F.embedding(ids, weight)
@@ -65,6 +67,8 @@ class VocabParallelEmbedding(nn.Module):
         group: ``None`` means not split.
         axis: Axis name for the parameter's sharding record.
         sequence_parallel: Whether the output is a sequence shard.
+        deterministic: Whether the table's gradient has the same bits in every run, on CUDA too,
+            where that is slower. It always has on a CPU.
         dtype: Of the table; ``None`` is torch's default.
         device: Of the table; ``"meta"`` draws no values.
 
@@ -77,7 +81,7 @@ class VocabParallelEmbedding(nn.Module):
             the vocabulary.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
         self,
         vocab_size: int,
         hidden_size: int,
@@ -85,6 +89,7 @@ class VocabParallelEmbedding(nn.Module):
         group: Group = None,
         axis: str = "tp",
         sequence_parallel: bool = False,
+        deterministic: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -93,6 +98,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.deterministic = deterministic
         self.first = group_rank(group) * rows
         dtype = torch.get_default_dtype() if dtype is None else dtype
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -109,10 +115,11 @@ class VocabParallelEmbedding(nn.Module):
         """Looks up ``ids``; see the class for shapes."""
         check_range(ids, self.vocab_size, what="token id")
         if self.group is None or self.group.size() == 1:
-            return _lookup(ids, self.weight)
+            return _lookup(ids, self.weight, deterministic=self.deterministic)
         local = ids - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
-        rows = _lookup(local.masked_fill_(foreign, 0), self.weight)
+        local = local.masked_fill_(foreign, 0)
+        rows = _lookup(local, self.weight, deterministic=self.deterministic)
         rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
         if self.sequence_parallel:
             shard_size(ids.shape[1], self.group, what="the sequence length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -19,15 +20,17 @@ from mt_tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.gemm import AccumulatingGemm, Gemm, TorchGemm
 from mt_tensor_parallel.overlap import (
     SEQUENCE_DIM,
     Overlap,
+    Product,
+    check_overlap,
     gather_and,
     pick_overlap,
     scatter_after,
 )
-from mt_tensor_parallel.wgrad import Deferral, defer
+from mt_tensor_parallel.wgrad import Deferral, GradSink, defer
 
 __all__ = ["SEQUENCE_DIM", "parallel_linear"]
 
@@ -45,6 +48,7 @@ class _How:
         group: Ranks that split the weight, or None where nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
         store: Asked in backward for what takes the weight gradients, or None to compute them.
+        sink: Where the weight's gradient is summed, or None for autograd.
         overlap: How gathering and scattering are hidden.
     """
 
@@ -52,11 +56,8 @@ class _How:
     group: Group
     sequence_parallel: bool
     store: Callable[[], Deferral | None]
+    sink: GradSink | None
     overlap: Overlap
-
-    def times(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """The forward product with a weight."""
-        return lambda x: self.gemm.forward(x, weight)
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor) -> None:
         """Keeps the input only where the weight is trained."""
@@ -64,20 +65,37 @@ class _How:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
     def wgrad(self, weight: Tensor, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
-        """The weight's gradient, or None once it is in the store."""
+        """The weight's gradient, or None once it is in the sink or the store."""
         store = self.store()
-        if store is None:
+        if self.sink is not None:
+            add = partial(self._add, self.sink, grad_y, x)
+            add() if store is None else store.put(add)
+        elif store is None:
             return self.gemm.wgrad(grad_y, x())
-        defer(store, weight, lambda: self.gemm.wgrad(grad_y, x()))
+        else:
+            defer(store, weight, lambda: self.gemm.wgrad(grad_y, x()))
         return None
+
+    @torch.no_grad()
+    def _add(self, sink: GradSink, grad_y: Tensor, x: Callable[[], Tensor]) -> None:
+        def write(out: Tensor, accumulate: bool) -> None:  # noqa: FBT001 - GradSink's signature
+            if isinstance(self.gemm, AccumulatingGemm):
+                self.gemm.wgrad_into(grad_y, x(), out, accumulate=accumulate)
+                return
+            grad = self.gemm.wgrad(grad_y, x()).view_as(out)
+            out.add_(grad) if accumulate else out.copy_(grad)
+
+        sink.add(write)
 
 
 class _Local(torch.autograd.Function):
-    """A linear map on one rank, for a Gemm that is not torch's or a gradient that waits."""
+    """A linear map on one rank, for a Gemm that is not torch's or a gradient kept from autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)
+        if type(how.gemm) is TorchGemm:
+            return F.linear(x, weight, bias)  # rounds once, with the bias, in low precision
         y = how.gemm.forward(x, weight)
         return y if bias is None else y.add_(bias)
 
@@ -98,7 +116,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
         if how.sequence_parallel:
-            y, _ = gather_and(how.times(weight), x, _group(how), how.overlap)
+            y, _ = gather_and(Product(how.gemm, weight), x, _group(how), how.overlap)
         else:
             y = how.gemm.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -138,7 +156,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)
         if how.sequence_parallel:
-            y = scatter_after(how.times(weight), x, _group(how), how.overlap)
+            y = scatter_after(Product(how.gemm, weight), x, _group(how), how.overlap)
         else:
             y = start_all_reduce(how.gemm.forward(x, weight), _group(how)).wait()
         return y if bias is None else y.add_(bias)
@@ -152,8 +170,8 @@ class _Row(torch.autograd.Function):
         grad_b = _bias_grad(grads[0], needed=need_b)
         grad_y, grad_x = grads[0], None
         if how.sequence_parallel and need_x:
-            back = lambda piece: how.gemm.dgrad(piece, weight)  # noqa: E731
-            grad_x, grad_y = gather_and(back, grad_y, _group(how), how.overlap)
+            product = Product(how.gemm, weight, is_dgrad=True)
+            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap)
         elif how.sequence_parallel:
             grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
         elif need_x:
@@ -176,6 +194,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     gemm: Gemm | None = None,
     sequence_parallel: bool = False,
     wgrad_store: Callable[[], Deferral | None] | None = None,
+    grad_sink: GradSink | None = None,
     overlap: Overlap | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with ``weight`` split over ``group``.
@@ -199,6 +218,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         sequence_parallel: Whether activations outside the split region are split along dim 1.
         wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
             weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask.
+        grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
+            none. Compiled graphs leave it to autograd.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
             ``None`` is :func:`pick_overlap`.
 
@@ -210,8 +231,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
 
     Raises:
         TypeError: ``x`` and ``weight`` differ in dtype, outside of autocast.
-        ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, or a sequence that
-            the group does not divide.
+        ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, a sequence that
+            the group does not divide, or an ``overlap`` that cannot work here.
     """
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
@@ -222,17 +243,23 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
             f"x.to({weight.dtype}), or run under torch.autocast"
         )
     if torch.compiler.is_compiling():
-        wgrad_store = None  # a compiled backward makes all gradients at once
+        wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group.size() == 1
-    if alone and wgrad_store is None and plain:
+    if alone and wgrad_store is None and grad_sink is None and plain:
         return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
+    if overlap is None:
+        overlap = pick_overlap(
+            group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm
+        )
+    elif group is not None and not alone:
+        check_overlap(overlap, group, x.device, gemm)
     how = _How(
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
         store=wgrad_store or (lambda: None),
-        overlap=overlap
-        or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device),
+        sink=grad_sink,
+        overlap=overlap,
     )
     if alone:
         return cast(Tensor, _Local.apply(x, weight, bias, how))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Gemm", "TorchGemm"]
+__all__ = ["AccumulatingGemm", "Gemm", "TorchGemm"]
 
 
 @runtime_checkable
@@ -42,6 +43,19 @@ class Gemm(Protocol):
         ...
 
 
+@runtime_checkable
+class AccumulatingGemm(Gemm, Protocol):
+    """A :class:`Gemm` that can write the weight's gradient where it is summed."""
+
+    def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """Sets ``out`` to the weight's gradient, or adds it.
+
+        Shape:
+            grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
+        """
+        ...
+
+
 class TorchGemm:
     """torch's own products, in the dtype of the tensors."""
 
@@ -56,6 +70,25 @@ class TorchGemm:
     def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
         """``grad_y.T @ x``; see :class:`Gemm` for shapes."""
         return grad_y.flatten(0, -2).t().mm(x.flatten(0, -2))
+
+    def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """See :class:`AccumulatingGemm`. One kernel, without a temporary, where torch has one.
+
+        That is for an ``out`` of the operands' dtype, and on CUDA for an fp32 ``out`` of bf16 and
+        fp16 operands, which is then summed in fp32. Elsewhere :meth:`wgrad` is added.
+        """
+        rows = grad_y.flatten(0, -2).t()
+        total = out.view(rows.shape[0], x.shape[-1])
+        if out.dtype == rows.dtype:
+            torch.addmm(total, rows, x.flatten(0, -2), beta=int(accumulate), out=total)
+        elif out.is_cuda and out.dtype == torch.float32:
+            torch.ops.aten.addmm.dtype_out(
+                *(total, rows, x.flatten(0, -2), torch.float32), beta=int(accumulate), out=total
+            )
+        elif accumulate:
+            total.add_(self.wgrad(grad_y, x))
+        else:
+            total.copy_(self.wgrad(grad_y, x))
 
     def __repr__(self) -> str:
         return "TorchGemm()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod, sqrt
 
 import torch
@@ -18,9 +19,14 @@ from mt_tensor_parallel.collectives import (
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.overlap import Overlap
-from mt_tensor_parallel.wgrad import Deferral
+from mt_tensor_parallel.wgrad import Deferral, GradSink
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "defer_weight_gradients"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "defer_weight_gradients",
+    "sum_weight_gradients",
+]
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -81,13 +87,16 @@ class _ParallelLinear(nn.Module):
         self.group = group
         self.communicate, self.skip_bias_add = communicate, skip_bias_add
         self.wgrad_store: Deferral | None = wgrad_store
+        self.grad_sink: GradSink | None = None
         # On one rank without a store the layer is F.linear, which defers nothing.
         self._deferrable = wgrad_store is not None or group_size(group) > 1
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.gemm: Gemm = TorchGemm() if gemm is None else gemm
 
-    def _apply_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    def _apply_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str, *, own_weight: bool
+    ) -> Tensor:
         return parallel_linear(
             x,
             weight,
@@ -97,6 +106,7 @@ class _ParallelLinear(nn.Module):
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
             wgrad_store=self._get_wgrad_store if self._deferrable else None,
+            grad_sink=self.grad_sink if own_weight else None,
             overlap=self.overlap,
         )
 
@@ -201,12 +211,15 @@ class ColumnParallelLinear(_ParallelLinear):
             x: The input.
             weight: Used in place of the layer's own, for example a tied embedding's.
         """
+        own_weight = weight is None
         weight = self.weight if weight is None else weight
         several = len(self.local_out) > 1
         bias = self.bias
         if several:
             weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        y = self._apply_linear(x, weight, None if self.skip_bias_add else bias, "column")
+        if self.skip_bias_add:
+            bias = None
+        y = self._apply_linear(x, weight, bias, "column", own_weight=own_weight)
         y = y.unflatten(-1, self.local_out) if several else y
         if self.gather_output:
             y = gather_from_group(y, self.group, dim=self.shard_dim - len(self.local_out))
@@ -297,11 +310,12 @@ class RowParallelLinear(_ParallelLinear):
             x: The input.
             weight: Used in place of the layer's own.
         """
+        own_weight = weight is None
         weight = self.weight if weight is None else weight
         if len(self.local_in) > 1:
             x, weight = x.flatten(-len(self.local_in)), weight.flatten(1)
         bias = None if self.skip_bias_add else self.bias
-        y = self._apply_linear(x, weight, bias, "row")
+        y = self._apply_linear(x, weight, bias, "row", own_weight=own_weight)
         return (y, self.bias) if self.skip_bias_add else y
 
 
@@ -316,6 +330,21 @@ def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:
         if isinstance(each, _ParallelLinear):
             each.wgrad_store = store
             each._deferrable = True
+
+
+def sum_weight_gradients(
+    module: nn.Module, sink_of: Callable[[nn.Parameter], GradSink | None]
+) -> None:
+    """Has the parallel linear layers inside ``module`` add their weights' gradients to sinks.
+
+    ``sink_of`` is ``buffer.sink`` of an ``mt_data_parallel.GradBuffer``: backward then multiplies
+    straight into ``main_grad``, without a temporary gradient and a copy. ``lambda param: None``
+    ends it. A weight with a sink must be used once per forward, by its own layer: autograd no
+    longer sums its uses.
+    """
+    for each in module.modules():
+        if isinstance(each, _ParallelLinear):
+            each.grad_sink = sink_of(each.weight) if each.weight.requires_grad else None
 
 
 def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:

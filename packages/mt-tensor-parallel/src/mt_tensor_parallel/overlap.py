@@ -1,23 +1,24 @@
 """Communication that runs while a sequence-parallel linear layer multiplies.
 
 The layer's input is gathered, or its output scattered, in pieces of the sequence: while one piece
-travels, another is multiplied. Results are those of the plain path, up to the rounding of matrix
-products over other numbers of rows.
+travels, another is multiplied. torch's symmetric memory does it with the ranks of one node reading
+each other's memory; elsewhere it is a loop over chunks. Results are those of the plain path, up to
+the rounding of matrix products over other numbers of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mt_tensor_parallel.collectives import Group, start_all_gather, start_reduce_scatter
+from mt_tensor_parallel.gemm import Gemm, TorchGemm
 
-__all__ = ["Overlap", "gather_and", "pick_overlap", "scatter_after"]
+__all__ = ["Overlap", "Product", "check_overlap", "gather_and", "pick_overlap", "scatter_after"]
 
 SEQUENCE_DIM = 1
 
@@ -27,18 +28,19 @@ class Overlap:
     """How a layer's communication is hidden.
 
     Args:
-        kind: ``"plain"``: not at all in forward; ``"chunked"``: in pieces.
+        kind: ``"plain"``: not at all in forward; ``"chunked"``: in pieces; ``"symmetric"``: by
+            torch's products over symmetric memory (``torch.ops.symm_mem``).
         chunks: Pieces of each rank's share of the sequence; fewer where it is shorter.
         reason: Why this one was picked.
     """
 
-    kind: Literal["plain", "chunked"] = "plain"
+    kind: Literal["plain", "chunked", "symmetric"] = "plain"
     chunks: int = 1
     reason: str = "asked for"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("plain", "chunked"):
-            raise ValueError(f"kind must be 'plain' or 'chunked', got {self.kind!r}")
+        if self.kind not in ("plain", "chunked", "symmetric"):
+            raise ValueError(f"kind must be 'plain', 'chunked' or 'symmetric', got {self.kind!r}")
         fewest = 2 if self.kind == "chunked" else 1
         if self.chunks < fewest:
             raise ValueError(f"chunks={self.chunks} must be {fewest} or more for {self.kind!r}")
@@ -50,15 +52,39 @@ class Overlap:
         return [each + (i < more) for i in range(chunks)]
 
 
+class Product(NamedTuple):
+    """A product with a layer's weight: forward's with its transpose, or the input gradient's."""
+
+    gemm: Gemm
+    weight: Tensor
+    is_dgrad: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiplies through the layer's :class:`Gemm`."""
+        product = self.gemm.dgrad if self.is_dgrad else self.gemm.forward
+        return product(x, self.weight)
+
+    @property
+    def matrix(self) -> Tensor:
+        """What ``x`` is multiplied by."""
+        return self.weight if self.is_dgrad else self.weight.t()
+
+
 def pick_overlap(
-    group: Group, *, sequence_parallel: bool, device: torch.device, chunks: int = 4
+    group: Group,
+    *,
+    sequence_parallel: bool,
+    device: torch.device,
+    gemm: Gemm | None = None,
+    chunks: int = 4,
 ) -> Overlap:
-    """The best way for a layer here, with the reason.
+    """The best way for a layer here, with the reason: symmetric memory, then pieces, then plain.
 
     Args:
         group: The layer's ranks.
         sequence_parallel: Whether the layer gathers and scatters at all.
         device: Of its activations.
+        gemm: Of the layer; ``None`` is :class:`TorchGemm`.
         chunks: Pieces, where it is done in pieces.
     """
     if group is None or group.size() == 1:
@@ -68,11 +94,51 @@ def pick_overlap(
     if device.type == "cpu":
         # gloo's threads want the cores that multiply, and each message costs more than it hides.
         return Overlap(reason="on a CPU communication and products share the cores")
-    return Overlap(kind="chunked", chunks=chunks, reason=f"{device.type} copies while it computes")
+    obstacle = symmetric_obstacle(group, device, gemm)
+    if obstacle is None:
+        return Overlap(kind="symmetric", reason="the ranks read each other's memory")
+    return Overlap(kind="chunked", chunks=chunks, reason=f"no symmetric memory: {obstacle}")
+
+
+def symmetric_obstacle(
+    group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
+) -> str | None:
+    """Why a group cannot use products over symmetric memory; None where it can.
+
+    Ranks are taken to fill their nodes in order, one per GPU, as launchers place them.
+    """
+    if gemm is not None and type(gemm) is not TorchGemm:
+        return f"the products are {gemm!r}'s"
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if torch.compiler.is_compiling():
+        return "a compiled graph has torch.compile's own passes for it"
+    if type(group) is not dist.ProcessGroup:
+        return f"a {type(group).__name__} must see every collective"
+    per_node = torch.cuda.device_count()
+    ranks = dist.get_process_group_ranks(group)
+    if len({rank // per_node for rank in ranks}) > 1:
+        return f"ranks {ranks} are on several nodes of {per_node} GPUs"
+    others = (rank % per_node for rank in ranks if rank % per_node != device.index)
+    apart = [i for i in others if not torch.cuda.can_device_access_peer(device, i)]
+    return f"GPU {device.index} cannot read the memory of {apart}" if apart else None
+
+
+def check_overlap(
+    overlap: Overlap, group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
+) -> None:
+    """Raises if a layer was told to use symmetric memory where it cannot."""
+    if overlap.kind == "symmetric":
+        obstacle = symmetric_obstacle(group, device, gemm)
+        if obstacle is not None:
+            raise ValueError(
+                f"overlap kind 'symmetric' cannot work here: {obstacle}; leave overlap=None to "
+                "have the best way picked, or ask for 'chunked'"
+            )
 
 
 def gather_and(
-    product: Callable[[Tensor], Tensor], x: Tensor, group: dist.ProcessGroup, overlap: Overlap
+    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
 ) -> tuple[Tensor, Tensor]:
     """All-gathers ``x`` along the sequence and applies ``product`` to it, piece by piece.
 
@@ -85,6 +151,11 @@ def gather_and(
     if overlap.kind == "plain":
         whole = start_all_gather(x, group, SEQUENCE_DIM).wait()
         return product(whole), whole
+    if overlap.kind == "symmetric":
+        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x, [product.matrix], SEQUENCE_DIM, group.group_name
+        )
+        return y, whole
     pieces = x.split(overlap.sizes(x.shape[SEQUENCE_DIM]), SEQUENCE_DIM)
     pending = start_all_gather(pieces[0], group, SEQUENCE_DIM)
     inputs: list[Tensor] = []
@@ -105,7 +176,7 @@ def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_after(
-    product: Callable[[Tensor], Tensor], x: Tensor, group: dist.ProcessGroup, overlap: Overlap
+    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
 ) -> Tensor:
     """Applies ``product`` and reduce-scatters the result along the sequence, piece by piece.
 
@@ -114,6 +185,10 @@ def scatter_after(
     """
     if overlap.kind == "plain":
         return start_reduce_scatter(product(x), group, SEQUENCE_DIM).wait()
+    if overlap.kind == "symmetric":
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x, product.matrix, "sum", SEQUENCE_DIM, group.group_name
+        )
     shares = x.unflatten(SEQUENCE_DIM, (group.size(), -1))
     sizes = overlap.sizes(shares.shape[SEQUENCE_DIM + 1])
     pending = [

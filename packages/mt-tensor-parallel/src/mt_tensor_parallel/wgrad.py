@@ -1,4 +1,4 @@
-"""Weight gradients that are computed later than the rest of the backward."""
+"""Where weight gradients go: computed later than the rest of the backward, or summed in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Deferral", "WgradStore", "defer"]
+__all__ = ["Deferral", "GradSink", "WgradStore", "defer"]
 
 
 class Deferral(Protocol):
@@ -18,6 +18,14 @@ class Deferral(Protocol):
 
     def put(self, compute: Callable[[], None], /) -> None:
         """Has ``compute`` called later; it adds to a parameter's gradient."""
+        ...
+
+
+class GradSink(Protocol):
+    """Where one parameter's gradients are summed; ``mt_data_parallel.GradBuffer.sink`` gives it."""
+
+    def add(self, write: Callable[[Tensor, bool], None], /) -> None:
+        """Has ``write(out, accumulate)`` put a gradient into ``out``: add it, or set it if not."""
         ...
 
 

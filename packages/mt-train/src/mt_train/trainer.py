@@ -98,6 +98,8 @@ class Trainer:
         self.buffer = GradBuffer(
             self.named_parameters, group=state.group("dp-cp"), bucket_size=parallel.bucket_size
         )
+        for stage in self.stages:
+            stage.sum_weight_gradients(self.buffer.sink)
         optimizer = config.optimizer
         self.optimizer = AdamW(
             self.named_parameters,

@@ -1,0 +1,153 @@
+"""Weight gradients that are summed in place, and those that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_tensor_parallel import (
+    AccumulatingGemm,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TorchGemm,
+    WgradStore,
+    defer_weight_gradients,
+    sum_weight_gradients,
+)
+from torch import Tensor, nn
+
+
+class Sum:
+    """A sink as an optimizer with fp32 sums would have it."""
+
+    def __init__(self, param: Tensor, dtype: torch.dtype) -> None:
+        self.total = torch.full_like(param, torch.nan, dtype=dtype)  # never read before it is set
+        self.count = 0
+
+    def add(self, write: Callable[[Tensor, bool], None]) -> None:
+        write(self.total, self.count > 0)
+        self.count += 1
+
+
+class PlainGemm:
+    """Only what the protocol asks for."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return grad_y @ weight
+
+    def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        return grad_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Pair(nn.Module):
+    """A column- and a row-parallel layer, both with biases."""
+
+    def __init__(self, group: dist.ProcessGroup | None, **settings: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        settings |= {"group": group, "bias": True}
+        self.up = ColumnParallelLinear(6, (2, 8), shard_dim=1, **settings)
+        self.down = RowParallelLinear((2, 8), 6, shard_dim=1, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def grads(net: Pair, x: Tensor, sums: torch.dtype, store: WgradStore | None = None):
+    """The two weights' gradients over two micro-batches, from sinks, and what autograd got."""
+    sinks = {param: Sum(param, sums) for param in (net.up.weight, net.down.weight)}
+    sum_weight_gradients(net, sinks.get)
+    defer_weight_gradients(net, store)
+    for piece in x:
+        net(piece).square().sum().backward()
+        if store is not None:
+            assert len(store) == 2
+            store.run()
+    assert [sink.count for sink in sinks.values()] == [len(x)] * 2
+    assert net.up.weight.grad is None
+    assert net.down.weight.grad is None
+    return [sink.total for sink in sinks.values()], [net.up.bias.grad, net.down.bias.grad]
+
+
+def plain_grads(net: Pair, x: Tensor):
+    sum_weight_gradients(net, lambda param: None)
+    for piece in x:
+        net(piece).square().sum().backward()
+    return [net.up.weight.grad, net.down.weight.grad], [net.up.bias.grad, net.down.bias.grad]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("gemm", [TorchGemm(), PlainGemm()])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_sums_in_place_are_those_of_autograd(
+    ranks, world: int, sequence_parallel: bool, gemm, deferred: bool
+) -> None:
+    def body() -> None:
+        settings = {"dtype": torch.float64, "sequence_parallel": sequence_parallel, "gemm": gemm}
+        make = lambda: Pair(dist.group.WORLD, **settings)  # noqa: E731
+        x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+        store = WgradStore() if deferred else None
+        ours, theirs = grads(make(), x, torch.float64, store), plain_grads(make(), x)
+        for kind in (0, 1):
+            for a, b in zip(ours[kind], theirs[kind], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    ranks(world, body)
+
+
+def test_bf16_products_are_summed_in_fp32() -> None:
+    x = torch.randn(8, 3, 4, 6, dtype=torch.bfloat16)
+    (up, down), _ = grads(Pair(None, dtype=torch.bfloat16), x, torch.float32)
+    net = Pair(None, dtype=torch.bfloat16)
+    expected = [torch.zeros_like(p, dtype=torch.float32) for p in (net.up.weight, net.down.weight)]
+    for piece in x:
+        net(piece).square().sum().backward()
+        for total, layer in zip(expected, (net.up, net.down), strict=True):
+            total += layer.weight.grad
+            layer.weight.grad = None
+    torch.testing.assert_close([up, down], expected, rtol=0, atol=0)
+
+
+def test_a_weight_from_elsewhere_and_a_frozen_one_have_no_sink() -> None:
+    layer = ColumnParallelLinear(3, 2)
+    sink = Sum(layer.weight, torch.float32)
+    sum_weight_gradients(layer, lambda param: sink)
+    foreign = torch.ones(2, 3, requires_grad=True)
+    layer(torch.ones(1, 3), foreign).sum().backward()
+    assert sink.count == 0
+    assert foreign.grad.tolist() == [[1.0] * 3] * 2
+    layer.weight.requires_grad_(requires_grad=False)
+    sum_weight_gradients(layer, lambda param: sink)
+    assert layer.grad_sink is None
+
+
+def test_a_compiled_layer_leaves_its_gradient_to_autograd() -> None:
+    layer = ColumnParallelLinear(3, 2)
+    sink = Sum(layer.weight, torch.float32)
+    sum_weight_gradients(layer, lambda param: sink)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(1, 3)).sum().backward()
+    assert sink.count == 0
+    assert layer.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+def test_only_a_gemm_with_the_method_accumulates_by_itself() -> None:
+    assert isinstance(TorchGemm(), AccumulatingGemm)
+    assert not isinstance(PlainGemm(), AccumulatingGemm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_kernel_adds_in_fp32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grad_y, x = (torch.randn(2, 64, n, device="cuda", dtype=dtype) for n in (32, 48))
+    out = torch.full((4, 8, 48), torch.nan, device="cuda")
+    exact = grad_y.flatten(0, 1).double().T @ x.flatten(0, 1).double()
+    for times in (1, 2):
+        TorchGemm().wgrad_into(grad_y, x, out, accumulate=times > 1)
+        torch.testing.assert_close(out.view(32, 48).double(), times * exact, rtol=1e-4, atol=1e-3)
