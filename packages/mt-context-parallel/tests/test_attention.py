@@ -198,6 +198,19 @@ def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
     assert worst(case, result) < 1e-10
 
 
+@pytest.mark.parametrize("strided", ["q", "k", "v", "dout"])
+def test_heads_with_other_strides_are_read_right(strided: str) -> None:
+    case = Case(groups=2)
+    whole = case.draw()
+    moved = whole[strided].movedim(-1, 0).contiguous().movedim(0, -1)
+    assert moved.stride(-1) != 1
+    whole[strided] = moved
+    q, k, v = (whole[n].requires_grad_() for n in ("q", "k", "v"))
+    out = context_parallel_attention(q, k, v, group=None)
+    out.backward(whole["dout"])
+    assert worst(case, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}) < 1e-10
+
+
 GRID = [
     (world, algorithm, split, replace(MASKS[0], **dict(zip(names, values, strict=True))))
     for world in (1, 2, 4)

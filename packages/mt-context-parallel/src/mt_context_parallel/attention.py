@@ -108,6 +108,8 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     ranks, own = _size(inner) * _size(outer), _rank(outer) * _size(inner) + _rank(inner)
     length = q.shape[1] * ranks if q.dim() == 4 else 0
     _check(q, k, v, mask=mask, length=length, sinks=sinks, dropout=dropout)
+    # torch's kernels for the CPU read other strides of queries wrongly, without an error.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     runs = [
         segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
         for rank in range(ranks)
