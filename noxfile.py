@@ -112,16 +112,26 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
-    """The tests and the benchmark that need a CUDA device; never in CI."""
+    """The tests and the benchmarks that need a CUDA device; never in CI."""
     session.run(*DEV, "pytest", *test_folders(), "-m", "gpu", "-ra", *session.posargs)
-    out = "docs/benchmarks/gpu_train.json"
-    session.run(*DEV, "python", "tests-integration/benchmarks/gpu_train.py", "--out", out)
+    for name in ("gpu_layers", "gpu_train"):
+        script = f"tests-integration/benchmarks/{name}.py"
+        out = f"docs/benchmarks/{name}.json"
+        session.run(*DEV, "--group", "bench", "python", script, "--out", out)
 
 
 @nox.session(python=False)
 def campaign(session: nox.Session) -> None:
-    """The exhaustive and long tests."""
-    session.run(*DEV, "pytest", *test_folders(), "-m", "campaign and not gpu", *session.posargs)
+    """The exhaustive and long tests; the whole writes the ledger of what it found."""
+    report = str(Path(session.create_tmp()) / "campaign.xml")
+    options = ["-m", "campaign and not gpu", "--junitxml", report]
+    threads = {"OMP_NUM_THREADS": "1"}  # several ranks on few cores
+    wanted = session.posargs or test_folders()
+    try:
+        session.run(*DEV, "pytest", *options, *wanted, env=threads)
+    finally:
+        if not session.posargs:
+            session.run(*DEV, "python", "tools/ledger.py", report, "--out", "docs/campaign.md")
 
 
 def test_folders() -> list[str]:

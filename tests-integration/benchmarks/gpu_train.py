@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from environment import environment
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
@@ -100,28 +96,6 @@ def measure(options: argparse.Namespace, device: torch.device, *, compiled: bool
         "peak_memory_gib": record["memory_bytes"] / 2**30,
         "loss": record["loss"],
     }
-
-
-def environment() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    if torch.cuda.is_available():
-        import triton
-
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603
-        driver = asked.stdout.split()
-        found |= {
-            "device": torch.cuda.get_device_name(),
-            "triton": triton.__version__,
-            "driver": driver[0] if driver else None,
-        }
-    return found
 
 
 def row(result: dict[str, Any]) -> str:

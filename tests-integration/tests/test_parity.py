@@ -96,7 +96,9 @@ def test_every_layout_trains_like_one_process(
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("algorithm", ["all_gather", "ulysses", "hierarchical"])
+@pytest.mark.parametrize(
+    "algorithm", ["all_gather", "ulysses", "hierarchical", "[ring, ulysses, hierarchical, ring]"]
+)
 def test_every_context_algorithm_trains_like_one_process(
     dtype, algorithm, tied, tiny, reference, tmp_path, losses, held_out, arrays
 ) -> None:

@@ -97,12 +97,13 @@ def kill_once(command: list[str], out: Path, rng: random.Random) -> bool:
     "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))]
 )
 def test_kill_9_of_the_real_command_continues_to_the_same_bits(
-    seed, tiny, undisturbed, tmp_path, arrays, losses, cli
+    seed, tiny, undisturbed, tmp_path, arrays, losses, cli, record_property
 ) -> None:
     command = tiny.command(tmp_path, *OPTIONS, nproc=2)
     rng = random.Random(seed)
     while not kill_once(command, tmp_path, rng):  # it was done before the kill came: once more
         shutil.rmtree(tmp_path)
+    record_property("last step before the kill", max(losses(tmp_path), default=0))
     finished = cli(*command)
     assert finished.returncode == 0, finished.stderr
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)

@@ -164,7 +164,7 @@ def test_a_call_in_the_wrong_group_names_both_groups(ranks) -> None:
     def fault(state, group, rank):
         dist.all_reduce(torch.ones(2), group=state.group("dp") if rank == 3 else group)
 
-    results = in_group(4, fault, ranks, layout={"tp": 2, "dp": 2})
+    results = in_group(4, fault, ranks, timeout=2, layout={"tp": 2, "dp": 2})
     assert any("dp-1_3" in (text or "") and "tp-2_3" in (text or "") for text, _ in results)
     assert all(text is not None for text, _ in results[2:])
 
@@ -201,11 +201,14 @@ def draw_fault(seed: int):
     "seed",
     [pytest.param(seed, marks=[pytest.mark.campaign] if seed >= 8 else []) for seed in range(100)],
 )
-def test_every_injected_fault_is_named_on_every_rank_in_time(seed, ranks) -> None:
+def test_every_injected_fault_is_named_on_every_rank_in_time(seed, ranks, record_property) -> None:
     name, world, calls = draw_fault(seed)
     layout = None
     if name == "wrong group":
         world, layout = 4, {"tp": 2, "dp": 2}
+    record_property("fault", name)
+    record_property("ranks", world)
+    record_property("right calls before", calls)
 
     def fault(state, group, rank):
         for _ in range(calls):
@@ -218,9 +221,13 @@ def test_every_injected_fault_is_named_on_every_rank_in_time(seed, ranks) -> Non
                 dist.all_reduce(torch.ones(2), group=state.group("dp"))
             dist.barrier(group=state.group("tp-dp"))  # what a program does later tells the rest
 
-    for rank, (text, seconds) in enumerate(in_group(world, fault, ranks, layout=layout)):
+    found = in_group(world, fault, ranks, layout=layout)
+    awake = [seconds for rank, (_, seconds) in enumerate(found) if rank != 1]
+    record_property("named after, s", f"{max(awake):.2f}")
+    for rank, (text, seconds) in enumerate(found):
         assert text is not None, (name, rank)
-        assert " at test_check.py:" in text
+        for part in ("rank", " of group ", " at test_check.py:"):
+            assert part in text
         assert seconds < 0.5 + 2 or rank == 1  # rank 1 is the one that sleeps
 
 

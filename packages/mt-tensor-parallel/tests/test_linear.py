@@ -409,3 +409,30 @@ def test_mixed_dtypes_are_named() -> None:
         layer(torch.ones(1, 2, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.ones(1, 2, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_an_empty_sequence_is_named(ranks, kind: type[nn.Module]) -> None:
+    def body() -> None:
+        layer = kind(4, 4, group=dist.group.WORLD, sequence_parallel=True)
+        width = 4 if kind is ColumnParallelLinear else 2
+        with pytest.raises(ValueError, match=r"length is 0; the nearest size that 2 ranks .* is 2"):
+            layer(torch.ones(1, 0, width))
+
+    ranks(2, body)
+
+
+def test_no_tokens_at_all_are_fine_without_sequence_parallelism(ranks) -> None:
+    """As an expert has that no token was sent to."""
+
+    def body() -> None:
+        net = nn.Sequential(
+            *(
+                kind(4, 4, group=dist.group.WORLD)
+                for kind in (ColumnParallelLinear, RowParallelLinear)
+            )
+        )
+        net(torch.ones(0, 4)).sum().backward()
+        assert all(param.grad.eq(0).all() for param in net.parameters())
+
+    ranks(2, body)

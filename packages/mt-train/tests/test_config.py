@@ -99,6 +99,11 @@ BROKEN = {
         "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical "
         "algorithm needs; use one of 1, 2, 4",
     ),
+    "an unknown algorithm for a layer": (
+        MINIMAL + "parallel:\n  cp: 2\n  cp_algorithm: [ring, star]\n",
+        "run.yaml:14: parallel.cp_algorithm[1]: 'star' is not one of ring, all_gather, ulysses, "
+        "hierarchical.",
+    ),
     "a sequence that context parallelism cannot cut": (
         MINIMAL + "parallel:\n  cp: 5\n",
         "run.yaml:11: training.sequence_length: 16 is not divisible by 10, which parallel.tp 1 "
@@ -186,6 +191,8 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
         (["parallel.tp=3"], 3, "parallel.tp: vocab_size=512 does not divide by tp=3"),
         (["parallel.tp=2", "parallel.dp=2"], 2, "needs 4 processes, but there are 2"),
         (["parallel.tp=2"], 3, "parallel"),
+        (["parallel.cp=2", "parallel.cp_algorithm=[ring]"], 2, "1 algorithms for 4 layers; give"),
+        (["parallel.cp=8", "parallel.cp_algorithm=ulysses"], 8, "ulysses shares 4 heads and 2 key"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
         (["pipeline.stages=2", "pipeline.microbatches=3"], 2, "pipeline.microbatches: 3, but"),
         (["pipeline.stages=3", "pipeline.schedule=dualpipe"], 3, "pipeline.schedule: "),

@@ -41,9 +41,14 @@ def shard_size(size: int, group: Group, *, what: str) -> int:
     """``size`` divided by the group's size.
 
     Raises:
-        ValueError: It does not divide; the message has both numbers and the nearest valid ones.
+        ValueError: It is 0 or does not divide; the message has both numbers and the nearest valid
+            ones.
     """
     ranks = group_size(group)
+    if size < 1:
+        raise ValueError(
+            f"{what} is {size}; the nearest size that {ranks} ranks can share is {ranks}"
+        )
     if size % ranks:
         below = size // ranks * ranks
         nearest = " or ".join(str(n) for n in (below, below + ranks) if n > 0)

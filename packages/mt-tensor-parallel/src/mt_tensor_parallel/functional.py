@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.collectives import (
     Group,
+    group_size,
     shard_size,
     start_all_gather,
     start_all_reduce,
@@ -268,6 +269,6 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
             raise ValueError(
                 f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
             )
-        if mode == "row":
-            shard_size(x.shape[SEQUENCE_DIM], group, what="the sequence length")
+        length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
+        shard_size(length, group, what="the sequence length")
     return cast(Tensor, (_Column if mode == "column" else _Row).apply(x, weight, bias, how))

@@ -87,7 +87,9 @@ class Binder:
         if origin in (types.UnionType, typing.Union):
             if node.is_null:
                 return None
-            (choice,) = [item for item in arguments if item is not type(None)]
+            choices = [item for item in arguments if item is not type(None)]
+            lists = [item for item in choices if typing.get_origin(item) is tuple]
+            choice = lists[0] if lists and node.items is not None else choices[0]
             return self._value(choice, node, path)
         if dataclasses.is_dataclass(hint):
             section = self.section(typing.cast(type, hint), node, path)

@@ -15,6 +15,7 @@ from mt_pipeline import GENERATORS
 from mt_train.problem import FieldError
 
 Dtype = Literal["fp64", "fp32", "bf16"]
+ContextAlgorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
 
 class _Checks:
@@ -189,6 +190,8 @@ class OptimizerSection:
 class ParallelSection:
     """Axis sizes; `dp: null` takes what the processes leave over.
 
+    `cp_algorithm` is how attention reaches the keys of the other cp ranks, one for all layers or a
+    list with one for each; "hierarchical" swaps heads among `cp_inner` neighbours.
     `check_timeout` (seconds) compares every collective between its ranks before it starts, which
     names the call and the rank behind a wrong number or a hang; slow.
     """
@@ -197,7 +200,7 @@ class ParallelSection:
     pp: int = 1
     dp: int | None = None
     cp: int = 1
-    cp_algorithm: Literal["ring", "all_gather", "ulysses", "hierarchical"] = "ring"
+    cp_algorithm: ContextAlgorithm | tuple[ContextAlgorithm, ...] = "ring"
     cp_inner: int | None = None
     ep: int = 1
     order: str = "tp-cp-ep-dp-pp"
@@ -215,13 +218,19 @@ class ParallelSection:
                 f"{self.ep} is not available in mt-train 0.1, which has no expert parallel layers; "
                 "use 1",
             )
-        if self.cp_algorithm == "hierarchical" and (not self.cp_inner or self.cp % self.cp_inner):
+        hierarchical = "hierarchical" in self.cp_algorithms(1)
+        if hierarchical and (not self.cp_inner or self.cp % self.cp_inner):
             checks.add(
                 "cp_inner",
                 f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
                 f"algorithm needs; use one of {divisors(self.cp)}",
             )
         checks.done()
+
+    def cp_algorithms(self, num_layers: int) -> tuple[ContextAlgorithm, ...]:
+        """The algorithm of each layer."""
+        chosen = self.cp_algorithm
+        return (chosen,) * num_layers if isinstance(chosen, str) else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mt_model import ModelConfig, gpt, preset, validate_split
 from mt_parallel_state import ParallelLayout
 
 from mt_train.binding import Binder
-from mt_train.config import ModelSection, RunConfig
+from mt_train.config import ModelSection, ParallelSection, RunConfig
 from mt_train.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.pipeline import PipelineError, plan_pipeline
 from mt_train.problem import ConfigError
@@ -233,6 +233,31 @@ def _misfits(
         validate_split(model, layout.tp)
     except ValueError as error:
         yield "parallel.tp", str(error)
+        return
+    yield from _context_misfits(config.parallel, model, layout)
+
+
+def _context_misfits(
+    parallel: ParallelSection, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield what does not fit the ranks that share a sequence."""
+    algorithms = parallel.cp_algorithms(model.num_layers)
+    if len(algorithms) != model.num_layers:
+        text = f"{len(algorithms)} algorithms for {model.num_layers} layers; give one for each"
+        yield "parallel.cp_algorithm", text
+        return
+    swapping = {"ulysses": layout.cp, "hierarchical": parallel.cp_inner or 1}
+    for layer, algorithm in zip(model.layers, algorithms, strict=True):
+        ranks = swapping.get(algorithm, 1)
+        heads = layer.mixer.num_heads // layout.tp
+        groups = max(1, layer.mixer.num_kv_heads // layout.tp)
+        if heads % ranks or (groups % ranks and ranks % groups):
+            yield (
+                "parallel.cp_algorithm",
+                f"{algorithm} shares {heads} heads and {groups} key/value heads per tp rank out "
+                f"to {ranks} ranks, and they do not divide; use ring or all_gather",
+            )
+            return
 
 
 def _blame(config: RunConfig, section: str, message: str) -> str:

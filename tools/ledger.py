@@ -1,0 +1,100 @@
+"""Turn the JUnit files of a campaign into a Markdown table: what ran, and what it found.
+
+    pytest -m campaign --junitxml campaign.xml
+    python tools/ledger.py campaign.xml --out docs/campaign.md
+
+One row a test function: how many cases passed and failed, and their time. Properties that tests
+record (`record_property`) are listed below the table, one line a case.
+"""
+
+import argparse
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One test case of a JUnit file."""
+
+    function: str
+    parameters: str
+    outcome: str
+    seconds: float
+    properties: dict[str, str] = field(default_factory=dict)
+
+
+def read_cases(path: Path) -> Iterator[Case]:
+    """The cases of a JUnit file, in its order."""
+    for element in ElementTree.parse(path).iter("testcase"):  # noqa: S314 - pytest wrote it
+        name, _, parameters = element.get("name", "").partition("[")
+        outcome = "passed"
+        for kind in ("failure", "error", "skipped"):
+            if element.find(kind) is not None:
+                outcome = "skipped" if kind == "skipped" else "failed"
+        yield Case(
+            function=f"{element.get('classname', '').replace('.', '/')}.py::{name}",
+            parameters=parameters.removesuffix("]"),
+            outcome=outcome,
+            seconds=float(element.get("time", "0")),
+            properties={
+                item.get("name", ""): item.get("value", "") for item in element.iter("property")
+            },
+        )
+
+
+def ledger(cases: Sequence[Case], command: str) -> str:
+    """The table and the list of recorded properties, as Markdown."""
+    functions: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        functions[case.function].append(case)
+    lines = [
+        "# Ledger of the last full campaign",
+        "",
+        f"`{command}` on {datetime.now(UTC).date().isoformat()}, Python "
+        f"{platform.python_version()}, torch {version('torch')}, CPU. `tools/ledger.py` wrote it.",
+        "",
+        "| test | passed | failed | skipped | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for function, its in functions.items():
+        counts = [
+            str(sum(case.outcome == kind for case in its))
+            for kind in ("passed", "failed", "skipped")
+        ]
+        seconds = sum(case.seconds for case in its)
+        lines.append(f"| `{function}` | {' | '.join(counts)} | {seconds:.0f} |")
+    for function, its in functions.items():
+        recorded = [case for case in its if case.properties]
+        if recorded:
+            lines += ["", f"## {function.rpartition('::')[2]}", ""]
+            names = list(recorded[0].properties)
+            lines += [f"| case | {' | '.join(names)} | |", "|---" * (len(names) + 2) + "|"]
+            for case in recorded:
+                values = [case.properties.get(name, "") for name in names]
+                lines.append(f"| {case.parameters} | {' | '.join(values)} | {case.outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the ledger; the exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("files", nargs="+", type=Path, help="JUnit files that pytest wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--command", default="uv run nox -s campaign")
+    options = parser.parse_args(arguments)
+    cases = [case for path in options.files for case in read_cases(path)]
+    options.out.write_text(ledger(cases, options.command))
+    failed = sum(case.outcome == "failed" for case in cases)
+    print(f"{len(cases)} cases, {failed} failed: {options.out}")
+    return 1 if failed or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
