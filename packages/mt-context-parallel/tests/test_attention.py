@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from mt_context_parallel import (
     AttentionDropout,
     AttentionMask,
+    FlexKernel,
     HierarchicalGroups,
     ReferenceKernel,
     context_parallel_attention,
@@ -21,7 +23,7 @@ from mt_context_parallel import (
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
 
-BATCH, HEADS, DIM = 2, 4, 8
+BATCH, DIM = 2, 8
 KEY = hash_key("test", "dropout")
 
 
@@ -29,6 +31,7 @@ KEY = hash_key("test", "dropout")
 class Case:
     """One attention, whatever it is split over."""
 
+    heads: int = 4
     groups: int = 4
     causal: bool = True
     window: int | None = None
@@ -42,14 +45,14 @@ class Case:
     def draw(self) -> dict[str, Tensor]:
         """Whole q, k, v, the output's gradient, and sinks."""
         g = torch.Generator().manual_seed(11)
-        shape = (BATCH, self.length, HEADS, DIM)
+        shape = (BATCH, self.length, self.heads, DIM)
         narrow = (BATCH, self.length, self.groups, DIM)
         drawn = {
             "q": torch.randn(shape, generator=g, dtype=torch.float64),
             "k": torch.randn(narrow, generator=g, dtype=torch.float64),
             "v": torch.randn(narrow, generator=g, dtype=torch.float64),
             "dout": torch.randn(shape, generator=g, dtype=torch.float64),
-            "sinks": torch.randn(HEADS, generator=g, dtype=torch.float64),
+            "sinks": torch.randn(self.heads, generator=g, dtype=torch.float64),
         }
         return {name: x.to(self.dtype) for name, x in drawn.items()}
 
@@ -81,7 +84,8 @@ def dense(case: Case) -> dict[str, Tensor]:
     whole = {name: x.double().requires_grad_() for name, x in case.draw().items()}
     q = whole["q"].transpose(1, 2)
     k, v = (
-        whole[n].repeat_interleave(HEADS // case.groups, dim=2).transpose(1, 2) for n in ("k", "v")
+        whole[n].repeat_interleave(case.heads // case.groups, dim=2).transpose(1, 2)
+        for n in ("k", "v")
     )
     scores = (q @ k.transpose(-1, -2)) * DIM**-0.5
     scores = scores.masked_fill(~case.allowed(), -torch.inf)
@@ -90,8 +94,8 @@ def dense(case: Case) -> dict[str, Tensor]:
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : case.length]
     if case.dropout:
-        n = case.length
-        index = torch.arange(BATCH * HEADS * n * n).view(BATCH, HEADS, n, n) + 7 * HEADS * n * n
+        n, heads = case.length, case.heads
+        index = torch.arange(BATCH * heads * n * n).view(BATCH, heads, n, n) + 7 * heads * n * n
         weights = weights * (random_uniform(KEY, index) >= case.dropout) / (1 - case.dropout)
     out = (weights @ v).transpose(1, 2)
     out.backward(whole["dout"].detach())
@@ -114,7 +118,8 @@ def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
     sinks = whole["sinks"].requires_grad_() if case.sinks else None
     groups = group
     if algorithm == "hierarchical":
-        groups = HierarchicalGroups.create(group, inner_size=max(1, group.size() // 2))
+        inner_size = options.pop("inner_size", max(1, group.size() // 2))
+        groups = HierarchicalGroups.create(group, inner_size=inner_size)
     dropout = AttentionDropout(
         probability=case.dropout, key=KEY, sample_ids=torch.arange(BATCH) + 7
     )
@@ -142,10 +147,11 @@ def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
 
 
 def worst(case: Case, result: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest element of its tensor."""
     expected = dense(case)
     assert set(result) == set(expected)
     return max(
-        float((result[n].double() - expected[n]).abs().max() / expected[n].abs().max().clamp(min=1))
+        float((result[n].double() - expected[n]).abs().max() / expected[n].abs().max())
         for n in expected
     )
 
@@ -171,6 +177,36 @@ def test_split_attention_is_the_attention_of_the_whole_sequence(ranks, world, al
 
     for case, result in zip(MASKS, ranks(world, body)[0], strict=True):
         assert worst(case, result) < 1e-10, case
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("world", [3, 5, 6, 8])
+def test_any_number_of_ranks_will_do(ranks, world, algorithm) -> None:
+    cases = [replace(case, length=8 * world) for case in MASKS[:4]]
+    if algorithm == "ulysses":  # as many key heads as ranks, and one
+        cases = [replace(case, heads=2 * world, groups=world) for case in cases[:3]] + [
+            replace(cases[3], heads=world)
+        ]
+
+    def body() -> list[dict[str, Tensor]]:
+        return [
+            split_run(case, algorithm, split=split)
+            for case in cases
+            for split in ("zigzag", "contiguous")
+        ]
+
+    for index, result in enumerate(ranks(world, body)[0]):
+        assert worst(cases[index // 2], result) < 1e-10, cases[index // 2]
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_both_levels_of_eight_ranks(ranks, inner) -> None:
+    case = Case(groups=2, window=9, length=64)
+
+    def body() -> dict[str, Tensor]:
+        return split_run(case, "hierarchical", inner_size=inner)
+
+    assert worst(case, ranks(8, body)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("case", MASKS, ids=str)
@@ -209,6 +245,21 @@ def test_heads_with_other_strides_are_read_right(strided: str) -> None:
     out = context_parallel_attention(q, k, v, group=None)
     out.backward(whole["dout"])
     assert worst(case, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}) < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", [case for case in MASKS if not case.dropout], ids=str)
+@pytest.mark.parametrize("world", [1, 3])
+def test_flex_computes_every_tile(ranks, case, world) -> None:
+    """Its unfused form; windows, documents and tiles of other queries than keys in the ring."""
+    case = replace(case, length=48, cu_seqlens=case.cu_seqlens and (0, 12, 48))
+
+    def body() -> dict[str, Tensor]:
+        # torch refuses flex's backward on a CPU, though its unfused form has one.
+        with patch("torch.nn.attention.flex_attention._validate_device"):
+            return split_run(case, "ring", kernels=(FlexKernel(block=10, fused=False),))
+
+    assert worst(case, ranks(world, body)[0]) < 1e-10
 
 
 GRID = [

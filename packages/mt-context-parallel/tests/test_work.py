@@ -10,15 +10,21 @@ import torch.distributed as dist
 from mt_context_parallel import (
     AttentionDropout,
     AttentionMask,
+    CudnnKernel,
     FlashKernel,
+    FlexKernel,
     HierarchicalGroups,
     ReferenceKernel,
     SdpaCpuKernel,
+    Segment,
+    Tile,
     context_parallel_attention,
+    default_kernels,
     merge,
     shard,
     unshard,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Counting(ReferenceKernel):
@@ -145,18 +151,60 @@ def test_the_ring_sends_before_it_computes_and_no_more_than_it_must(ranks) -> No
         assert backward == ["send", "compute", "send", "send", "compute", "send", "compute", "send"]
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-def test_the_calls_of_the_flash_kernel_fit_the_operators_of_this_torch(groups, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "groups"), [(FlashKernel, 4), (FlashKernel, 2), (CudnnKernel, 4)]
+)
+def test_the_calls_of_a_cuda_kernel_fit_the_operators_of_this_torch(
+    kernel, groups, monkeypatch
+) -> None:
     # Shapes and types alone, on the meta device; the values are tested on a GPU.
-    monkeypatch.setattr(FlashKernel, "supports", lambda *_: None)
+    monkeypatch.setattr(kernel, "supports", lambda *_: None)
     qkv = [
         torch.empty(2, 64, n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for n in (4, groups, groups)
     ]
-    out = context_parallel_attention(*qkv, group=None, kernels=(FlashKernel(),))
+    out = context_parallel_attention(*qkv, group=None, kernels=(kernel(),))
     out.sum().backward()
     assert out.shape == qkv[0].shape
     assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
+
+
+REASONS = [
+    # kernel, head_dim, key heads, dtype, options of the mask, part of the reason
+    (FlashKernel(), 64, 4, torch.bfloat16, {}, None),
+    (FlashKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
+    (FlashKernel(), 60, 4, torch.bfloat16, {}, "head_dim 60, not a multiple of 8 up to 256"),
+    (FlashKernel(), 64, 4, torch.bfloat16, {"window": 3}, "a window of 3"),
+    (CudnnKernel(), 136, 4, torch.bfloat16, {}, "head_dim 136, not a multiple of 8 up to 128"),
+    (CudnnKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
+    (FlexKernel(), 64, 2, torch.bfloat16, {"window": 3}, None),
+    (FlexKernel(), 64, 2, torch.float64, {}, "dtype torch.float64"),
+    (FlexKernel(), 8, 2, torch.bfloat16, {}, "head_dim 8, below 16"),
+    (FlexKernel(), 64, 2, torch.bfloat16, {"dropout": 0.1}, "dropout by global index"),
+    (SdpaCpuKernel(), 64, 2, torch.bfloat16, {}, "device cuda"),
+    (ReferenceKernel(), 8, 2, torch.float64, {"dropout": 0.1, "window": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("kernel", "width", "groups", "dtype", "options", "reason"), REASONS)
+def test_a_kernel_says_why_it_cannot(kernel, width, groups, dtype, options, reason) -> None:
+    run = Segment(0, 8, 0, 0)
+    dropout = None
+    if "dropout" in options:
+        dropout = AttentionDropout(probability=0.1, key=1, sample_ids=torch.arange(1))
+    tile = Tile(
+        q=run, kv=run, causal=True, window=options.get("window"), documents=None, length=8,
+        dropout=dropout, scale=1.0,
+    )  # fmt: skip
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 4, width, dtype=dtype, device="cuda")
+        k = torch.empty(1, 8, groups, width, dtype=dtype, device="cuda")
+        assert kernel.supports(q, k, k, tile) == reason
+
+
+def test_fused_kernels_come_first() -> None:
+    names = [kernel.name for kernel in default_kernels()]
+    assert names == ["flash", "cudnn", "flex", "sdpa-cpu", "reference"]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])

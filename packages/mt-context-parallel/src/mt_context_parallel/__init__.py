@@ -11,7 +11,14 @@ from mt_context_parallel.attention import (
     context_parallel_attention,
     default_kernels,
 )
-from mt_context_parallel.kernels import FlashKernel, Kernel, ReferenceKernel, SdpaCpuKernel
+from mt_context_parallel.flex import FlexKernel
+from mt_context_parallel.kernels import (
+    CudnnKernel,
+    FlashKernel,
+    Kernel,
+    ReferenceKernel,
+    SdpaCpuKernel,
+)
 from mt_context_parallel.local import merge
 from mt_context_parallel.splits import (
     Segment,
@@ -37,9 +44,11 @@ __all__ = [
     "Algorithm",
     "AttentionDropout",
     "AttentionMask",
+    "CudnnKernel",
     "DynamicItem",
     "DynamicPlan",
     "FlashKernel",
+    "FlexKernel",
     "HierarchicalGroups",
     "Kernel",
     "ReferenceKernel",

@@ -10,9 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_context_parallel.exchange import heads_to_tokens, tokens_to_heads
+from mt_context_parallel.flex import FlexKernel
 from mt_context_parallel.function import SplitAttention
 from mt_context_parallel.gathered import order_of, sorted_runs
-from mt_context_parallel.kernels import FlashKernel, Kernel, ReferenceKernel, SdpaCpuKernel
+from mt_context_parallel.kernels import (
+    CudnnKernel,
+    FlashKernel,
+    Kernel,
+    ReferenceKernel,
+    SdpaCpuKernel,
+)
 from mt_context_parallel.local import LocalAttention
 from mt_context_parallel.splits import Segment, Split, segments
 from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
@@ -58,7 +65,7 @@ class HierarchicalGroups:
 
 def default_kernels() -> tuple[Kernel, ...]:
     """Fused kernels first; the plain one computes what they cannot."""
-    return FlashKernel(), SdpaCpuKernel(), ReferenceKernel()
+    return FlashKernel(), CudnnKernel(), FlexKernel(), SdpaCpuKernel(), ReferenceKernel()
 
 
 def context_parallel_attention(  # noqa: PLR0913 - the options of one operation, by keyword

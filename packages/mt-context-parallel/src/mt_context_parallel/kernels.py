@@ -13,7 +13,15 @@ from torch import Tensor
 
 from mt_context_parallel.tiles import Tile
 
-__all__ = ["FlashKernel", "Kernel", "ReferenceKernel", "SdpaCpuKernel", "TileGrads", "kernel_for"]
+__all__ = [
+    "CudnnKernel",
+    "FlashKernel",
+    "Kernel",
+    "ReferenceKernel",
+    "SdpaCpuKernel",
+    "TileGrads",
+    "kernel_for",
+]
 
 
 class TileGrads(NamedTuple):
@@ -182,15 +190,9 @@ class FlashKernel:
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See :class:`Kernel`."""
-        if q.device.type != "cuda":
-            return f"device {q.device.type}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"dtype {q.dtype}"
-        if q.shape[-1] > 256 or q.shape[-1] % 8:
-            return f"head_dim {q.shape[-1]}, not a multiple of 8 up to 256"
         if not hasattr(torch.ops.aten, "_flash_attention_forward"):
             return "a torch built without flash attention"
-        return _plain_causal(q, v, tile)
+        return _plain_half_precision(q, v, tile, largest=256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
@@ -214,6 +216,60 @@ class FlashKernel:
             scale=tile.scale,
         )
         return TileGrads(*grads)
+
+
+class CudnnKernel:
+    """cuDNN's attention for CUDA, fp16 and bf16: full and causal tiles, a key head per query."""
+
+    name = "cudnn"
+    block: int | None = None
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+        """See :class:`Kernel`."""
+        reason = _plain_half_precision(q, v, tile, largest=128)
+        if reason is not None:
+            return reason
+        if not torch.backends.cudnn.is_available() or (torch.backends.cudnn.version() or 0) < 90000:
+            return f"cuDNN {torch.backends.cudnn.version()}, older than 9"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return f"compute capability {torch.cuda.get_device_capability(q.device)}, below 8.0"
+        if q.shape[2] != k.shape[2]:
+            return f"{k.shape[2]} key heads for {q.shape[2]} query heads"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            *(None, True, 0.0, tile.causal, False),
+            scale=tile.scale,
+        )
+        return out.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
+    ) -> TileGrads:
+        """See :class:`Kernel`."""
+        dout, out, lse, _ = of_queries
+        unused = torch.zeros(1, dtype=torch.int64, device=q.device)  # seeds of a dropout of 0
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous())),
+            lse.contiguous()[..., None],
+            *(unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, tile.causal),
+            scale=tile.scale,
+        )
+        return TileGrads(*(g.transpose(1, 2) for g in grads))
+
+
+def _plain_half_precision(q: Tensor, v: Tensor, tile: Tile, *, largest: int) -> str | None:
+    """Why a CUDA kernel for plain tiles in half precision cannot compute the tile."""
+    if q.device.type != "cuda":
+        return f"device {q.device.type}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {q.dtype}"
+    if q.shape[-1] > largest or q.shape[-1] % 8:
+        return f"head_dim {q.shape[-1]}, not a multiple of 8 up to {largest}"
+    return _plain_causal(q, v, tile)
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
