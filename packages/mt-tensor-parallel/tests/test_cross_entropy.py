@@ -167,3 +167,16 @@ def test_bad_labels_and_shapes_are_named() -> None:
         vocab_parallel_cross_entropy(logits, torch.tensor([[0, -1, 1], [0, 0, 0]]))
     with pytest.raises(ValueError, match=r"labels of shape \(2,\) do not match logits"):
         vocab_parallel_cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
+
+
+def test_gathered_logits_are_refused(ranks) -> None:
+    """Counted on every rank they would be off by log(ranks)."""
+
+    def body() -> None:
+        whole = torch.zeros(2, 8)
+        with pytest.raises(ValueError, match="every rank has all 8 columns .* count them 2 times"):
+            vocab_parallel_cross_entropy(
+                whole, torch.zeros(2, dtype=torch.int64), group=dist.group.WORLD, vocab_size=8
+            )
+
+    ranks(2, body)

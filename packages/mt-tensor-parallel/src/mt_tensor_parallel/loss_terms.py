@@ -52,7 +52,13 @@ class LossTerms:
         Raises:
             ValueError: A number is out of range.
         """
-        padded = width * group_size(group)
+        ranks = group_size(group)
+        if ranks > 1 and width == vocab_size:
+            raise ValueError(
+                f"every rank has all {vocab_size} columns of the vocabulary, and would count them "
+                f"{ranks} times; give each rank its part of the logits, or group=None"
+            )
+        padded = width * ranks
         size = padded if vocab_size is None else vocab_size
         if not 1 <= size <= padded:
             raise ValueError(
