@@ -79,7 +79,7 @@ def oracle_attention(p, name, x, mixer, eps):
     weights = torch.exp(scores).masked_fill(future, 0)
     weights = weights / weights.sum(-1, keepdim=True)
     mixed = torch.einsum("bgpst,btgd->bsgpd", weights, value)
-    out = torch.einsum("bsgpd,hgpd->bsh", mixed, p[f"{name}.out.weight"])
+    out = torch.einsum("bsnd,hnd->bsh", mixed.flatten(2, 3), p[f"{name}.out.weight"])
     return out + p.get(f"{name}.out.bias", torch.tensor(0.0))
 
 
