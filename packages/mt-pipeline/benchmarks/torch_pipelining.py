@@ -7,6 +7,9 @@ is done. For each schedule the median of the ratios ours / theirs of neighbourin
 with the middle half of them, and the ratio of the CPU time of all ranks, which a busy machine
 changes less. Below 1 is faster than torch. Where processes and memory come to lie makes some
 launches faster than others, so several are pooled.
+
+torch's ranks do not tell each other of a failure, so here ours do not either; by default they do,
+and so they do with `--share-failures`.
 """
 
 import argparse
@@ -94,7 +97,7 @@ def their_step(name: str, stages: list[nn.Module], schedule: Schedule) -> Step:
     return step
 
 
-def our_step(stages: list[nn.Module], schedule: Schedule) -> Step:
+def our_step(stages: list[nn.Module], schedule: Schedule, *, share_failures: bool) -> Step:
     """A function that runs one step of ours."""
     functions = [
         lambda x, batch, module=module: module(batch[0] if x is None else x) for module in stages
@@ -104,6 +107,7 @@ def our_step(stages: list[nn.Module], schedule: Schedule) -> Step:
         functions if len(functions) > 1 else functions[0],
         group=dist.group.WORLD,
         activation=lambda batch: TensorSpec(tuple(batch[0].shape), batch[0].dtype),
+        share_failures=share_failures,
     )
 
     def step(x: torch.Tensor, target: torch.Tensor) -> None:
@@ -172,7 +176,7 @@ def run(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> No
             if rank == 0:
                 print(f"{label}: torch raises {type(error).__name__}: {str(error)[:80]}")
             continue
-        ours = our_step(mine, schedule)
+        ours = our_step(mine, schedule, share_failures=arguments.share_failures)
         ours(*data)
         gradients = [
             [p.grad for m in modules for p in m.parameters()] for modules in (mine, copies)
@@ -195,6 +199,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=[name for name, _, _ in PAIRS])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--share-failures", action="store_true")
     arguments = parser.parse_args()
     for world in arguments.stages:
         pooled: dict[str, list[dict[str, Any]]] = {}

@@ -226,3 +226,18 @@ def test_a_hook_that_the_schedule_has_must_be_given():
         Executor(schedule, Stage(0), group=None)
     with pytest.raises(ValueError, match=r"hooks has .*only Op.GATHER and Op.REDUCE call a hook"):
         Executor(schedule, Stage(0), group=None, hooks={Op.F: print})
+
+
+def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):
+    def body():
+        stages, executor = make_executor(make_schedule("1f1b", 2, 3), share_failures=False)
+        stages[0].faults = ((1, 1, False, "boom"),)
+        run = lambda: executor.run(batches(3), objective=objective)  # noqa: E731
+        if dist.get_rank() == 1:
+            assert "boom" in failure_of(run)[0]
+        else:
+            assert run() == []
+        stages[0].faults = ()
+        return len(run())  # and the pipeline goes on
+
+    assert ranks(2, body) == [0, 3]

@@ -174,7 +174,7 @@ def test_gathered_logits_are_refused(ranks) -> None:
 
     def body() -> None:
         whole = torch.zeros(2, 8)
-        with pytest.raises(ValueError, match="every rank has all 8 columns .* count them 2 times"):
+        with pytest.raises(ValueError, match=r"every rank has all 8 columns .* count them 2 times"):
             vocab_parallel_cross_entropy(
                 whole, torch.zeros(2, dtype=torch.int64), group=dist.group.WORLD, vocab_size=8
             )

@@ -57,6 +57,10 @@ class Executor(Generic[M]):
             the device is not a CPU.
         hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them, what is called with
             the number of the stage. It may start a collective; whoever needs the result waits.
+        share_failures: Whether ranks agree at the end of each run, by one all-reduce of a number,
+            on what failed where. Without it a `StageError` is raised on its own rank alone: for
+            steps so short that one more message counts, under a launcher that ends all ranks with
+            one.
 
     Raises:
         ValueError: The schedule has violations, or does not fit the group, the stages or the
@@ -64,7 +68,7 @@ class Executor(Generic[M]):
         TransferError: Another rank of the group did not come.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the executor's own settings, all but two by keyword
         self,
         schedule: Schedule,
         stage: Stage[M] | Sequence[Stage[M]],
@@ -74,6 +78,7 @@ class Executor(Generic[M]):
         device: torch.device | str = "cpu",
         batch_p2p: bool | None = None,
         hooks: Mapping[Op, Callable[[int], object]] | None = None,
+        share_failures: bool = True,
     ) -> None:
         size = 1 if group is None else dist.get_world_size(group)
         if size != len(schedule.ranks):
@@ -105,6 +110,7 @@ class Executor(Generic[M]):
             batched=device.type != "cpu" if batch_p2p is None else batch_p2p,
         )
         self._activation = activation
+        self._share_failures = share_failures
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
         if group is not None:
@@ -244,7 +250,7 @@ class Executor(Generic[M]):
 
     def _raise_failure(self, run: Run[M], schedule: Schedule) -> None:
         failure = run.failure
-        if self._place.group is not None:
+        if self._place.group is not None and self._share_failures:
             failure = share_failure(
                 failure, schedule=schedule, group=self._place.group, device=self._place.device
             )
