@@ -14,6 +14,7 @@ from mt_parallel_state import (
     offsets_of,
     sharding_of,
 )
+from mt_tensor_parallel import LoraLinear, add_lora
 
 TINY = {
     "vocab_size": 48,
@@ -229,6 +230,23 @@ def test_tensor_parallel_decoding_equals_one_rank(ranks, kv_heads):
     for got_first, got_tokens in ranks(2, generate, 2, kv_heads):
         assert torch.allclose(got_first, first, rtol=1e-4, atol=1e-5)
         assert torch.equal(got_tokens, tokens)
+
+
+def test_adapters_go_on_a_model_with_more_ranks_than_key_value_heads(ranks):
+    def loss(tp):
+        state = ParallelState(ParallelLayout(tp=tp))
+        model = build(gpt(**TINY, num_kv_heads=1), state)
+        add_lora(model, rank=2)
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, LoraLinear):
+                    layer.a.fill_(0.05)
+                    layer.b.fill_(0.05)
+        return model(None, batch())["lm"].detach()
+
+    expected = loss(1)
+    for got in ranks(4, loss, 4):
+        assert torch.allclose(got, expected, rtol=1e-10, atol=0)
 
 
 def sequence_error():

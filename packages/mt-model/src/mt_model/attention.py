@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
         self.first_head = placement.tp_index * own_heads
         self.exchanges_heads = groups < placement.tp
+        self.group = placement.group
         self.context, self.layer = placement.context, layer
         linear = placement.linear_arguments()
         self.qkv = ColumnParallelLinear(
@@ -97,7 +98,7 @@ class Attention(nn.Module):
         """Attend over the sequence; `layer` is the index in the stage, for the cache."""
         qkv = self.qkv(x)
         if self.exchanges_heads:
-            qkv = exchange_kv_groups(qkv, self.qkv.group)
+            qkv = exchange_kv_groups(qkv, self.group)
         table = None
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]
