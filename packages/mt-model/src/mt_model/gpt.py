@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypedDict, cast
 
@@ -11,7 +10,6 @@ from mt_context_parallel import Algorithm
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
-    initialize_,
     shard_param,
     sharding_of,
 )
@@ -34,10 +32,11 @@ from mt_model.cache import KVCache
 from mt_model.config import ModelConfig, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.gemm import default_gemm
+from mt_model.initialization import materialize
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Pass, Placement
-from mt_model.rotary import rotary_table
+from mt_model.rotary import RotaryTables
 
 
 class LossOutput(TypedDict):
@@ -115,7 +114,8 @@ class GPT(nn.Module):
             ),
         )
         self._build()
-        self._materialize(state, seed)
+        if where.type != "meta":
+            materialize(self, config, state, seed=seed, device=where)
 
     @property
     def has_embedding(self) -> bool:
@@ -201,7 +201,7 @@ class GPT(nn.Module):
         shared = Pass(
             length=tokens.shape[1],
             start=start,
-            tables=self._tables(start, tokens.shape[1]),
+            tables=self.rotary.at(start, tokens.shape[1]),
             cache=cache,
         )
         x = self._run_layers(self._embed(tokens, shared), shared)
@@ -261,7 +261,11 @@ class GPT(nn.Module):
             placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
             if not config.tied:
                 self.head = self._vocab_matrix()
-        self._build_tables()
+        self.rotary = RotaryTables(
+            [config.layers[i].mixer for i in self.layer_range],
+            length=config.max_sequence_length,
+            **where,
+        )
 
     def _vocab_matrix(self) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(
@@ -278,44 +282,6 @@ class GPT(nn.Module):
             spec = sharding_of(weight).spec
             shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
 
-    def _build_tables(self) -> None:
-        """Rotary tables for every position, once per distinct (head_dim, theta)."""
-        self._table_names: dict[tuple[int, float], str] = {}
-        for layer in (self.config.layers[i] for i in self.layer_range):
-            head_dim, theta = layer.mixer.head_dim, layer.mixer.rope_theta
-            if theta is None or (head_dim, theta) in self._table_names:
-                continue
-            name = f"rotary_table_{len(self._table_names)}"
-            table = rotary_table(
-                self.config.max_sequence_length,
-                head_dim,
-                theta,
-                dtype=self.placement.dtype,
-                device=self.placement.device,
-            )
-            self.register_buffer(name, table, persistent=False)
-            self._table_names[head_dim, theta] = name
-
-    def _materialize(self, state: ParallelState, seed: int) -> None:
-        """Give every parameter memory and its initial value."""
-        residual = self.config.init_std / math.sqrt(2 * self.config.num_layers)
-        for name, meta in list(self.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            if owner.endswith("norm") or self.placement.device.type == "meta":
-                continue
-            param = nn.Parameter(torch.empty_like(meta, device=self.placement.device))
-            record = sharding_of(meta)
-            shard_param(
-                param, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy
-            )
-            setattr(self.get_submodule(owner), leaf, param)
-            if leaf == "bias":
-                nn.init.zeros_(param)
-                continue
-            writes_residual = owner.endswith(("attention.out", "mlp.down"))
-            std = residual if writes_residual else self.config.init_std
-            initialize_(param, seed=seed, name=name, layout=state.layout, rank=state.rank, std=std)
-
     def _share(self, batch: Mapping[str, Tensor]) -> Pass:
         if "tokens" not in batch:
             raise ValueError("every stage needs batch['tokens'] of shape [B, S]")
@@ -323,7 +289,7 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         self._check_length(length)
         placement.check_length(length)
-        tables = self._tables(0, length)
+        tables = self.rotary.at(0, length)
         if placement.context.group is not None:
             positions = placement.context.positions(length, tokens.device)
             tables = {key: table[:, positions] for key, table in tables.items()}
@@ -353,12 +319,6 @@ class GPT(nn.Module):
         if not self.placement.sequence_parallel:
             return positions
         return positions.chunk(self.placement.tp)[self.placement.tp_index]
-
-    def _tables(self, start: int, length: int) -> dict[tuple[int, float], Tensor]:
-        return {
-            key: self.get_buffer(name)[:, start : start + length]
-            for key, name in self._table_names.items()
-        }
 
     def _embed(self, tokens: Tensor, shared: Pass) -> Tensor:
         x = self.embedding(tokens)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from mt_model.config import AttentionConfig
 
 
 def rotary_table(
@@ -28,6 +31,42 @@ def rotary_table(
     angle = torch.outer(position, theta**-exponent)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(dtype)
+
+
+class RotaryTables(nn.Module):
+    """The tables of a stage's layers for every position, one per distinct (head_dim, theta).
+
+    Args:
+        mixers: of the layers; those without a theta don't rotate.
+        length: positions.
+        dtype: of the tables.
+        device: of the tables.
+    """
+
+    def __init__(
+        self,
+        mixers: Iterable[AttentionConfig],
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._names: dict[tuple[int, float], str] = {}
+        for mixer in mixers:
+            head_dim, theta = mixer.head_dim, mixer.rope_theta
+            if theta is None or (head_dim, theta) in self._names:
+                continue
+            name = self._names[head_dim, theta] = f"table_{len(self._names)}"
+            table = rotary_table(length, head_dim, theta, dtype=dtype, device=device)
+            self.register_buffer(name, table, persistent=False)
+
+    def at(self, start: int, length: int) -> dict[tuple[int, float], Tensor]:
+        """Tables of positions `start` to `start + length` by (head_dim, theta), [2, length, D]."""
+        return {
+            key: self.get_buffer(name)[:, start : start + length]
+            for key, name in self._names.items()
+        }
 
 
 def swap_halves(x: Tensor) -> Tensor:

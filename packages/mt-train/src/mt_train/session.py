@@ -200,7 +200,7 @@ class _Session:
         parameters = self.trainer.count_parameters()
         console.say(
             f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
-            f"{self.state.device.type}; tp {layout.tp} pp {layout.pp} dp {layout.dp}"
+            f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
         )
         if self.resumed_from is not None:
             console.say(f"continuing from {self.resumed_from}")
