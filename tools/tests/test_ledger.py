@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from ledger import main
+
+OUR_SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 
 SUITE = """\
 import pytest
@@ -23,7 +26,8 @@ def test_plain():
 def written(tmp_path, wrong: str) -> tuple[int, str]:
     (tmp_path / "test_suite.py").write_text(SUITE.replace("WRONG", wrong))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:mt_testing", "--junitxml", "r.xml"]
-    subprocess.run([*command, "test_suite.py"], cwd=tmp_path, check=False, capture_output=True)
+    command += ["--config-file", str(OUR_SETTINGS), "--rootdir", ".", "test_suite.py"]
+    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
     status = main([str(tmp_path / "r.xml"), "--out", str(tmp_path / "out.md")])
     return status, (tmp_path / "out.md").read_text()
 
