@@ -118,6 +118,23 @@ def test_more_ranks_than_key_value_heads_train_like_one_process(
     assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "options"),
+    [
+        ("selective", ["parallel.pp=2", "pipeline.schedule=zb-h1", SEQUENCE_PARALLEL]),
+        ("full", ["parallel.pp=2", "pipeline.schedule=zb-v"]),
+        ("full", ["parallel.cp=2"]),
+    ],
+)
+def test_recomputation_trains_like_one_process(
+    recompute, options, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    options = [*options, "parallel.tp=2", f"training.recompute={recompute}", "training.dtype=fp64"]
+    options += ["model.tied=true", "training.micro_batch_size=2"]
+    run = tiny.train(tmp_path, *options, nproc=4)
+    assert_same_run(run, reference("fp64", True), "fp64", losses, held_out, arrays)
+
+
 @pytest.mark.parametrize("other", ["parallel.pp=2", "parallel.cp=2"])
 @pytest.mark.parametrize(
     "option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]

@@ -315,3 +315,23 @@ def test_two_models_live_side_by_side():
     alone = first(None, data)["lm"]
     second(None, data)
     assert torch.equal(first(None, data)["lm"], alone)
+
+
+def kept_bytes(recompute):
+    """Bytes of activations that a training step holds between forward and backward."""
+    model, kept = GPT(gpt(**TINY), recompute=recompute), {}
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    weights = {param.untyped_storage()._cdata for param in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage()._cdata, t), lambda t: t
+    ):
+        model(None, {"tokens": tokens, "labels": tokens})
+    return sum(t.untyped_storage().size() for ptr, t in kept.items() if ptr not in weights)
+
+
+def test_recomputation_keeps_less():
+    nothing, selective, full = (kept_bytes(how) for how in ("none", "selective", "full"))
+    assert full < 0.5 * selective
+    assert selective < 0.9 * nothing
+    with pytest.raises(ValueError, match=r"recompute must be one of .*, got 'all'"):
+        GPT(gpt(**TINY), recompute="all")

@@ -118,10 +118,14 @@ def on_context_rank(variant, tp, cp, algorithms):
     return loss, int(tokens), grads, offsets
 
 
-def on_rank(variant, tp, stages, sequence_parallel):
+def on_rank(variant, tp, stages, sequence_parallel, recompute="none"):
     state = ParallelState(ParallelLayout(tp=tp))
     loss, tokens, models = gradients(
-        gpt(**{**TINY, **VARIANTS[variant]}), state, stages, sequence_parallel=sequence_parallel
+        gpt(**{**TINY, **VARIANTS[variant]}),
+        state,
+        stages,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
     )
     return (loss, tokens, *finish(models, state))
 
@@ -143,6 +147,14 @@ def assert_equal_to_one_rank(results, variant):
 def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
     assert results[0][2]["layers.0.attention.out.weight"].shape[1] <= 2
+    assert_equal_to_one_rank(results, variant)
+
+
+@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):
+    results = ranks(tp, on_rank, variant, tp, [range(3)], sequence_parallel, recompute)
     assert_equal_to_one_rank(results, variant)
 
 

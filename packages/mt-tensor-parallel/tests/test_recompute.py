@@ -49,6 +49,40 @@ def test_gradients_and_random_numbers_are_those_without_recomputation(named) -> 
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+def test_parameters_behind_a_frozen_input_get_their_gradients() -> None:
+    linear, x = nn.Linear(4, 3), torch.ones(2, 4)
+    recompute(linear, x).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.full((3, 4), 2.0))
+    recompute(lambda x: x * 2, x).sum().backward()  # nothing inside needs one
+    norm, activation = nn.LayerNorm(4), DiscardedOutput()
+    y = linear(activation.run(norm, x))
+    activation.discard(y)
+    y.sum().backward()
+    assert norm.bias.grad is not None
+    with torch.no_grad():
+        assert not recompute(linear, x).requires_grad
+
+
+@pytest.mark.parametrize("how", ["recompute", "discarded"])
+def test_the_second_run_is_cast_like_the_first(how: str) -> None:
+    linear, seen = nn.Linear(4, 4), []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(linear(x).dtype)
+        return linear(x)
+
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if how == "recompute":
+            y = recompute(function, x)
+        else:
+            activation = DiscardedOutput()
+            y = activation.run(function, x).sin()
+            activation.discard(y)
+    y.float().sum().backward()
+    assert seen == [torch.bfloat16] * 2
+
+
 def test_only_the_inputs_are_kept_and_each_rank_keeps_its_share(ranks) -> None:
     def body() -> None:
         group = dist.group.WORLD
@@ -102,6 +136,37 @@ def test_a_discarded_output_comes_back_for_backward(discards: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+def test_a_discarded_output_may_be_a_part_of_something_larger() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    activation = DiscardedOutput()
+    y = activation.run(lambda x: x.sin()[2:], x).square()
+    activation.discard(y)
+    y.sum().backward()
+    mine, x.grad = x.grad, None
+    x.sin()[2:].square().sum().backward()
+    assert torch.equal(mine, x.grad)
+
+
+def test_streams_may_be_added_before_backward_and_errors_leave_them_as_they_were() -> None:
+    streams, fails = RngStreams(), []
+    streams.add("inside", 5)
+
+    def function(x: Tensor) -> Tensor:
+        with streams.use("inside"):
+            y = F.dropout(x)
+        if fails:
+            raise FloatingPointError
+        return y
+
+    y = recompute(function, torch.ones(64, requires_grad=True), streams=streams)
+    streams.add("later", 6)
+    before = streams.state_dict()
+    fails.append(True)
+    with pytest.raises(FloatingPointError):
+        y.sum().backward()
+    assert all(torch.equal(before[name], state) for name, state in streams.state_dict().items())
+
+
 def test_misuse_of_a_discarded_output_is_named() -> None:
     once = DiscardedOutput()
     with pytest.raises(RuntimeError, match=r"discard\(\) before run\(\)"):
@@ -114,6 +179,8 @@ def test_misuse_of_a_discarded_output_is_named() -> None:
         once.discard(torch.ones(1))
     with pytest.raises(ValueError, match="needs at least one input"):
         recompute(lambda: x)
+    with pytest.raises(TypeError, match="returned tuple, and only one tensor"):
+        recompute(lambda x: (x, x), x)
 
 
 def test_streams_are_independent_named_and_saved() -> None:
@@ -136,6 +203,8 @@ def test_streams_are_independent_named_and_saved() -> None:
     assert not torch.equal(first, second)
     with pytest.raises(KeyError, match="no random stream 'inner'; known: inside, outside"):
         streams.use("inner").__enter__()
+    with pytest.raises(RuntimeError, match="'inside' is in use already"), streams.use("inside"):
+        streams.use("inside").__enter__()
     with pytest.raises(ValueError, match="there is a stream 'inside' already"):
         streams.add("inside", 1)
     with pytest.raises(ValueError, match="is that of stream 'outside'"):

@@ -89,6 +89,10 @@ BROKEN = {
         MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 3"),
         "run.yaml:10: training.micro_batch_size: 3 does not divide",
     ),
+    "recomputation of compiled stages": (
+        MINIMAL + "  recompute: full\n  compile: true\n",
+        "run.yaml:12: training.recompute: 'full' does not go with training.compile",
+    ),
     "unknown choice": (
         MINIMAL + "optimizer:\n  schedule: cosin\n",
         "run.yaml:13: optimizer.schedule: 'cosin' is not one of constant, linear, cosine, "

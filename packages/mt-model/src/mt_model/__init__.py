@@ -14,6 +14,7 @@ from mt_model.dtype import DTYPES
 from mt_model.flops import flops_per_token, num_parameters
 from mt_model.gpt import GPT, LossOutput
 from mt_model.presets import PRESETS, gpt, preset
+from mt_model.recomputation import Recompute
 
 __all__ = [
     "DTYPES",
@@ -26,6 +27,7 @@ __all__ = [
     "MLPConfig",
     "ModelConfig",
     "NormConfig",
+    "Recompute",
     "flops_per_token",
     "gpt",
     "keep_freed_memory",

@@ -36,6 +36,7 @@ from mt_model.initialization import materialize
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Pass, Placement
+from mt_model.recomputation import Recompute
 from mt_model.rotary import RotaryTables
 
 
@@ -70,6 +71,9 @@ class GPT(nn.Module):
         context_algorithm: how attention reaches the keys of the other ranks of a context group;
             a list has one for each layer of the whole model.
         context_inner_size: ranks that swap tokens for heads, for the hierarchical algorithm.
+        recompute: what backward computes again instead of keeping it: with "full" each layer
+            keeps its input only (each tensor-parallel rank a share of it), with "selective" the
+            outputs of norms and activations are freed, which costs far less.
         seed: of initial values and dropout.
         gemm: computes the linear layers.
         dtype: of parameters and activations.
@@ -89,6 +93,7 @@ class GPT(nn.Module):
         sequence_parallel: bool = False,
         context_algorithm: Algorithm | Sequence[Algorithm] = "ring",
         context_inner_size: int | None = None,
+        recompute: Recompute = "none",
         seed: int = 0,
         gemm: Gemm | None = None,
         dtype: torch.dtype = torch.float32,
@@ -112,6 +117,7 @@ class GPT(nn.Module):
             context=Context.create(
                 state, context_algorithm, context_inner_size, layers=config.num_layers
             ),
+            recompute=recompute,
         )
         self._build()
         if where.type != "meta":

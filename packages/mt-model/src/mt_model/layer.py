@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from mt_tensor_parallel import recompute
 from torch import Tensor, nn
 
 from mt_model.attention import Attention
@@ -10,6 +15,7 @@ from mt_model.dropout import DropoutSite
 from mt_model.mlp import MLP
 from mt_model.norm import build_norm
 from mt_model.placement import Pass, Placement
+from mt_model.recomputation import discard_between
 
 
 class TransformerLayer(nn.Module):
@@ -29,6 +35,8 @@ class TransformerLayer(nn.Module):
         self, config: LayerConfig, model: ModelConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
+        self.recompute = placement.recompute
+        self.group = None if placement.sequence_parallel else placement.group
         size, where = model.hidden_size, {"dtype": placement.dtype, "device": placement.device}
         self.attention_norm = build_norm(model.norm, size, **where)
         self.attention = Attention(
@@ -49,8 +57,25 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
         """Apply the layer; `layer` is the index in the stage, for the cache."""
-        mixed = self.attention(self.attention_norm(x), shared, layer=layer)
+        if self.recompute != "full" or not torch.is_grad_enabled():
+            return self._run(x, shared, layer=layer)
+        shares = self.group is not None and x.numel() % self.group.size() == 0
+        return recompute(
+            partial(self._run, shared=shared, layer=layer),
+            x,
+            group=self.group if shares else None,
+        )
+
+    def _run(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
+        attention = partial(self.attention, shared=shared, layer=layer)
+        mixed = self._behind(self.attention_norm, attention, x)
         x = x + self.mixer_dropout(mixed, shared.hidden_index)
         if self.mlp is None or self.mlp_norm is None:
             return x
-        return x + self.feed_forward_dropout(self.mlp(self.mlp_norm(x)), shared.hidden_index)
+        fed = self._behind(self.mlp_norm, self.mlp, x)
+        return x + self.feed_forward_dropout(fed, shared.hidden_index)
+
+    def _behind(self, norm: nn.Module, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.recompute != "selective":
+            return branch(norm(x))
+        return discard_between(norm, branch, x)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.activation import activate, gated
 from mt_model.config import MLPConfig
 from mt_model.placement import Placement
+from mt_model.recomputation import discard_between
 
 
 class MLP(nn.Module):
@@ -27,6 +30,7 @@ class MLP(nn.Module):
     def __init__(self, config: MLPConfig, hidden_size: int, *, placement: Placement) -> None:
         super().__init__()
         self.activation, self.gated = config.activation, config.gated
+        self.recompute = placement.recompute
         linear = placement.linear_arguments()
         shape = (2, config.ffn_size) if config.gated else config.ffn_size
         shard_dim = 1 if config.gated else 0
@@ -37,6 +41,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to each token."""
-        up = self.up(x)
-        hidden = gated(up, self.activation) if self.gated else activate(up, self.activation)
-        return self.down(hidden)
+        up, act = self.up(x), partial(gated if self.gated else activate, kind=self.activation)
+        if self.recompute == "selective":
+            return discard_between(act, self.down, up)
+        return self.down(act(up))

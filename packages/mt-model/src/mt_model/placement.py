@@ -13,6 +13,8 @@ from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
+from mt_model.recomputation import Recompute
+
 if TYPE_CHECKING:
     from mt_model.cache import KVCache
 
@@ -110,6 +112,7 @@ class Placement:
         dtype: of the parameters.
         device: of the parameters.
         context: the ranks that share the sequences.
+        recompute: which activations are computed again in backward.
     """
 
     group: dist.ProcessGroup | None
@@ -121,6 +124,13 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     context: Context = field(default_factory=Context)
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"recompute must be one of {get_args(Recompute)}, got {self.recompute!r}"
+            )
 
     def linear_arguments(self) -> LinearArguments:
         """For the constructors of parallel linear layers; they draw nothing (`GPT` does)."""

@@ -14,19 +14,33 @@ from mt_tensor_parallel.rng import RngStreams
 __all__ = ["DiscardedOutput", "recompute"]
 
 
-class _Randomness:
-    """The default generator and named streams, as they were at some point."""
+class _Surroundings:
+    """Autocast, the device's default generator and named streams, as they were at some point."""
 
     def __init__(self, streams: RngStreams | None, device: torch.device) -> None:
-        self._streams = streams
-        self._default = streams if streams is not None else RngStreams(device)
-        self._state = self._default.default_state()
+        self._generator, self._streams = RngStreams(device), streams
+        self._state = self._generator.default_state()
         self._named = None if streams is None else streams.state_dict()
+        self._autocast = torch.autocast(
+            device.type,
+            dtype=torch.get_autocast_dtype(device.type),
+            enabled=torch.is_autocast_enabled(device.type),
+        )
 
-    def restore(self) -> None:
-        self._default.set_default_state(self._state)
+    def restore_randomness(self) -> None:
+        self._generator.set_default_state(self._state)
         if self._streams is not None and self._named is not None:
-            self._streams.load_state_dict(self._named)
+            self._streams.load_state_dict(self._streams.state_dict() | self._named)
+
+    def run_again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run the function as it ran then, recording its graph; afterwards all is as before."""
+        now = _Surroundings(self._streams, inputs[0].device)
+        self.restore_randomness()
+        try:
+            with torch.enable_grad(), self._autocast:
+                return function(*inputs)
+        finally:
+            now.restore_randomness()
 
 
 class _Shared:
@@ -58,13 +72,14 @@ class _Recompute(torch.autograd.Function):
         function: Callable[..., Tensor],
         streams: RngStreams | None,
         group: Group,
+        _: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.streams = function, streams
-        ctx.randomness = _Randomness(streams, inputs[0].device)
+        ctx.function = function
+        ctx.surroundings = _Surroundings(streams, inputs[0].device)
         ctx.first = _Shared(inputs[0], group)
         ctx.save_for_backward(ctx.first.share(inputs[0]), *inputs[1:])
-        return function(*inputs)
+        return _one_tensor(function(*inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -72,15 +87,12 @@ class _Recompute(torch.autograd.Function):
         tensors = [ctx.first.whole(share), *others]
         inputs = [
             x.detach().requires_grad_(needed)
-            for x, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+            for x, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
-        now = _Randomness(ctx.streams, inputs[0].device)
-        ctx.randomness.restore()
-        with torch.enable_grad():
-            output = ctx.function(*inputs)
-        now.restore()
-        torch.autograd.backward(output, grads[0])
-        return (None, None, None, *(x.grad for x in inputs))
+        output = ctx.surroundings.run_again(ctx.function, *inputs)
+        if output.requires_grad:
+            torch.autograd.backward(output, grads[0])
+        return (None, None, None, None, *(x.grad for x in inputs))
 
 
 def recompute(
@@ -92,22 +104,40 @@ def recompute(
     """``function(*inputs)`` that keeps its inputs only, and is run again in backward.
 
     Random numbers are drawn as in the first run: the default generator of the device and all of
-    ``streams`` are put back, and afterwards to where they were. Parameters used inside get their
-    gradients as usual (Chen et al. 2016).
+    ``streams`` are put back, and afterwards to where they were. Autocast is what it was. Parameters
+    used inside get their gradients as usual (Chen et al. 2016), frozen inputs or not.
 
     Args:
-        function: Takes and returns tensors; its result depends on them and on random numbers only.
-        inputs: At least one must require a gradient for backward to reach the function.
+        function: Takes tensors and returns one; it depends on them and on random numbers only.
+        inputs: What the function takes; at least one.
         group: Ranks on which the first input is equal: each keeps its share, and backward gathers
             it (all-gather). ``None`` keeps it whole.
         streams: Named streams that the function draws from.
 
     Raises:
         ValueError: There is no input, or the group does not divide the first one.
+        TypeError: The function returns something else than one tensor.
     """
     if not inputs:
         raise ValueError("recompute() needs at least one input tensor after the function")
-    return cast(Tensor, _Recompute.apply(function, streams, group, *inputs))
+    return cast(Tensor, _Recompute.apply(function, streams, group, _reach_backward(), *inputs))
+
+
+def _one_tensor(output: object) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"the function returned {type(output).__name__}, and only one tensor can be computed "
+            "again; return one, or wrap the parts that make each"
+        )
+    return output
+
+
+def _reach_backward() -> Tensor:
+    """An input for autograd, which runs a backward only if some input needs a gradient.
+
+    The first layer of a model with a frozen embedding has no other, but has parameters.
+    """
+    return torch.empty(0, requires_grad=True)
 
 
 class DiscardedOutput:
@@ -140,20 +170,16 @@ class DiscardedOutput:
         """Runs ``function(*inputs)``; once for each object."""
         if self._again is not None:
             raise RuntimeError("this DiscardedOutput has run already; make one for each call")
-        randomness = _Randomness(self._streams, inputs[0].device)
+        surroundings = _Surroundings(self._streams, inputs[0].device)
 
         def again() -> Tensor:
-            now = _Randomness(self._streams, inputs[0].device)
-            randomness.restore()
             leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            with torch.enable_grad():
-                output = function(*leaves)
-            now.restore()
+            output = surroundings.run_again(function, *leaves)
             self.graph = (leaves, output)
             return output
 
         self._again = again
-        output = cast(Tensor, _Discarded.apply(self, function, *inputs))
+        output = cast(Tensor, _Discarded.apply(self, function, _reach_backward(), *inputs))
         self._output = output
         return output
 
@@ -178,9 +204,11 @@ class DiscardedOutput:
         output.untyped_storage().resize_(0)
 
         def restore(_: Tensor) -> None:
-            # By storage: autograd takes a write to the tensor itself for a change of what it saved.
-            output.untyped_storage().resize_(size)
-            output.untyped_storage().copy_(again().detach().contiguous().untyped_storage())
+            # Through an alias: autograd takes a write to the tensor for a change of what it saved.
+            storage = output.untyped_storage()
+            storage.resize_(size)
+            same = output.new_empty(0).set_(storage, 0, output.shape, output.stride())
+            same.copy_(again().detach())
 
         result.register_hook(restore)
         self._output = None
@@ -189,10 +217,14 @@ class DiscardedOutput:
 class _Discarded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, owner: DiscardedOutput, function: Callable[..., Tensor], *inputs: Tensor
+        ctx: Any,
+        owner: DiscardedOutput,
+        function: Callable[..., Tensor],
+        _: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.owner = owner
-        return function(*inputs).clone(memory_format=torch.contiguous_format)
+        return _one_tensor(function(*inputs)).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -201,5 +233,6 @@ class _Discarded(torch.autograd.Function):
             owner._again()  # the output was never discarded
         leaves, output = cast("tuple[list[Tensor], Tensor]", owner.graph)
         owner.graph = None
-        torch.autograd.backward(output, grads[0])
-        return (None, None, *(x.grad for x in leaves))
+        if output.requires_grad:
+            torch.autograd.backward(output, grads[0])
+        return (None, None, None, *(x.grad for x in leaves))

@@ -36,6 +36,7 @@ class RngStreams:
         self.device = torch.device(device)
         self._states: dict[str, Tensor] = {}
         self._seeds: dict[int, str] = {}
+        self._used: set[str] = set()
 
     def add(self, name: str, seed: int) -> None:
         """Makes a stream.
@@ -60,15 +61,22 @@ class RngStreams:
 
         Raises:
             KeyError: There is no such stream.
+            RuntimeError: The stream is in use: its numbers would be drawn twice.
         """
+        if name in self._used:
+            raise RuntimeError(
+                f"random stream {name!r} is in use already; take another inside, or draw directly"
+            )
         if name not in self._states:
             known = ", ".join(sorted(self._states)) or "none"
             raise KeyError(f"there is no random stream {name!r}; known: {known}")
         before = self.default_state()
         self.set_default_state(self._states[name])
+        self._used.add(name)
         try:
             yield
         finally:
+            self._used.remove(name)
             self._states[name] = self.default_state()
             self.set_default_state(before)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mt_data_parallel import DEFAULT_BUCKET_SIZE
+from mt_model import Recompute
 from mt_pipeline import GENERATORS
 
 from mt_train.problem import FieldError
@@ -139,6 +140,8 @@ class TrainingSection:
 
     `time_budget` (seconds) ends training earlier: the learning-rate schedule then follows
     whichever of steps and time is further, so a slow machine still anneals.
+    `recompute` saves memory: "selective" makes outputs of norms and activations again in backward,
+    "full" whole layers.
     """
 
     steps: int
@@ -150,9 +153,16 @@ class TrainingSection:
     seed: int = 1234
     time_budget: float | None = None
     compile: bool = False
+    recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
+        if self.compile and self.recompute != "none":
+            checks.add(
+                "recompute",
+                f"{self.recompute!r} does not go with training.compile, whose compiler decides "
+                'itself what to compute again; use "none", or compile: false',
+            )
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
         checks.above(0, "grad_clip", "time_budget")
         checks.at_least(0, "seed")

@@ -89,6 +89,7 @@ class Trainer:
             sequence_parallel=parallel.sequence_parallel,
             context_algorithm=parallel.cp_algorithm,
             context_inner_size=parallel.cp_inner,
+            recompute=training.recompute,
             seed=training.seed,
             dtype=self.dtype,
             device=state.device,
