@@ -200,10 +200,19 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
             np.testing.assert_allclose(value, wanted[name], rtol=0, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", "tp2-dp2", "tp2-cp2", "cp4"])
-def test_checked_collectives_change_no_bit(layout, tiny, tmp_path, losses) -> None:
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [
+        ("tp2-pp2", "ring"),
+        ("tp2-dp2", "ring"),
+        ("tp2-cp2", "ring"),
+        ("cp4", "[ring, ulysses, hierarchical, all_gather]"),
+    ],
+)
+def test_checked_collectives_change_no_bit(layout, algorithm, tiny, tmp_path, losses) -> None:
     nproc, dp, overrides = LAYOUTS[layout]
     options = [*overrides, f"training.micro_batch_size={4 // dp}"]
+    options += [f"parallel.cp_algorithm={algorithm}", "parallel.cp_inner=2"]
     options += [SEQUENCE_PARALLEL] if "tp2" in layout else []
     plain = tiny.train(tmp_path / "plain", *options, "training.steps=5", nproc=nproc)
     checked = tiny.train(

@@ -62,6 +62,14 @@ def test_a_checkpoint_of_another_program_is_refused(tiny, cli, tmp_path) -> None
     assert "Traceback" not in result.stderr
 
 
+def test_master_weights_of_another_width_are_refused(tiny, cli, tmp_path) -> None:
+    out = tiny.train(tmp_path / "run", "training.steps=2", "training.dtype=fp32")
+    result = cli(*tiny.command(out, "training.dtype=fp64"))
+    assert result.returncode == 1
+    assert "training.dtype: saved with fp32, now fp64" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_compiled_training_gives_the_losses_of_eager(tiny, losses, cli, tmp_path) -> None:
     eager = tiny.train(tmp_path / "eager", "training.steps=3")
     command = tiny.command(tmp_path / "compiled", "training.steps=3", "training.compile=true")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import main
 
@@ -194,7 +196,9 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
     [
         (["parallel.tp=3"], 3, "parallel.tp: vocab_size=512 does not divide by tp=3"),
         (["parallel.tp=2", "parallel.dp=2"], 2, "needs 4 processes, but there are 2"),
-        (["parallel.tp=2"], 3, "parallel"),
+        (["parallel.tp=2"], 3, "parallel.tp: tp 2 x pp 1 x cp 1 needs 2 processes or a multiple"),
+        (["parallel.cp=2"], 1, "parallel.cp: tp 1 x pp 1 x cp 2 needs 2 processes or a multiple, "),
+        (["pipeline.stages=2"], 1, "pipeline.stages: tp 1 x pp 2 x cp 1 needs 2 processes"),
         (["parallel.cp=2", "parallel.cp_algorithm=[ring]"], 2, "1 algorithms for 4 layers; give"),
         (["parallel.cp=8", "parallel.cp_algorithm=ulysses"], 8, "ulysses shares 4 heads and 2 key"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
@@ -287,12 +291,23 @@ def test_an_override_does_not_go_through_a_value(tmp_path: Path) -> None:
     assert "which has no 'count' in it" in found
 
 
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
         (["--nproc", "0"], {}, "command line: --nproc: 0 is too small; use 1 or more"),
         ([], {"RANK": "0"}, "environment: WORLD_SIZE is not set"),
         (["parallel.order=tp-tp"], {}, "parallel.order"),
+        (["--nproc", "3"], LAUNCHED, "--nproc: 3, but a launcher has started 2 processes; leave"),
     ],
 )
 def test_a_wrong_launch_is_one_line(
@@ -323,3 +338,63 @@ def test_time_may_shorten_a_run_but_not_its_warm_up() -> None:
     assert trainer.schedule_position == 30
     assert Trainer._learning_rate(trainer) == trainer.schedule.at(3)
     assert trainer.schedule.at(3) < trainer.schedule.at(31)
+
+
+def test_the_given_warm_up_is_taken_and_the_last_step_has_a_rate() -> None:
+    from mt_train.trainer import learning_rates
+
+    for steps, warmup in ((5, 4), (1, 0), (3, 10)):
+        overrides = [f"training.steps={steps}", f"optimizer.warmup={warmup}"]
+        for kind in ("cosine", "wsd"):
+            config = load_config(TINY, [*overrides, f"optimizer.schedule={kind}"]).config
+            rates = [learning_rates(config).at(step + 1) for step in range(steps)]
+            assert all(rate > 0 for rate in rates)
+            for step, rate in enumerate(rates[:warmup], 1):
+                assert rate == pytest.approx(config.optimizer.lr * step / warmup)
+
+
+def test_what_fails_alike_on_every_rank_is_said_once_a_node() -> None:
+    from types import SimpleNamespace
+
+    from mt_train.cli import _as_rank
+    from mt_train.corpus import OtherRankError
+    from mt_train.saving import ResumeError
+
+    def failing(error: Exception):
+        def work() -> None:
+            raise error
+
+        return work
+
+    first, second = SimpleNamespace(local_rank=0), SimpleNamespace(local_rank=1)
+    assert _as_rank(failing(OtherRankError(is_config=True)), first) == 2
+    assert _as_rank(failing(ConfigError([])), second) == 2
+    assert _as_rank(failing(ResumeError()), second) == 1
+    with pytest.raises(ConfigError):
+        _as_rank(failing(ConfigError([])), first)
+    with pytest.raises(OSError, match="disk"):  # this rank's own
+        _as_rank(failing(OSError("disk")), second)
+
+
+def test_a_file_that_is_no_tokenizer_is_blamed_on_its_line(tmp_path: Path) -> None:
+    (tmp_path / "words.json").write_text("{}")
+    text = MINIMAL.replace(
+        "corpus: standard-library", "corpus: standard-library\n  tokenizer: words.json"
+    )
+    (found,) = problems(tmp_path, text)
+    assert re.search(r"run.yaml:\d+: data.tokenizer: .*words.json", found)
+
+
+def test_the_processes_of_a_quickstart_share_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = run_cli(["quickstart", "--nproc", "3"], capsys)
+    assert code == 2
+    assert "--nproc: 3 processes cannot share 16 samples; use 1, 2, 4, 8, 16" in message
+
+
+def test_the_cpu_out_of_memory_is_recognised() -> None:
+    from mt_train.errors import is_out_of_memory
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes"))

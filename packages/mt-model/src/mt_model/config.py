@@ -68,7 +68,8 @@ class AttentionConfig:
             if self.head_dim % 2:
                 raise ValueError(
                     f"head_dim={self.head_dim} is odd, and rope_theta={self.rope_theta} turns "
-                    f"pairs of channels. Use an even head_dim, or rope_theta=None."
+                    "pairs of channels. Use an even head_dim, or no RoPE (gpt's positions is "
+                    "'learned' or 'none')."
                 )
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,17 +121,39 @@ def _env(nproc: int) -> DistributedEnv:
     from mt_parallel_state import detect_env
 
     if nproc < 1:
-        raise ConfigError(
-            [
-                Problem(
-                    where=COMMAND_LINE, path="--nproc", text=f"{nproc} is too small; use 1 or more"
-                )
-            ]
-        )
+        raise _nproc_error(f"{nproc} is too small; use 1 or more")
     try:
-        return detect_env()
+        env = detect_env()
     except ValueError as error:
         raise ConfigError([Problem(where="environment", path="", text=str(error))]) from error
+    if env.world_size > 1 and nproc not in (1, env.world_size):
+        raise _nproc_error(
+            f"{nproc}, but a launcher has started {env.world_size} processes; leave --nproc out"
+        )
+    return env
+
+
+def _nproc_error(text: str) -> ConfigError:
+    return ConfigError([Problem(where=COMMAND_LINE, path="--nproc", text=text)])
+
+
+def _as_rank(work: Callable[[], object], env: DistributedEnv) -> int:
+    """Do a rank's work; what fails alike on every rank is said by one of each node.
+
+    Launchers end all ranks as soon as one is gone, so the quiet ones leave a second later.
+    """
+    from mt_train.corpus import OtherRankError
+    from mt_train.errors import ALIKE_ERRORS
+
+    try:
+        work()
+    except (OtherRankError, *ALIKE_ERRORS) as error:
+        if env.local_rank == 0 and not isinstance(error, OtherRankError):
+            raise
+        time.sleep(1)
+        is_config = isinstance(error, ConfigError) or getattr(error, "is_config", False)
+        return _BAD_CONFIG if is_config else 1
+    return 0
 
 
 def _run(command: Run, arguments: list[str]) -> int:
@@ -145,8 +169,7 @@ def _run(command: Run, arguments: list[str]) -> int:
     out = command.out or Path("runs") / command.config.stem
     from mt_train.session import run
 
-    run(loaded, env, out)
-    return 0
+    return _as_rank(lambda: run(loaded, env, out), env)
 
 
 def _quickstart(command: Quickstart, arguments: list[str]) -> int:
@@ -159,5 +182,4 @@ def _quickstart(command: Quickstart, arguments: list[str]) -> int:
     if command.nproc > 1 and env.world_size == 1:
         loaded.check_world(command.nproc)
         return launch("mt_train", arguments, command.nproc)
-    quickstart(loaded, env, command.out)
-    return 0
+    return _as_rank(lambda: quickstart(loaded, env, command.out), env)

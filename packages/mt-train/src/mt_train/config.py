@@ -6,6 +6,7 @@ Every section collects all its problems (`FieldError`), so that a user sees them
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -371,8 +372,9 @@ class RunConfig:
 
 
 def divisors(number: int) -> str:
-    """List the divisors of a batch size for a message, at most the nearest twelve."""
-    found = [value for value in range(1, number + 1) if number % value == 0]
+    """List the divisors of a size for a message, the twelve smallest if there are more."""
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    found = sorted({*small, *(number // value for value in small)})
     return ", ".join(str(value) for value in found[:12]) + (" ..." if len(found) > 12 else "")
 
 

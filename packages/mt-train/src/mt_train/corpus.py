@@ -31,8 +31,16 @@ from mt_train.loading import STANDARD_LIBRARY, LoadedConfig
 _DESCRIPTION = "corpus.json"
 
 
-class CorpusError(Exception):
-    """Another rank failed to prepare the data."""
+class OtherRankError(Exception):
+    """Another rank failed to prepare the data, and says why.
+
+    Attributes:
+        is_config: Its error is one of the configuration.
+    """
+
+    def __init__(self, *, is_config: bool) -> None:
+        self.is_config = is_config
+        super().__init__("another rank could not prepare the data; its message says why")
 
 
 @dataclass(frozen=True, kw_only=True)

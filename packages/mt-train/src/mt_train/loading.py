@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from mt_data import load_tokenizer
+from mt_data import DataError, load_tokenizer
 from mt_model import ModelConfig, gpt, preset, validate_split
 from mt_parallel_state import ParallelLayout
 
@@ -56,6 +56,15 @@ class LoadedConfig:
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
         p, pp = self.config.parallel, self.config.pp
+        model_ranks = p.tp * pp * p.cp
+        if p.dp is None and world_size % model_ranks:
+            axes = (f"parallel.{name}" for name in ("tp", "cp", "pp") if getattr(p, name) > 1)
+            raise self.error(
+                next(axes, "pipeline.stages"),
+                f"tp {p.tp} x pp {pp} x cp {p.cp} needs {model_ranks} processes or a multiple, but "
+                f"there {'is' if world_size == 1 else 'are'} {world_size}; run with --nproc "
+                f"{model_ranks}",
+            )
         if p.dp is not None and p.tp * pp * p.cp * p.dp != world_size:
             needed = p.tp * pp * p.cp * p.dp
             raise self.error(
@@ -126,6 +135,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
                 loaded.model(_planned_vocab_size(config))
             except ConfigError as error:
                 binder.problems += error.problems
+            except DataError as error:
+                binder.add("data.tokenizer", str(error))
     if loaded is None or binder.problems:
         raise ConfigError(binder.problems)
     return loaded

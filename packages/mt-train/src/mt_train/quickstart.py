@@ -15,11 +15,14 @@ from pathlib import Path
 import torch
 from mt_parallel_state import DistributedEnv
 
+from mt_train.config import divisors
 from mt_train.corpus import split_corpus
+from mt_train.document import COMMAND_LINE
 from mt_train.loading import LoadedConfig, load_config
+from mt_train.problem import ConfigError, Problem
 from mt_train.session import run, write_summary
 
-_BATCH = 16  # global_batch_size of quickstart.yaml
+_BATCH, _WARMUP = 16, 50  # global_batch_size and warmup of quickstart.yaml
 _PROMPT = "class Queue:\n    def __init__(self"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PET_", "GROUP_")
 
@@ -30,11 +33,18 @@ def load_quickstart(steps: int | None, nproc: int = 1) -> LoadedConfig:
     Args:
         steps: Replaces its time budget.
         nproc: Data-parallel processes, which share the batch.
+
+    Raises:
+        ConfigError: The processes can't share the batch.
     """
+    if _BATCH % nproc:
+        text = f"{nproc} processes cannot share {_BATCH} samples; use {divisors(_BATCH)}"
+        raise ConfigError([Problem(where=COMMAND_LINE, path="--nproc", text=text)])
     dtype = "bf16" if _has_fast_bf16() else "fp32"
-    overrides = [f"training.micro_batch_size={max(1, _BATCH // nproc)}", f"training.dtype={dtype}"]
+    overrides = [f"training.micro_batch_size={_BATCH // nproc}", f"training.dtype={dtype}"]
     if steps is not None:
         overrides += [f"training.steps={steps}", "training.time_budget=null"]
+        overrides += [f"optimizer.warmup={min(_WARMUP, max(steps, 0) // 2)}"]
     with as_file(files("mt_train") / "quickstart.yaml") as path:
         return load_config(path, overrides)
 

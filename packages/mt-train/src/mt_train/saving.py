@@ -123,6 +123,12 @@ def _check_same(metadata: dict[str, Any], trainer: Trainer, identity: Identity, 
         differences.append("model: another architecture")
     if metadata["data"] != identity.data:
         differences.append("data: other training tokens, or another order of them")
+    before, now = saved["training"]["dtype"], current["training"]["dtype"]
+    if (before == "fp64") != (now == "fp64"):
+        differences.append(
+            f"training.dtype: saved with {before}, now {now}; fp32 and bf16 have fp32 master "
+            "weights, fp64 has fp64 ones"
+        )
     for keys in _FIXED:
         before, now = saved, current
         for key in keys:

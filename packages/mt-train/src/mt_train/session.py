@@ -32,7 +32,7 @@ from mt_train.config import RunConfig
 from mt_train.console import Console, SilentConsole, make_console
 from mt_train.corpus import (
     Corpus,
-    CorpusError,
+    OtherRankError,
     check_tokenizer,
     count_bytes,
     open_training_data,
@@ -42,6 +42,7 @@ from mt_train.evaluation import HeldOut, evaluate
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record
 from mt_train.plot import draw_loss
+from mt_train.problem import ConfigError
 from mt_train.stopping import StopRequest
 from mt_train.trainer import Trainer
 
@@ -269,14 +270,15 @@ def _corpus_on_all_ranks(
                 corpus = _prepare_folder(loaded, out, first=env.rank == 0)
             except Exception as caught:  # noqa: BLE001 - raised once the others were told
                 error = caught
-        failed = torch.tensor(float(error is not None), device=state.device)
+        is_config = isinstance(error, ConfigError)
+        failed = torch.tensor([float(error is not None), float(is_config)], device=state.device)
         group = state.group("tp-cp-dp-pp")
         if group is not None:
             dist.all_reduce(failed, group=group)
         if error is not None:
             raise error
-        if failed.item():
-            raise CorpusError("another rank could not prepare the data; its message says why")
+        if failed[0]:
+            raise OtherRankError(is_config=bool(failed[1]))
     return corpus or prepare_corpus(loaded, out)
 
 

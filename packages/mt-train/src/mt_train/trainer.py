@@ -186,7 +186,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
                 f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was "
-                "not applied and the last checkpoint is intact; lower optimizer.lr, lengthen "
+                "not applied, and what is saved is as before; lower optimizer.lr, lengthen "
                 "optimizer.warmup or lower training.grad_clip, then run the same command again"
             )
         self.on_event("train.update")
@@ -266,14 +266,14 @@ class Trainer:
 def learning_rates(config: RunConfig) -> LRSchedule:
     """Build the learning-rate schedule of a run, in steps."""
     optimizer, steps = config.optimizer, config.training.steps
-    warmup = min(optimizer.warmup, steps // 2)  # a shortened run still reaches its peak
+    decay = max(steps + 1, optimizer.warmup)  # the last step still has a rate
     return LRSchedule(
         kind=optimizer.schedule,
         max_lr=optimizer.lr,
         min_lr=optimizer.min_lr,
-        warmup=warmup,
-        decay=steps,
-        wsd_anneal=min(round(optimizer.anneal * steps), steps - warmup),
+        warmup=optimizer.warmup,
+        decay=decay,
+        wsd_anneal=min(round(optimizer.anneal * steps), decay - optimizer.warmup),
         wsd_shape=optimizer.anneal_shape,
     )
 
