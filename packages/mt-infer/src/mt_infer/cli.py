@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,28 +49,48 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _main(arguments: list[str]) -> int:
     command = _parse(arguments)
-    from mt_ckpt import CheckpointError
-    from mt_data import DataError
-    from mt_parallel_state import detect_env, launch
-    from torch.distributed import DistError
+    try:
+        return _run(command, arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from mt_infer.errors import explain
 
-    from mt_infer.generation import PromptError
-    from mt_infer.loading import RunError
+        explained = explain(error)
+        if explained is None:
+            raise
+        code, message = explained
+        sys.stderr.write(f"mt-infer: {message}\n")
+        return code
+
+
+def _run(command: Generate, arguments: list[str]) -> int:
+    from mt_parallel_state import detect_env, launch
 
     if command.max_tokens < 1 or command.nproc < 1:
-        sys.stderr.write("mt-infer: --max-tokens and --nproc must be 1 or more\n")
-        return 2
-    try:
-        env = detect_env()
-        if command.nproc > 1 and env.world_size == 1:
-            return launch("mt_infer", arguments, command.nproc)
-        text = _generate(command)
-    except (RunError, PromptError, CheckpointError, DataError, ValueError, DistError) as error:
-        sys.stderr.write(f"mt-infer: {error}\n")
-        return 2 if isinstance(error, ValueError) else 1
+        raise ValueError("--max-tokens and --nproc must be 1 or more")
+    env = detect_env()
+    if command.nproc > 1 and env.world_size == 1:
+        return launch("mt_infer", arguments, command.nproc)
+    text = _generate(command)
     if env.rank == 0:
-        sys.stdout.write(text + "\n")
+        _print(text)
     return 0
+
+
+def _print(text: str) -> None:
+    """Write to stdout, whatever its encoding; a reader that left early is no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            error.filename = "standard output"
+            raise
 
 
 def _generate(command: Generate) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from mt_data import Tokenizer
+from mt_data import DataError, Tokenizer
 from mt_model import GPT, ModelConfig
 
 from mt_infer.sampling import Sampling, choose
@@ -43,9 +43,12 @@ class Generator:
             The continuation alone.
 
         Raises:
-            PromptError: The prompt fills the model's context.
+            PromptError: The prompt is not valid text, or fills the model's context.
         """
-        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
+        try:
+            tokens = self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
+        except DataError as error:
+            raise PromptError(f"the prompt is not valid text: {error}") from error
         return self.tokenizer.decode(list(self.tokens(tokens, max_tokens, sampling)))
 
     @torch.inference_mode()

@@ -44,7 +44,13 @@ def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) ->
             f"{path} was not written by mt-train: its metadata has no model; pass the --out folder "
             "of an mt-train run"
         )
-    config = ModelConfig.from_dict(metadata["model"])
+    try:
+        config = ModelConfig.from_dict(metadata["model"])
+    except ValueError as error:
+        raise RunError(
+            f"{path}: its metadata holds no model that this version can build: {error}; use the "
+            "version that trained it"
+        ) from error
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     model = GPT(config, state, dtype=chosen)
     model.eval()
