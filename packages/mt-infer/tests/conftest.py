@@ -20,7 +20,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     train_tokenizer(["to be or not to be"], 257).save(folder / "tokenizer.json")
     config = gpt(
-        vocab_size=260,
+        vocab_size=264,
         hidden_size=16,
         num_layers=1,
         num_heads=4,
