@@ -159,6 +159,7 @@ def test_command_skips_bad_lines_when_asked(tmp_path, source, capsys):
         (["build", "source.jsonl", "c", "--key", "body"], "source.jsonl:1: no key 'body'"),
         (["build", "source.jsonl", "c", "--tokenizer", "none"], "none: No such file or directory"),
         (["build", "source.jsonl", "c", "--tokenizer", "source.jsonl"], "is not a tokenizer.json"),
+        (["build", ".", "c", "--glob", "**.jsonl"], "glob '**.jsonl' does not choose files"),
         (["peek", "nothing"], "nothing.tokenizer.json: No such file or directory"),
         (["stats", "nothing"], "nothing.idx: No such file or directory"),
         (["stats", "short"], "short.idx: has 3 bytes; the header"),
