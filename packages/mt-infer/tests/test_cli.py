@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -35,7 +36,7 @@ def spoil_manifest(run) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_tokenizer_into_a_folder, "tokenizer.json: "),
+        (spoil_tokenizer_into_a_folder, "tokenizer.json: is a folder; give"),
         (spoil_tokenizer_into_other_json, "tokenizer.json: is not a tokenizer.json"),
         (spoil_tokenizer_into_nothing, "tokenizer.json is missing; pass the --out folder"),
         (spoil_all_checkpoints, "checkpoints has no committed checkpoint; let the run save one"),
@@ -56,6 +57,12 @@ def test_the_continuation_alone_is_printed(saved_run, generate) -> None:
     assert (code, err) == (0, "")
     assert out.endswith("\n")
     assert (code, out, err) == generate(saved_run, "--max-tokens", 4)
+
+
+def test_an_unreadable_file_is_named(saved_run, generate, monkeypatch) -> None:
+    denied = raised(PermissionError(errno.EACCES, "Permission denied", "run/tokenizer.json"))
+    monkeypatch.setattr("mt_infer.loading.load_tokenizer", denied)
+    assert generate(saved_run) == (1, "", "mt-infer: run/tokenizer.json: Permission denied\n")
 
 
 def cut_memory(*args, **options) -> str:
