@@ -78,13 +78,18 @@ def raised(error: BaseException):
 
 @pytest.mark.parametrize(
     "fails",
-    [cut_memory, raised(torch.OutOfMemoryError("CUDA out of memory.")), raised(MemoryError())],
+    [
+        cut_memory,
+        raised(torch.OutOfMemoryError("CUDA out of memory.")),
+        raised(RuntimeError("CUDA error: out of memory")),
+        raised(MemoryError()),
+    ],
 )
 def test_out_of_memory_says_what_needs_less(saved_run, generate, monkeypatch, fails) -> None:
     monkeypatch.setattr(Generator, "generate", fails)
     code, out, err = generate(saved_run)
     assert (code, out) == (1, "")
-    assert "out of memory: use --dtype bf16, fewer --max-tokens, or a larger --nproc" in err
+    assert "out of memory: use --dtype bf16 or fewer --max-tokens, or on several GPUs a " in err
 
 
 def test_an_interrupt_ends_quietly_with_its_code(saved_run, generate, monkeypatch) -> None:

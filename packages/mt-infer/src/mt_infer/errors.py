@@ -28,8 +28,8 @@ def explain(error: Exception) -> tuple[int, str] | None:
     """Exit code and message of an error; None for one that only a programmer can solve."""
     if _is_out_of_memory(error):
         return _FAILED, (
-            "out of memory: use --dtype bf16, fewer --max-tokens, or a larger --nproc, which "
-            f"splits the model ({error or type(error).__name__})"
+            "out of memory: use --dtype bf16 or fewer --max-tokens, or on several GPUs a larger "
+            f"--nproc, which splits the model ({str(error) or type(error).__name__})"
         )
     for kind, code in USER_ERRORS:
         if isinstance(error, kind):
@@ -48,8 +48,9 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        # torch has no type of its own for a CPU that is out of memory.
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        # torch has no type of its own for a host without memory, nor for a GPU that others fill.
+        texts = ("can't allocate memory", "out of memory")
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in texts):
             return True
         error = error.__cause__
     return False
