@@ -64,10 +64,25 @@ def test_same_documents_give_the_same_files(tmp_path, tokenizer):
         assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
-@pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_empty_corpus_is_refused_and_leaves_nothing(tmp_path, tokenizer, texts):
-    with pytest.raises(DataError, match="there are no documents to write"):
-        build_corpus(documents(texts), tmp_path / "c", tokenizer)
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([], "no document was given"),
+        ([Document(path="notes.txt", text="")], "notes.txt gives none"),
+        (
+            [Document(path="a.jsonl", text="", line=line) for line in (4, 5)],
+            "none of 2 documents gives any, the first is a.jsonl:4",
+        ),
+    ],
+)
+def test_a_corpus_without_text_is_named_and_leaves_nothing(tmp_path, tokenizer, given, reason):
+    with pytest.raises(DataError) as error:
+        build_corpus(given, tmp_path / "validation", tokenizer)
+    assert str(error.value) == (
+        f"there is no text for 'validation': {reason}; use a corpus with more text, or if this "
+        "is a part held out of one, hold out another share of it (data.validation_fraction in a "
+        "run's YAML file)"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,6 +166,25 @@ def test_command_skips_bad_lines_when_asked(tmp_path, source, capsys):
     assert err.startswith(f"skipped {source}:5: ")
 
 
+def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text("broken\nbroken\n")
+    (tmp_path / "empty.txt").write_text("")
+    assert run(capsys, "build", "empty.jsonl", "c") == (
+        2,
+        "",
+        "mt-data: empty.jsonl: holds no document; give a source with text\n",
+    )
+    code, out, err = run(capsys, "build", "bad.jsonl", "c", "--skip-bad")
+    assert (code, out) == (2, "")
+    assert err.startswith("mt-data: bad.jsonl: holds no document that can be read; of 2 skipped, ")
+    assert "the first is bad.jsonl:1: not valid JSON" in err
+    code, out, err = run(capsys, "build", "empty.txt", "c", "--vocab-size", "300")
+    assert code == 2
+    assert err.startswith("mt-data: there is no text for 'c': empty.txt gives none; ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +193,7 @@ def test_command_skips_bad_lines_when_asked(tmp_path, source, capsys):
         (["build", "source.jsonl", "c", "--key", "body"], "source.jsonl:1: no key 'body'"),
         (["build", "source.jsonl", "c", "--tokenizer", "none"], "none: No such file or directory"),
         (["build", "source.jsonl", "c", "--tokenizer", "source.jsonl"], "is not a tokenizer.json"),
+        (["build", ".", "c", "--glob", "**.jsonl"], "glob '**.jsonl' does not choose files"),
         (["peek", "nothing"], "nothing.tokenizer.json: No such file or directory"),
         (["stats", "nothing"], "nothing.idx: No such file or directory"),
         (["stats", "short"], "short.idx: has 3 bytes; the header"),

@@ -136,6 +136,17 @@ def test_missing_source_is_an_error_at_the_call(tmp_path):
         read_documents(tmp_path, glob="*.md")
 
 
+@pytest.mark.parametrize("glob", ["", ".", "/", "/abs/*", "**.py", "a/b**/*.py", "***"])
+def test_a_glob_that_is_none_says_what_is_one(tmp_path, glob):
+    (tmp_path / "a.py").write_text("text")
+    with pytest.raises(DataError) as error:
+        read_documents(tmp_path, glob=glob)
+    assert str(error.value) == (
+        f"glob {glob!r} does not choose files below a folder; give a relative pattern in which ** "
+        "stands alone between slashes, such as '**/*.py'"
+    )
+
+
 def test_standard_library_sources_are_text_without_tests_or_copies():
     files = standard_library_sources()
     root = Path(sysconfig.get_paths()["stdlib"])

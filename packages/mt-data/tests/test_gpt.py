@@ -268,7 +268,12 @@ def test_fingerprint_covers_what_decides_the_samples():
     [
         ({"sequence_length": 0}, "sequence_length is 0"),
         ({"sequence_length": 15}, "15 tokens do not hold one sample of sequence_length . 1 = 16"),
-        ({"sequence_length": 15, "order": "megatron"}, "do not hold one sample"),
+        (
+            {"sequence_length": 15, "order": "megatron"},
+            r"do not hold one sample of sequence_length \+ 1 = 16; use a longer corpus or a "
+            r"shorter sequence_length \(training.sequence_length in a run's YAML file\), or in "
+            r"Python keep_tail=True, which pads the incomplete sample$",
+        ),
         ({"sequence_length": 4, "num_samples": 0}, "num_samples is 0"),
         ({"sequence_length": 4, "order": "random"}, "choose 'stable' or 'megatron'"),
         ({"sequence_length": 4, "sequences": range(2, 9)}, r"must lie in range\(0, 3\)"),

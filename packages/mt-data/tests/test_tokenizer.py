@@ -183,8 +183,18 @@ def test_impossible_training_says_why(options, message):
 def test_broken_tokenizer_file_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataFileError, match=r"tokenizer\.json: is not a tokenizer\.json"):
+    with pytest.raises(DataFileError) as error:
         load_tokenizer(path)
+    assert str(error.value).startswith(f"{path}: is not a tokenizer.json (")
+    assert str(error.value).endswith(
+        "); give one that mt-data or mt-train wrote, or that of a Hugging Face model"
+    )
+
+
+def test_folder_given_as_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(DataFileError) as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value) == f"{tmp_path}: is a folder; give the tokenizer.json in it"
 
 
 def test_end_of_document_token_is_found_or_asked_for(tmp_path):
@@ -197,8 +207,9 @@ def test_end_of_document_token_is_found_or_asked_for(tmp_path):
     record = json.loads(path.read_text())
     record["added_tokens"] = []
     path.write_text(json.dumps(record))
-    with pytest.raises(DataFileError, match="it has none: name one with eod="):
+    with pytest.raises(DataFileError, match=r"json: the tokenizer has no special token") as error:
         load_tokenizer(path)
+    assert "add one, such as '<|eod|>', with the tokenizers library" in str(error.value)
 
 
 def test_bytes_of_other_tokenizers_are_not_guessed(tmp_path):

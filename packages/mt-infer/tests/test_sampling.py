@@ -45,6 +45,12 @@ def test_low_temperature_sharpens() -> None:
     assert counts({"temperature": 0.5}) == pytest.approx(cold, abs=0.03)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[-1.0, 3.0, 2.0], [-9.0, -8.0, float("-inf")]])
+    assert choose(logits, Sampling(temperature=temperature), 0).tolist() == [1, 1]
+
+
 def test_minus_infinity_is_never_drawn() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).expand(300, 4)
     assert set(choose(logits, Sampling(), 0).tolist()) == {0, 2}

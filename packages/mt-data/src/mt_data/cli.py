@@ -59,7 +59,17 @@ class Build:
 
     def _documents(self, skipped: list[DataFileError]) -> Iterator[Document]:
         on_error = skipped.append if self.skip_bad else None
-        return read_documents(self.source, key=self.key, glob=self.glob, on_error=on_error)
+        documents = read_documents(self.source, key=self.key, glob=self.glob, on_error=on_error)
+        first = next(documents, None)
+        if first is None and skipped:
+            raise DataError(
+                f"{self.source}: holds no document that can be read; of {len(skipped)} skipped, "
+                f"the first is {skipped[0]}"
+            )
+        if first is None:
+            raise DataError(f"{self.source}: holds no document; give a source with text")
+        yield first
+        yield from documents
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mt_data.document import Document
 from mt_data.error import DataError
@@ -55,19 +56,25 @@ def build_corpus(
         out_prefix: path without ending.
         tokenizer: also decides the width of a stored token.
         append_eod: put the end-of-document token after each document.
+
+    Raises:
+        DataError: no document holds text.
     """
     end = [tokenizer.eod_id] if append_eod else []
     text_bytes = empty = 0
+    first_empty: Document | None = None
     with IndexedWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for texts in _batches(documents):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                if not text:
+        for batch in _batches(documents):
+            encoded = tokenizer.encode_batch([document.text for document in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                if not document.text:
+                    first_empty = first_empty or document
                     empty += 1
                     continue
-                text_bytes += len(text.encode())
+                text_bytes += len(document.text.encode())
                 writer.add_document(ids + end)
         if writer.num_documents == 0:
-            raise DataError(f"{writer.prefix}: there are no documents to write")
+            raise _no_text(Path(out_prefix).name, empty, first_empty)
         stats = CorpusStats(
             documents=writer.num_documents,
             tokens=writer.num_tokens,
@@ -87,15 +94,30 @@ def build_corpus(
     return stats
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Texts in batches that keep all cores busy and memory bounded."""
-    texts: list[str] = []
+def _no_text(name: str, count: int, first: Document | None) -> DataError:
+    """The error of a corpus without text; it names the corpus, as `name` may be a scratch file."""
+    reason = "no document was given"
+    if first is not None:
+        place = first.path if first.line is None else f"{first.path}:{first.line}"
+        reason = f"none of {count} documents gives any, the first is {place}"
+        if count == 1:
+            reason = f"{place} gives none"
+    return DataError(
+        f"there is no text for {name!r}: {reason}; use a corpus with more text, or if this is a "
+        "part held out of one, hold out another share of it (data.validation_fraction in a run's "
+        "YAML file)"
+    )
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in batches that keep all cores busy and memory bounded."""
+    batch: list[Document] = []
     characters = 0
     for document in documents:
-        texts.append(document.text)
+        batch.append(document)
         characters += len(document.text)
-        if len(texts) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

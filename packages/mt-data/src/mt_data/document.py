@@ -8,7 +8,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from mt_data.error import DataError, DataFileError
@@ -63,11 +63,12 @@ def read_documents(
         source: a file, a folder (its files in order of their relative names), or an iterable of
             files (in the given order).
         key: field of a JSON object that holds the text.
-        glob: which files of a folder to read.
+        glob: which files of a folder to read, such as `**/*.py`.
         encoding_errors: "replace" puts U+FFFD where bytes are not UTF-8.
         on_error: called with each bad line or file, which is then skipped; None raises instead.
 
     Raises:
+        DataError: the glob is no pattern for files of a folder, or none matches it.
         DataFileError: a line or file cannot be read; names the file, the line and the reason.
         FileNotFoundError: there is no such file or folder.
     """
@@ -86,12 +87,24 @@ def _files(source: Source | Iterable[Source], glob: str) -> Iterable[tuple[Path,
         raise FileNotFoundError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [(path, os.fspath(path))]
+    _check_glob(glob)
     files = sorted(
         (file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file()
     )
     if not files:
         raise DataError(f"{path}: no file in this folder matches the glob {glob!r}")
     return [(file, name) for name, file in files]
+
+
+def _check_glob(glob: str) -> None:
+    """Refuse what pathlib refuses, each Python version in its own way."""
+    parts = PurePath(glob).parts
+    stars = any("**" in part and part != "**" for part in parts)
+    if stars or not parts or PurePath(glob).is_absolute():
+        raise DataError(
+            f"glob {glob!r} does not choose files below a folder; give a relative pattern in which "
+            "** stands alone between slashes, such as '**/*.py'"
+        )
 
 
 def _read(files: Iterable[tuple[Path, str]], policy: _Policy) -> Iterator[Document]:

@@ -122,6 +122,14 @@ class Order(Protocol):
         ...
 
 
+def _too_short(tokens: int, sequence_length: int) -> DataError:
+    return DataError(
+        f"{tokens} tokens do not hold one sample of sequence_length + 1 = {sequence_length + 1}; "
+        "use a longer corpus or a shorter sequence_length (training.sequence_length in a run's "
+        "YAML file), or in Python keep_tail=True, which pads the incomplete sample"
+    )
+
+
 class StableOrder:
     """Each epoch on its own: documents and samples shuffled by a key of (seed, epoch).
 
@@ -140,11 +148,7 @@ class StableOrder:
             tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
         )
         if self.num_samples == 0:
-            raise DataError(
-                f"{tokens} tokens do not hold one sample of sequence_length + 1 = "
-                f"{sequence_length + 1}; use a shorter sequence_length, more data, or "
-                "keep_tail=True"
-            )
+            raise _too_short(tokens, sequence_length)
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
 
     def find(self, index: int) -> tuple[Stream, int]:
@@ -199,10 +203,7 @@ class MegatronOrder:
             epochs * tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
         )
         if self.num_samples == 0:
-            raise DataError(
-                f"{tokens} tokens do not hold one sample of sequence_length + 1 = "
-                f"{sequence_length + 1}; use a shorter sequence_length or more data"
-            )
+            raise _too_short(tokens, sequence_length)
         self.shuffle = self._shuffle_samples(random, self.num_samples, split)
 
     @staticmethod

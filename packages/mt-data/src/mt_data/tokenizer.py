@@ -59,19 +59,22 @@ class Tokenizer:
         self._piece_table: list[bytes] | None = None
 
     def _find_eod(self, name: str | None) -> int:
+        if not self.special_tokens:
+            raise DataError(
+                "the tokenizer has no special token, and one must end documents; add one, such as "
+                f"{DEFAULT_SPECIAL[0]!r}, with the tokenizers library"
+            )
         if name is None:
             known = [known for known in EOD_NAMES if known in self.special_tokens]
             name = (
                 known[0]
                 if known
-                else min(
-                    self.special_tokens, key=lambda token: self.special_tokens[token], default=""
-                )
+                else min(self.special_tokens, key=lambda token: self.special_tokens[token])
             )
         if name not in self.special_tokens:
             raise DataError(
                 f"end-of-document token {name!r} is not a special token of this tokenizer; it has "
-                f"{sorted(self.special_tokens) or 'none'}: name one with eod="
+                f"{sorted(self.special_tokens)}: name one with eod="
             )
         return self.special_tokens[name]
 
@@ -227,11 +230,17 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> T
         DataFileError: the file is no valid tokenizer.
     """
     library = require("tokenizers", EXTRA, "loading a tokenizer")
+    if Path(path).is_dir():
+        raise DataFileError(os.fspath(path), "is a folder; give the tokenizer.json in it")
     content = Path(path).read_bytes()
     try:
         engine = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise DataFileError(os.fspath(path), f"is not a tokenizer.json: {error}") from None
+        raise DataFileError(
+            os.fspath(path),
+            f"is not a tokenizer.json ({error}); give one that mt-data or mt-train wrote, or that "
+            "of a Hugging Face model",
+        ) from None
     try:
         return Tokenizer(engine, eod=eod)
     except DataError as error:

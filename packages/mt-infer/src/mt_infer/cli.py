@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +13,10 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from mt_parallel_state import ParallelState
+    from mt_parallel_state import DistributedEnv
+
+    from mt_infer.loading import Run
+    from mt_infer.sampling import Sampling
 
 
 @dataclass(kw_only=True)
@@ -37,7 +42,7 @@ class Generate:
     dtype: Literal["fp64", "fp32", "bf16"] | None = None
     """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
     nproc: int = 1
-    """Tensor-parallel processes to start."""
+    """Tensor-parallel processes to start; under torchrun or srun leave it out."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,41 +52,105 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _main(arguments: list[str]) -> int:
     command = _parse(arguments)
-    from mt_ckpt import CheckpointError
-    from mt_data import DataError
-    from mt_parallel_state import detect_env, launch
-    from torch.distributed import DistError
-
-    from mt_infer.generation import PromptError
-    from mt_infer.loading import RunError
-
-    if command.max_tokens < 1 or command.nproc < 1:
-        sys.stderr.write("mt-infer: --max-tokens and --nproc must be 1 or more\n")
-        return 2
     try:
-        env = detect_env()
-        if command.nproc > 1 and env.world_size == 1:
-            return launch("mt_infer", arguments, command.nproc)
-        text = _generate(command)
-    except (RunError, PromptError, CheckpointError, DataError, ValueError, DistError) as error:
-        sys.stderr.write(f"mt-infer: {error}\n")
-        return 2 if isinstance(error, ValueError) else 1
+        return _run(command, arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from mt_infer.errors import explain
+
+        explained = explain(error)
+        if explained is None:
+            raise
+        code, message = explained
+        sys.stderr.write(f"mt-infer: {message}\n")
+        return code
+
+
+def _run(command: Generate, arguments: list[str]) -> int:
+    from mt_parallel_state import detect_env, launch
+
+    env = detect_env()
+    run, sampling = _check(command, env)
+    if command.nproc > 1 and env.world_size == 1:
+        return launch("mt_infer", arguments, command.nproc)
+    text = _generate(command, env, run, sampling)
     if env.rank == 0:
-        sys.stdout.write(text + "\n")
+        _print(text)
     return 0
 
 
-def _generate(command: Generate) -> str:
+def _check(command: Generate, env: DistributedEnv) -> tuple[Run, Sampling]:
+    """Find every mistake that shows before weights are read, so that one process reports it."""
+    from mt_model import validate_split
+
+    from mt_infer.generation import encode_prompt
+    from mt_infer.loading import open_run
+    from mt_infer.sampling import Sampling
+
+    if command.max_tokens < 1:
+        raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
+    _check_nproc(command.nproc, env)
+    sampling = Sampling(
+        temperature=0.0 if command.greedy else command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        seed=command.seed,
+    )
+    run = open_run(command.run)
+    processes = max(command.nproc, env.world_size)
+    try:
+        validate_split(run.config, processes)
+    except ValueError as error:
+        raise ValueError(f"{processes} processes can't share this model: {error}") from error
+    encode_prompt(command.prompt, run.tokenizer, run.config.max_sequence_length)
+    return run, sampling
+
+
+def _check_nproc(nproc: int, env: DistributedEnv) -> None:
+    import torch
+
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc}: use 1 or more")
+    if env.world_size > 1 and nproc not in (1, env.world_size):
+        raise ValueError(
+            f"--nproc {nproc} under {env.launcher}, which started {env.world_size} processes: "
+            f"leave --nproc out, or let {env.launcher} start {nproc}"
+        )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else nproc
+    if env.world_size == 1 and nproc > gpus:
+        raise ValueError(
+            f"--nproc {nproc} needs a GPU for each process, and this machine shows {gpus}; use "
+            "fewer processes, or set CUDA_VISIBLE_DEVICES='' to generate on the CPU"
+        )
+
+
+def _print(text: str) -> None:
+    """Write to stdout, whatever its encoding; a reader that left early is no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            error.filename = "standard output"
+            raise
+
+
+def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> str:
     import torch
     from mt_parallel_state import (
         ParallelLayout,
         ParallelState,
-        detect_env,
         init_process_group,
         leave_process_group,
     )
 
-    env = detect_env()
+    from mt_infer.loading import load_weights
+
     with ExitStack() as stack:
         if env.world_size > 1:
             device = init_process_group(env)
@@ -90,21 +159,8 @@ def _generate(command: Generate) -> str:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layout = ParallelLayout(tp=env.world_size)
         state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
-        return _continue(command, state)
-
-
-def _continue(command: Generate, state: ParallelState) -> str:
-    from mt_infer.loading import load_run
-    from mt_infer.sampling import Sampling
-
-    sampling = Sampling(
-        temperature=0.0 if command.greedy else command.temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
-        seed=command.seed,
-    )
-    generator = load_run(command.run, state, dtype=command.dtype)
-    return generator.generate(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
+        generator = load_weights(run, state, dtype=command.dtype)
+        return generator.generate(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 
 
 def _parse(arguments: list[str]) -> Generate:

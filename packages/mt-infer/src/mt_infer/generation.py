@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from mt_data import Tokenizer
+from mt_data import DataError, Tokenizer
 from mt_model import GPT, ModelConfig
 
 from mt_infer.sampling import Sampling, choose
@@ -14,6 +14,28 @@ from mt_infer.sampling import Sampling, choose
 
 class PromptError(ValueError):
     """A prompt the model can't continue."""
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Tokens of a prompt; an empty one is the end of the document before.
+
+    Raises:
+        PromptError: It is not valid text, or fills the model's context of `limit` tokens.
+    """
+    try:
+        tokens = tokenizer.encode(prompt) or [tokenizer.eod_id]
+    except DataError as error:
+        raise PromptError(f"the prompt is not valid text: {error}") from error
+    _check_length(tokens, limit)
+    return tokens
+
+
+def _check_length(prompt: list[int], limit: int) -> None:
+    if len(prompt) >= limit:
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens, the model's context {limit}; "
+            f"shorten it to at most {limit - 1} tokens"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +65,16 @@ class Generator:
             The continuation alone.
 
         Raises:
-            PromptError: The prompt fills the model's context.
+            PromptError: The prompt is not valid text, or fills the model's context.
         """
-        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
+        tokens = encode_prompt(prompt, self.tokenizer, self.config.max_sequence_length)
         return self.tokenizer.decode(list(self.tokens(tokens, max_tokens, sampling)))
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
         """Yield the continuation of a prompt token by token."""
         limit = self.config.max_sequence_length
-        if len(prompt) >= limit:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens, the model's context {limit}; "
-                f"shorten it to at most {limit - 1} tokens"
-            )
+        _check_length(prompt, limit)
         length = min(limit, len(prompt) + max_tokens)
         cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device

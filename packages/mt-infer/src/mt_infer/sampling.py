@@ -50,7 +50,9 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scores = logits.double() / sampling.temperature
+    scores = logits.double()
+    # The largest becomes 0, so that no temperature, however low, makes it infinite.
+    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         smallest = scores[..., sampling.top_k - 1 : sampling.top_k]

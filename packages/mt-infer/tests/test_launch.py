@@ -1,0 +1,97 @@
+"""`--nproc`: what is wrong is said once, before any process is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Calls of the launcher, which starts nothing."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr("mt_parallel_state.launch", lambda *call: calls.append(call) or 7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return calls
+
+
+def test_processes_are_started_with_the_same_arguments(saved_run, generate, launched) -> None:
+    assert generate(saved_run, "--nproc", 2) == (7, "", "")
+    ((module, arguments, nproc),) = launched
+    assert (module, nproc) == ("mt_infer", 2)
+    assert arguments == ["generate", str(saved_run), "--prompt", "to be", "--nproc", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nproc", 3), "3 processes can't share this model: num_heads=4 does not divide by"),
+        (("--nproc", 0), "--nproc 0: use 1 or more"),
+        (("--nproc", 2, "--max-tokens", 0), "--max-tokens 0: use 1 or more"),
+        (("--nproc", 2, "--temperature", -1), "temperature -1.0: use 0 (greedy) or more"),
+        (("--nproc", 2, "--top-k", 0), "top_k 0: use 1 or more"),
+    ],
+)
+def test_a_wrong_option_is_one_message(saved_run, generate, launched, options, message) -> None:
+    code, out, err = generate(saved_run, *options)
+    assert (code, out, launched) == (2, "", [])
+    assert err.startswith(f"mt-infer: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_prompt_too_long_is_one_message(saved_run, generate, launched) -> None:
+    code, out, err = generate(saved_run, "--nproc", 2, prompt="x" * 16)
+    assert (code, out, launched) == (2, "", [])
+    assert err == (
+        "mt-infer: the prompt has 16 tokens, the model's context 16; shorten it to at most 15 "
+        "tokens\n"
+    )
+
+
+def test_a_missing_folder_is_one_message(tmp_path, generate, launched) -> None:
+    code, out, err = generate(tmp_path / "nowhere", "--nproc", 2)
+    assert (code, out, launched) == (1, "", [])
+    assert err.endswith("nowhere is not a folder; pass the --out folder of an mt-train run\n")
+    assert err.count("\n") == 1
+
+
+def test_a_tokenizer_that_is_none_is_one_message(run, generate, launched) -> None:
+    (run / "tokenizer.json").write_text("{}")
+    code, out, err = generate(run, "--nproc", 2)
+    assert (code, out, launched) == (1, "", [])
+    assert "is not a tokenizer.json" in err
+    assert err.count("\n") == 1
+
+
+def test_more_processes_than_gpus_are_refused(saved_run, generate, launched, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    code, out, err = generate(saved_run, "--nproc", 2)
+    assert (code, out, launched) == (2, "", [])
+    assert "--nproc 2 needs a GPU for each process, and this machine shows 1; " in err
+
+
+@pytest.mark.parametrize(("world", "nproc"), [(2, 4), (4, 2)])
+def test_another_number_than_the_launchers_is_refused(
+    saved_run, generate, launched, monkeypatch, world, nproc
+) -> None:
+    variables = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world}
+    for name, value in {**variables, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    code, out, err = generate(saved_run, "--nproc", nproc)
+    assert (code, out, launched) == (2, "", [])
+    assert err == (
+        f"mt-infer: --nproc {nproc} under torchrun, which started {world} processes: leave --nproc "
+        f"out, or let torchrun start {nproc}\n"
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--nproc", 2)])
+def test_the_launchers_number_is_taken(saved_run, generate, launched, monkeypatch, options) -> None:
+    variables = {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}
+    places = {"SLURM_TASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": 1}
+    for name, value in {**variables, **places}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("mt_infer.cli._generate", lambda *call: "text")
+    assert generate(saved_run, *options) == (0, "text\n", "")
+    assert launched == []
