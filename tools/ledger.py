@@ -58,7 +58,8 @@ def ledger(cases: Sequence[Case], command: str) -> str:
         "# Ledger of the last full campaign",
         "",
         f"`{command}` on {datetime.now(UTC).date().isoformat()}, Python "
-        f"{platform.python_version()}, torch {version('torch')}, CPU. `tools/ledger.py` wrote it.",
+        f"{platform.python_version()}, torch {version('torch')}, CPU. `tools/ledger.py` wrote it. "
+        "CI runs a sample of each, which is not counted here.",
         "",
         "| test | passed | failed | skipped | seconds |",
         "|---|---|---|---|---|",

@@ -255,3 +255,37 @@ def test_what_was_to_be_replaced_is_put_back_after_a_failure(tmp_path):
         save_checkpoint(tmp_path, 20, shards(99), {"seed": 99}, on_event=fail)
     assert names(tmp_path) == ["latest", "step_00000010", "step_00000020"]
     assert load(tmp_path / "step_00000020") == 20
+
+
+def test_the_only_checkpoint_survives_two_kills(tmp_path, ranks):
+    expect_kill(ranks, 1, save, tmp_path, 20, kill=KillAt("save.after_rename"))
+    assert latest_checkpoint(tmp_path).name == "step_00000020"
+    expect_kill(ranks, 1, save, tmp_path, 20, kill=KillAt("save.before_rename"))
+    assert clean(tmp_path)
+    assert names(tmp_path) == ["step_00000020"]
+    assert load(latest_checkpoint(tmp_path)) == 20
+
+
+def test_of_two_that_save_one_step_the_second_is_refused(tmp_path):
+    def meanwhile(name):
+        if name == "save.manifest":
+            save(tmp_path, 20)
+
+    with pytest.raises(CheckpointError, match="step_00000020 is saved already"):
+        save(tmp_path, 20, on_event=meanwhile)
+    assert names(tmp_path) == ["latest", "step_00000020"]
+    assert load(latest_checkpoint(tmp_path)) == 20
+
+
+def test_steps_of_a_run_that_was_given_up_go_before_its_ancestors(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step_00000010\n")
+    save(tmp_path, 25, keep=2)
+    assert names(tmp_path) == ["latest", "step_00000010", "step_00000025", "step_00000030"]
+
+
+def test_a_folder_in_the_way_is_named(tmp_path):
+    (tmp_path / "step_00000020").mkdir()
+    with pytest.raises(CheckpointError, match="step_00000020 exists and is no checkpoint"):
+        save(tmp_path, 20)

@@ -122,6 +122,14 @@ def test_a_truncated_or_longer_file_is_named(checkpoint):
     load_all(checkpoint)
 
 
+def test_a_truncated_file_is_named_even_where_nobody_reads_it(checkpoint):
+    name = next(name for name in files_of(checkpoint) if "/c" in name)
+    (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="the manifest says") as caught:
+        load_checkpoint(checkpoint, [], ignore=("",))
+    assert caught.value.file == name
+
+
 def test_a_missing_file_is_named(checkpoint):
     for name in files_of(checkpoint):
         original = (checkpoint / name).read_bytes()

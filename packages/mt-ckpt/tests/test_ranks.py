@@ -274,3 +274,26 @@ def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path, ranks, point):
     ranks(2, save, 2)
     load_checkpoint(latest_checkpoint(tmp_path), [TensorShard("w", found)])
     assert found.tolist() == [2] * 4
+
+
+def test_ranks_load_one_checkpoint(tmp_path, ranks):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, [TensorShard("w", torch.full((2,), float(step)))], {})
+
+    def load():
+        shard = TensorShard("w", torch.zeros(2))
+        path = tmp_path / f"step_0000000{dist.get_rank() + 1}"
+        with pytest.raises(CheckpointError, match="the ranks load different checkpoints"):
+            load_checkpoint(path, [shard], group=dist.group.WORLD)
+        return shard.tensor.sum().item()
+
+    assert ranks(2, load) == [0, 0]
+
+
+def test_a_tensor_that_does_not_say_how_it_is_split_is_refused():
+    layout, moment = ParallelLayout(tp=2), torch.zeros(2, 3)
+    for params in (None, {"v": moment}):
+        with pytest.raises(ValueError, match="'w' is no parameter, so nothing says how it is"):
+            param_shards([("w", moment)], layout, 1, prefix="model", params=params)
+    (shard,) = param_shards([("w", moment)], layout, 1, prefix="model", params={"w": moment})
+    assert not shard.write

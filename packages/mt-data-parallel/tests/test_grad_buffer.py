@@ -367,3 +367,40 @@ def test_a_sink_launches_buckets_and_counts():
         assert bias.grad.tolist() == [0, 0]
         with pytest.raises(ValueError, match=r"no such parameter \(of shape \(5,\).*2 trained"):
             buffer.sink(nn.Parameter(torch.ones(5)))
+
+
+def test_ranks_with_other_layouts_are_refused_before_anything_is_summed(ranks):
+    def start(kind):
+        rank = dist.get_rank()
+        names = ["a", "b"][:: -1 if kind == "order" and rank else 1]
+        size = 3 if kind == "size" and rank else 2
+        params = [(name, nn.Parameter(torch.ones(size))) for name in names]
+        buffer = GradBuffer(params, group=dist.group.WORLD)
+        if kind == "same":
+            buffer.start(1)
+            return
+        with pytest.raises(ValueError, match=rf"ranks \[{1 - rank}\] of the group have other"):
+            buffer.start(1)
+
+    for kind in ("order", "size", "same"):
+        ranks(2, start, kind)
+
+
+def test_what_cannot_be_summed_densely_is_named():
+    with pytest.raises(TypeError, match="'w' is complex"):
+        GradBuffer([("w", nn.Parameter(torch.ones(2, dtype=torch.complex64)))], group=None)
+    embedding = nn.Embedding(5, 2, sparse=True)
+    buffer = GradBuffer(embedding.named_parameters(), group=None)
+    buffer.start(1)
+    with pytest.raises(TypeError, match="'weight' got a sparse gradient"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+def test_a_parameter_without_elements_is_left_out():
+    empty, full = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(2))
+    buffer = GradBuffer([("empty", empty), ("full", full)], group=None)
+    buffer.start(1)
+    (empty.sum() + full.sum()).backward()
+    buffer.finish()
+    assert grad_of(full).tolist() == [1, 1]
+    assert grad_of(empty).shape == (0, 3)

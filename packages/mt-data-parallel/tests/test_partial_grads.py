@@ -118,3 +118,14 @@ def test_one_rank_leaves_everything_alone():
     reduce_partial_grads(params, state)
     assert params[0][1].grad.tolist() == [3.0, 3.0]
     assert params[1][1].grad is None
+
+
+def test_frozen_parameters_are_left_alone(ranks):
+    def body():
+        param = nn.Parameter(torch.ones(2), requires_grad=False)
+        shard_param(param, PartitionSpec(), partial_grad=("tp",))
+        with ParallelState(ParallelLayout(tp=2)) as state:
+            reduce_partial_grads([("norm", param)], state)
+        return param.grad
+
+    assert ranks(2, body) == [None, None]

@@ -222,3 +222,54 @@ def test_bad_parameters_are_named():
         optimizer.exp_avg("z")
     with pytest.raises(ValueError, match="step_count must be 0 or more, got -1"):
         optimizer.step_count = -1
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_parameters_are_updated_in_their_own_places(dtype, buffered):
+    def train(engine):
+        torch.manual_seed(0)
+        whole = torch.randn(4, 6).to(dtype)
+        params = {
+            "half": nn.Parameter(whole.chunk(2, dim=1)[0]),
+            "transposed": nn.Parameter(torch.randn(3, 5).to(dtype).t()),
+        }
+        optimizer = AdamW(params.items(), lr=0.1, engine=engine)
+        buffer = GradBuffer(params.items(), group=None) if buffered else None
+        for _ in range(3):
+            if buffer:
+                buffer.start(1)
+            sum((p.float() * torch.randn(p.shape)).sum() for p in params.values()).backward()
+            if buffer:
+                buffer.finish()
+            optimizer.step()
+        return [whole, *(param.detach() for param in params.values())]
+
+    for ours, theirs in zip(train("auto"), train("foreach"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_torch_takes_the_buffered_gradient_of_a_strided_parameter():
+    def train(fused):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused, foreach=False)
+        buffer = GradBuffer([("w", param)], group=None)
+        for _ in range(2):
+            buffer.start(1)
+            (param * torch.randn(2, 3, 4, 4)).sum().backward()
+            buffer.finish()
+            optimizer.step()
+        return param.detach()
+
+    torch.testing.assert_close(train(fused=True), train(fused=False))
+
+
+def test_weights_loaded_into_the_model_stay_once_the_masters_take_them():
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = AdamW([("w", param)], lr=0.0)
+    with torch.no_grad():
+        param.fill_(7)
+    optimizer.sync_masters()
+    optimizer.step()
+    assert torch.equal(param, torch.full((4,), 7, dtype=torch.bfloat16))

@@ -210,3 +210,10 @@ def test_bad_arguments_are_named():
     param = shard_param(nn.Parameter(torch.zeros(2, 2)), PartitionSpec("ep", "edp"))
     with pytest.raises(ValueError, match=r"split over edp, ep; .* summed over etp-ep-pp"):
         grad_norm([("w", param)], state)
+
+
+def test_a_parameter_listed_twice_is_refused():
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="'b' is listed twice, also as 'a'"):
+        grad_norm([("a", param), ("b", param)], ParallelState(ParallelLayout()))

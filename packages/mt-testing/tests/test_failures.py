@@ -208,3 +208,29 @@ def test_kill_at_validates_its_arguments(ranks):
         KillAt("a", rank=-1, nth=0)
     with pytest.raises(ValueError, match="outside the world of 2"):
         expect_kill(ranks, 2, _three_steps, kill=KillAt("a", rank=2))
+
+
+class _Clinging:
+    """Does something when the rank's cleaning up collects it."""
+
+    def __init__(self, act):
+        self.act, self.cycle = act, self
+
+    def __del__(self):
+        self.act()
+
+
+@pytest.mark.parametrize("act", ["ends", "hangs"])
+def test_what_breaks_while_a_rank_cleans_up_is_not_the_next_calls_failure(act, monkeypatch, caplog):
+    from mt_testing import RankPool, pool
+
+    def leaves_behind():
+        if dist.get_rank() == 1:
+            _Clinging((lambda: os._exit(3)) if act == "ends" else lambda: time.sleep(100))
+        return dist.get_rank()
+
+    monkeypatch.setattr(pool, "CLEANING", 1.0)
+    with RankPool() as ranks:
+        assert ranks(2, leaves_behind) == [0, 1]
+        assert ranks(2, lambda data: len(data), b"0" * 2**23, timeout=20) == [2**23] * 2
+    assert "ended or hung while they cleaned up" in caplog.text

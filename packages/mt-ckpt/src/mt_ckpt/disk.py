@@ -89,13 +89,14 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def list_files(root: Path) -> tuple[set[str], dict[str, str]]:
+def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
     """Every file below `root` as a relative posix path.
 
     Returns:
-        The plain files, and the entries that are not allowed in a checkpoint with the reason.
+        The plain files with their sizes, and the entries that are not allowed in a checkpoint with
+        the reason.
     """
-    plain: set[str] = set()
+    plain: dict[str, int] = {}
     odd: dict[str, str] = {}
     folders = [""]
     while folders:
@@ -108,7 +109,7 @@ def list_files(root: Path) -> tuple[set[str], dict[str, str]]:
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(f"{name}/")
                 elif entry.is_file(follow_symlinks=False):
-                    plain.add(name)
+                    plain[name] = entry.stat(follow_symlinks=False).st_size
                 else:
                     odd[name] = "is not a plain file"
     return plain, odd

@@ -37,8 +37,9 @@ def load_checkpoint(
     """Fill the tensors of `shards`, in place, from a checkpoint saved on any layout.
 
     Every file that is read is checked against the manifest first, and the directory must hold
-    exactly the files of the manifest. Loading is strict: all arrays that are missing, not asked
-    for, of another shape or of another dtype are listed in one error, before anything is filled.
+    exactly the files of the manifest, in their sizes. All ranks must load the same checkpoint.
+    Loading is strict: all arrays that are missing, not asked for, of another shape or of another
+    dtype are listed in one error, before anything is filled.
 
     Args:
         path: A step directory, such as `latest_checkpoint(root)`.
@@ -100,12 +101,19 @@ def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
         Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
         for name, reason in sorted(odd.items())
     ]
-    for name in sorted(set(manifest.files) - found - set(odd)):
-        problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason="is missing"))
-    for name in sorted(found - set(manifest.files) - {MANIFEST}):
+    for name, record in sorted(manifest.files.items()):
+        if name in odd or found.get(name) == record.size:
+            continue
+        reason = _wrong_size(found[name], record) if name in found else "is missing"
+        problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
+    for name in sorted(found.keys() - set(manifest.files) - {MANIFEST}):
         reason = "is not in the manifest; if it is not yours, do not trust this checkpoint"
         problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
     return problems
+
+
+def _wrong_size(size: int, record: FileRecord) -> str:
+    return f"has {size} bytes, the manifest says {record.size}"
 
 
 class _DamageError(Exception):
@@ -118,7 +126,7 @@ def _read_checked(file: Path, record: FileRecord) -> np.ndarray:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             if size != record.size:
-                raise _DamageError(f"has {size} bytes, the manifest says {record.size}")
+                raise _DamageError(_wrong_size(size, record))
             stream.seek(0)
             data = np.empty(size, dtype=np.uint8)
             if stream.readinto(data.data) != size:
@@ -159,6 +167,7 @@ class _Load:
                 _read(self.path, self.manifest, name)
         arrays = self.manifest.arrays
         return {
+            "checkpoint": f"step {self.manifest.step}, content {_digest(self.manifest)}",
             "have": list(arrays),
             "want": [shard.name for shard in self.shards],
             "differ": [
@@ -183,6 +192,12 @@ class _Load:
 
     def compare(self, reports: list[dict[str, Any]]) -> None:
         """Rank 0: list everything that does not fit."""
+        checkpoints = [report["checkpoint"] for report in reports]
+        if len(set(checkpoints)) > 1:
+            raise CheckpointError(
+                f"the ranks load different checkpoints: {checkpoints}; have one rank choose the "
+                "path and tell the others, or put it on a file system that all share"
+            )
         have = set(reports[0]["have"])
         want = {name for report in reports for name in report["want"]}
         differ = sorted({line for report in reports for line in report["differ"]})
@@ -203,6 +218,11 @@ class _Load:
         """Every rank: fill its tensors."""
         for shard in self.shards:
             _read_shard(self.path, self.manifest, shard)
+
+
+def _digest(manifest: Manifest) -> str:
+    """A short name of what a checkpoint holds."""
+    return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()[:12]
 
 
 def _near(name: str, candidates: list[str]) -> str:

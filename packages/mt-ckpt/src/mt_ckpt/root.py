@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from pathlib import Path
+from typing import cast
 
 from mt_ckpt.disk import disk_errors, remove_tree, replace_file, sync
 from mt_ckpt.error import CheckpointError
@@ -76,14 +77,23 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 def clean(root: str | Path) -> list[Path]:
     """Remove what saves that were killed left behind.
 
-    Call it on one rank when a run starts, never while a save is running in `root`.
+    A checkpoint that such a save was to replace, and that nothing has replaced, comes back. Call it
+    on one rank when a run starts, never while a save is running in `root`.
 
     Returns:
         What was removed.
     """
     root = Path(root)
     stale = [p for p in root.iterdir() if _STALE.fullmatch(p.name)] if root.is_dir() else []
-    for path in stale:
+    for path in list(stale):
+        name, kind = cast("re.Match[str]", _STALE.fullmatch(path.name)).groups()
+        whole = kind == "old" and (path / MANIFEST).exists()
+        if whole and not (root / LATEST).exists() and not (root / name).exists():
+            with disk_errors("rename", path):
+                path.rename(root / name)
+            sync(root)
+            stale.remove(path)
+            continue
         with disk_errors("remove", path):
             if path.is_dir() and not path.is_symlink():
                 remove_tree(path)
@@ -110,13 +120,22 @@ def move_latest(root: Path, step: int) -> None:
     replace_file(root / LATEST, f"{step_name(step)}\n".encode())
 
 
-def retain(root: Path, keep: int, step: int) -> None:
-    """Remove all but the newest `keep` of the steps up to `step`, which `latest` names.
+def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
+    """Remove all but `keep` of the steps up to `step`, which `latest` names.
 
     Newer steps than `step` (of a run that went back) are left alone.
+
+    Args:
+        root: Folder of the checkpoints.
+        keep: How many stay, the newest of this run.
+        step: The step just saved.
+        after: The step that it continues; those in between are of a run that was given up, and go
+            first.
     """
-    older = [path for number, path in committed_steps(root).items() if number <= step]
-    for path in older[:-keep]:
+    steps = {number: path for number, path in committed_steps(root).items() if number <= step}
+    given_up = [number for number in steps if after is not None and after < number < step]
+    order = [*given_up, *(number for number in steps if number not in given_up)]
+    for path in [steps[number] for number in order[:-keep]]:
         aside = set_aside(path)
         sync(root)
         remove_tree(aside)

@@ -128,13 +128,7 @@ class _Save:
         if set(steps) != {self.step}:
             raise CheckpointError(f"the ranks save different steps: {steps}")
         self.arrays = _plan_arrays([report["shards"] for report in reports])
-        named = named_checkpoint(self.root)
-        if named is not None and named.name == step_name(self.step):
-            raise CheckpointError(
-                f"{named} is saved already, and {self.root / LATEST} names it. To save this step "
-                f"again, let {LATEST} name another step first, or save to another root",
-                file=str(named),
-            )
+        self.check_free()
         self.temp = hidden_name(self.root, step_name(self.step), "tmp")
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
         is_new = not self.root.exists()
@@ -149,6 +143,23 @@ class _Save:
             self.files[path] = _file_record(content)
         chunks = {name: spec.chunks for name, spec in self.arrays.items()}
         return {"temp": self.temp.name, "chunks": chunks, "total": total}
+
+    def check_free(self) -> int | None:
+        """Refuse a step that may not be replaced; returns the step that `latest` names, if any."""
+        final, named = self.root / step_name(self.step), named_checkpoint(self.root)
+        if named == final:
+            raise CheckpointError(
+                f"{named} is saved already, and {self.root / LATEST} names it. To save this step "
+                f"again, let {LATEST} name another step first, or save to another root",
+                file=str(named),
+            )
+        steps = committed_steps(self.root)
+        if self.step not in steps and final.exists():
+            raise CheckpointError(
+                f"{final} exists and is no checkpoint of mt-ckpt; remove or rename it",
+                file=str(final),
+            )
+        return next((step for step, path in steps.items() if path == named), None)
 
     def write(self, plan: dict[str, Any]) -> dict[str, list[Any]]:
         """Every rank: write and sync the chunks of its boxes."""
@@ -184,6 +195,7 @@ class _Save:
         folders = {parent for path in self.files for parent in Path(path).parents}
         sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
         self.event("save.manifest")
+        named = self.check_free()  # again: somebody else may have saved it in between
         if self.step in committed_steps(self.root):
             self.old = set_aside(final)
         self.event("save.before_rename")
@@ -196,7 +208,7 @@ class _Save:
         if self.old is not None:
             remove_tree(self.old)
         if self.keep is not None:
-            retain(self.root, self.keep, self.step)
+            retain(self.root, self.keep, self.step, after=named)
 
     def discard(self) -> None:
         """After a failure: remove the temporary directory, put back what it was to replace."""

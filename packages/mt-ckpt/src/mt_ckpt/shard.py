@@ -103,12 +103,21 @@ def param_shards(
         rank: This rank.
         prefix: Group of the arrays: `model`, `optimizer/exp_avg` ...
         params: Name to parameter, where the tensors are not the parameters themselves (moments)
-            and so carry no record of their own.
+            and so carry no record of their own. A tensor that every rank holds whole is its own.
+
+    Raises:
+        ValueError: Nothing says how a tensor is split.
     """
     shards = []
     coords = layout.coordinates(rank)
     for name, tensor in named_tensors:
-        sharding = sharding_of(cast("Parameter", tensor if params is None else params[name]))
+        record = tensor if params is None else params.get(name)
+        if record is None or (params is None and not isinstance(tensor, Parameter)):
+            raise ValueError(
+                f"{name!r} is no parameter, so nothing says how it is split over the ranks; give "
+                "params={name: its parameter, ...}, or the tensor itself if all ranks hold it whole"
+            )
+        sharding = sharding_of(cast("Parameter", record))
         spec = sharding.spec
         shape = spec.global_shape(tuple(tensor.shape), layout)
         shards.append(

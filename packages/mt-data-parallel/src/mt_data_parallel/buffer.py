@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +93,7 @@ class GradBuffer:
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
             mixed, or an argument is out of range.
+        TypeError: A parameter is complex.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -124,6 +126,7 @@ class GradBuffer:
         self._closed = False
         self._started = False
         self._next = 0
+        self._agreed = self._group is None
         self._works: list[dist.Work] = []
         self._hooks: list[RemovableHandle] = []
         for bucket in self._buckets:
@@ -187,6 +190,7 @@ class GradBuffer:
         fewest = min((expected[name] for name in self._slots), default=1)
         if fewest < 1:
             raise ValueError(f"num_backwards must be at least 1, got {fewest}")
+        self._agree()
         self._started = True
         self._next = 0
         for bucket in self._buckets:
@@ -261,7 +265,9 @@ class GradBuffer:
             made = [_Bucket(grads=flat[b.start : b.end]) for b in layout.buckets]
             for place in layout.params:
                 param = params[place.name]
-                view = flat[place.start : place.end].view(param.shape)
+                # In the parameter's own order of memory, which fused optimizers rely on.
+                strides = torch.empty_like(param, device="meta").stride()
+                view = flat.as_strided(param.shape, strides, place.start)
                 bucket = made[place.bucket]
                 slot = _Slot(name=place.name, param=param, main_grad=view, bucket=bucket)
                 self._slots[place.name] = slot
@@ -270,11 +276,35 @@ class GradBuffer:
         buckets.sort(key=lambda pair: pair[0], reverse=True)
         return [bucket for _, bucket in buckets]
 
+    def _agree(self) -> None:
+        """Before the first step: compare the layouts of all ranks, which are summed by position."""
+        if self._agreed or self._group is None or not self._slots:
+            return
+        own = repr([(name, slot.main_grad.shape) for name, slot in self._slots.items()])
+        own += repr([(bucket.grads.numel(), bucket.grads.dtype) for bucket in self._buckets])
+        digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
+        device = self._buckets[0].grads.device
+        found = torch.zeros(self._group.size(), dtype=torch.int64, device=device)
+        mine = torch.tensor([digest], device=device)
+        dist.all_gather_into_tensor(found, mine, group=self._group)
+        others = [rank for rank, other in enumerate(found.tolist()) if other != digest]
+        if others:
+            raise ValueError(
+                f"ranks {others} of the group have other parameters than this one (names, order, "
+                "shapes, dtypes) or another bucket_size; give every rank the same"
+            )
+        self._agreed = True
+
     def _accumulate(self, slot: _Slot, param: Tensor) -> None:
         """Move a fresh ``param.grad`` into the buffer (runs inside backward)."""
         grad = param.grad
         if grad is None:
             return
+        if grad.is_sparse:
+            raise TypeError(
+                f"{slot.name!r} got a sparse gradient, and a GradBuffer is dense; make its "
+                "embedding with sparse=False"
+            )
 
         def move(out: Tensor, accumulate: bool) -> None:  # noqa: FBT001 - as GradSink.add has it
             # Autograd hands over the gradient it just made, so copying the first one and adding
@@ -325,12 +355,17 @@ def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked(named_params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, refusing duplicates and mixed devices."""
+    """Return the trainable parameters with elements by name, refusing what cannot be buffered."""
     params: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for name, param in named_params:
-        if not param.requires_grad:
+        if not param.requires_grad or not param.numel():
             continue
+        if param.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is complex, and gradients are summed as real numbers; "
+                "train torch.view_as_real of it"
+            )
         if name in params:
             raise ValueError(f"parameter {name!r} is listed twice; names must be unique")
         if id(param) in names:

@@ -25,9 +25,9 @@ def reduce_partial_grads(
     rank; a tied embedding sees its lookup on the first pipeline stage and its head on the last.
     Their gradients are partial sums, and which axes miss is written on the parameter, so this
     function knows no layer. Gradients with the same axes and dtype travel in one all-reduce, in
-    the gradient's dtype. Call it after `GradBuffer.finish`; without a GradBuffer it reads and
-    writes ``param.grad``. Where a gradient is missing it becomes zero first, because the other
-    ranks count on this one.
+    the gradient's dtype. Frozen parameters are left alone. Call it after `GradBuffer.finish`;
+    without a GradBuffer it reads and writes ``param.grad``. Where a gradient is missing it becomes
+    zero first, because the other ranks count on this one.
 
     Args:
         named_params: This rank's names and parameters. Ranks of one group hold parameters of
@@ -36,6 +36,8 @@ def reduce_partial_grads(
     """
     pieces: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
+        if not param.requires_grad:
+            continue
         for axes in _reductions(param, state):
             grad = _present_grad(param)
             key = (axes in PAIRS, axes, str(grad.dtype))

@@ -51,6 +51,8 @@ def supports_fused(param: Tensor) -> tuple[bool, str]:
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return False, f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"
+    if not param.is_contiguous():
+        return False, "the fused AdamW kernel reads memory in order, and this one is not contiguous"
     return True, f"torch has a fused AdamW kernel for {kind}"
 
 
@@ -73,8 +75,9 @@ class AdamW:
     parameters are their own master. Moments have the master's dtype and the parameter's shape, so
     they are sharded exactly like the parameter, and are allocated at once: a checkpoint is loaded
     by writing into `master`, `exp_avg` and `exp_avg_sq`, setting `step_count` and calling
-    `sync_params`. Gradients are read through `mt_data_parallel.grad_of`; a missing one counts as
-    zero, as it would inside a GradBuffer (torch.optim skips such a parameter instead).
+    `sync_params`; weights loaded into the parameters themselves are taken over by `sync_masters`.
+    Gradients are read through `mt_data_parallel.grad_of`; a missing one counts as zero, as it would
+    inside a GradBuffer (torch.optim skips such a parameter instead).
 
     The arithmetic is that of torch.optim.AdamW, called through torch's functional form: for fp32
     and fp64 parameters results are bit-equal to torch's in the same mode (fused or foreach).
@@ -220,6 +223,13 @@ class AdamW:
         if copies:
             torch._foreach_copy_([s.param for s in copies], [s.master for s in copies])
 
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Set every master to its bf16 parameter, after weights were loaded into the model."""
+        copies = [s for s in self._states.values() if s.master is not s.param]
+        if copies:
+            torch._foreach_copy_([s.master for s in copies], [s.param for s in copies])
+
     def _state(self, name: str) -> _State:
         try:
             return self._states[name]
@@ -245,11 +255,11 @@ def _new_state(name: str, param: Tensor, *, fused: bool) -> _State:
 
 
 def _gradient(state: _State) -> Tensor:
-    """Return the gradient in the master's dtype."""
+    """Return the gradient in the master's dtype, in memory order as the fused kernel reads it."""
     grad = grad_of(state.param)
     if grad is None:
         return torch.zeros_like(state.master)
-    return grad.to(state.master.dtype)
+    return grad.to(state.master.dtype).contiguous()
 
 
 def _choose_fused(name: str, param: Tensor, engine: str) -> bool:

@@ -41,11 +41,18 @@ def grad_norm(named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelS
         The norm; inf or nan if some gradient is not finite.
 
     Raises:
-        ValueError: A parameter is split over an axis that is not part of the model (dp, cp, edp).
+        ValueError: A parameter is split over an axis that is not part of the model (dp, cp, edp),
+            or listed twice.
     """
     dense: list[Tensor] = []
     expert: list[Tensor] = []
+    names: dict[int, str] = {}
     for name, param in named_params:
+        if names.setdefault(id(param), name) != name:
+            raise ValueError(
+                f"parameter {name!r} is listed twice, also as {names[id(param)]!r}; list a shared "
+                "parameter once, as module.named_parameters() does"
+            )
         axes = sharding_of(param).spec.axes
         is_expert = bool(axes & {"etp", "ep", "edp"})
         model_axes = _EXPERT if is_expert else _DENSE

@@ -28,6 +28,7 @@ __all__ = ["RankPool"]
 T = TypeVar("T")
 MAX_WORLD_SIZE = 32
 GRACE = 1.0  # seconds in which the peers of a failed rank may end or fail by themselves
+CLEANING = 10.0  # seconds in which a rank has to clean up after a call
 STACK_WAIT = 1.0  # seconds in which a hanging rank has to write its stacks
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _LOG = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class RankPool:
         self._processes: _Processes | None = None
         self._finalizer: weakref.finalize | None = None
         self._calls = itertools.count()
+        self._cleaning: list[_Worker] = []
 
     def __enter__(self) -> RankPool:
         return self
@@ -130,6 +132,7 @@ class RankPool:
         __tracebackhide__ = True
         _validate(world_size, timeout, backend)
         payload = dump_call(fn, args)
+        self._await_cleaning()
         workers = self._workers(world_size)
         message = pickle.dumps(self._call(payload, world_size, timeout, backend))
         outcome = Outcome(world_size=world_size)
@@ -142,6 +145,7 @@ class RankPool:
             raise
         if failure is None or outcome.is_settled:
             _send(workers, FINISH)
+            self._cleaning = list(workers)
         else:
             self.kill()
         if failure is not None:
@@ -153,10 +157,12 @@ class RankPool:
         if self._finalizer is not None:
             self._finalizer()
         self._processes = self._finalizer = None
+        self._cleaning = []
 
     def kill(self) -> None:
         """End the ranks, hanging or not, and keep the fork server for the next call."""
         processes = self._processes
+        self._cleaning = []
         if processes is None:
             return
         server = processes.server
@@ -188,6 +194,30 @@ class RankPool:
             _LOG.warning("could not preload %s into the rank pool:\n%s", name, text)
         self._processes = processes
         return processes
+
+    def _await_cleaning(self) -> None:
+        """Start over if a rank does not come back from the last call's cleaning up.
+
+        So a call only ever sends to ranks that listen, and is not blamed for what is not its own.
+        """
+        cleaning = {worker.connection: worker.rank for worker in self._cleaning}
+        deadline = time.monotonic() + CLEANING
+        while cleaning:
+            ready = wait(list(cleaning), max(0.0, deadline - time.monotonic()))
+            try:
+                for connection in [each for each in cleaning if each in ready]:
+                    connection.recv_bytes()
+                    del cleaning[connection]
+            except (EOFError, ConnectionResetError):
+                ready = []
+            if not ready:
+                _LOG.warning(
+                    "ranks %s ended or hung while they cleaned up after the last call (objects of "
+                    "the test that are finalized late, or its threads); starting new ones",
+                    sorted(cleaning.values()),
+                )
+                self.kill()
+                return
 
     def _workers(self, count: int) -> list[_Worker]:
         if self._processes is not None:

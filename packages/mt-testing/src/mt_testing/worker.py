@@ -41,9 +41,10 @@ def run_worker(connection: Connection, notes_fd: int) -> None:
             return
         if message == FINISH:
             _reset(handlers)
-            continue
-        answer = _answer(pickle.loads(message), rank, notes_fd)  # noqa: S301
-        sys.stdout.flush()  # so that a failed test shows it
+            answer = FINISH
+        else:
+            answer = _answer(pickle.loads(message), rank, notes_fd)  # noqa: S301
+            sys.stdout.flush()  # so that a failed test shows it
         try:
             connection.send_bytes(answer)
         except BrokenPipeError:
