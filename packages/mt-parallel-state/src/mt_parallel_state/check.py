@@ -91,6 +91,7 @@ class Ledger:
     def first(self, keys: dict[int, str], own: Announcement) -> int:
         """Waits until one of several other ranks has announced under its key, and names it."""
         here: list[int] = []
+        self._store.set(f"last/{self.rank}", json.dumps(own))
 
         def any_here() -> bool:
             here.extend(rank for rank, key in keys.items() if self._store.check([key]))

@@ -236,7 +236,7 @@ class ParallelLayout:
             ValueError: ``count`` does not divide dp * cp, or the levels of ``edp`` would join ranks
                 of two instances.
         """
-        places, inside = self.dp * self.cp, "edp" if self.ep > 1 else "dp-cp"
+        places = self.dp * self.cp
         valid = [n for n in range(1, places + 1) if places % n == 0]
         if count not in valid:
             raise ValueError(
@@ -248,13 +248,13 @@ class ParallelLayout:
             for place, rank in enumerate(group):
                 found[place * count // places].append(rank)
         owner = {rank: i for i, ranks in enumerate(found) for rank in ranks}
-        per_instance, rest = divmod(self.size(inside), count)
-        parts = [] if rest else self.levels(inside, (per_instance, count))[0]
+        per_instance, rest = divmod(self.edp, count)
+        parts = [] if rest else self.levels("edp", (per_instance, count))[0]
         if rest or any(len({owner[rank] for rank in part}) > 1 for part in parts):
             raise ValueError(
                 f"{count} instances of dp={self.dp} x cp={self.cp} do not hold whole groups of "
-                f"experts (edp={self.edp}, ep={self.ep}, order {self.order!r}); use a number of "
-                "instances that divides edp, and an order that ends in dp-pp or pp-dp"
+                f"experts (etp={self._etp}, ep={self.ep}, edp={self.edp}, order {self.order!r}); "
+                "use a number that divides edp, and an order that ends in dp-pp or pp-dp"
             )
         return [sorted(ranks) for ranks in found]
 
