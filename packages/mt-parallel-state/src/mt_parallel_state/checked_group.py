@@ -74,7 +74,8 @@ class CheckedGroup(dist.ProcessGroup):
 
     ``torch.distributed`` calls the methods below on any group it is given, so every function that
     takes a ``group=`` works. Functional collectives, compiled graphs and a DeviceMesh use the inner
-    group, by its name: they work, and are not compared.
+    group, by its name: they work, and are not compared. (Older versions of torch, such as 2.11, do
+    not trace this class: there a graph breaks at each use of the group, and the call is compared.)
 
     Args:
         inner: The group that does the work.
