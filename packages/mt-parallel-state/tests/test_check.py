@@ -79,6 +79,90 @@ def test_right_calls_give_what_the_group_gives(ranks) -> None:
     assert all(ranks(2, body))
 
 
+def test_one_group_asked_for_under_two_names_is_one_group(ranks) -> None:
+    def sums(layout, names):
+        if dist.get_rank() % 2:
+            names = names[::-1]
+        with ParallelState(layout, check=CheckMode(timeout=5)) as state:
+            out = []
+            for name in names:
+                value = torch.ones(1)
+                dist.all_reduce(value, group=state.group(name))
+                out.append(value.item())
+            return out
+
+    def body():
+        return [
+            *sums(ParallelLayout(pp=2), ["pp", "embedding"]),
+            *sums(ParallelLayout(dp=2), ["dp", "dp-cp"]),
+        ]
+
+    assert ranks(2, body) == [[2.0] * 4] * 2
+
+
+def test_a_message_from_any_rank_is_received_and_compared(ranks) -> None:
+    def body():
+        with ParallelState(ParallelLayout(tp=3), check=CheckMode(timeout=5)) as state:
+            group, rank = state.group("tp"), dist.get_rank()
+            for _ in range(2):
+                if rank:
+                    dist.send(torch.full((2,), float(rank)), group=group, group_dst=0)
+                    continue
+                for _ in range(2):
+                    got = torch.empty(2)
+                    assert dist.recv(got, group=group) == got[0]
+            dist.barrier(group=group)
+            if rank == 2:
+                return ""
+            try:
+                if rank:
+                    dist.send(torch.ones(2), group=group, group_dst=0)
+                else:
+                    dist.recv(torch.empty(3), group=group)
+            except CollectiveError as error:
+                return str(error)
+            return None
+
+    for text in ranks(3, body)[:2]:
+        assert "the two sides of a message differ" in text
+
+    def silence():
+        with ParallelState(ParallelLayout(tp=2), check=CheckMode(timeout=0.5)) as state:
+            if dist.get_rank() == 0:
+                with pytest.raises(CollectiveError, match=r"rank 1 did not come .* from any rank"):
+                    dist.recv(torch.empty(3), group=state.group("tp"))
+            else:
+                state.group("tp")
+
+    ranks(2, silence)
+
+
+def test_functional_collectives_use_the_group_unchecked(ranks) -> None:
+    def body():
+        import torch.distributed._functional_collectives as functional
+
+        with ParallelState(ParallelLayout(tp=2), check=CheckMode(timeout=5)) as state:
+            return functional.all_reduce(torch.ones(1), "sum", state.group("tp")).item()
+
+    assert ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.campaign  # the import of the compiler takes seconds
+def test_compiled_functions_may_use_a_checked_group(ranks) -> None:
+    def body():
+        with ParallelState(ParallelLayout(tp=2), check=CheckMode(timeout=5)) as state:
+            group = state.group("tp")
+
+            def double(x):
+                y = x * group.size()
+                dist.all_reduce(y, group=group)
+                return y
+
+            return torch.compile(double, backend="aot_eager")(torch.ones(1)).item()
+
+    assert ranks(2, body) == [4.0, 4.0]
+
+
 def wrong_dtype(state, group, rank):
     dist.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32), group=group)
 

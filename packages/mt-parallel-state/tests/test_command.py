@@ -25,6 +25,7 @@ def test_a_large_world_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "expected"),
     [
         (["--tp", "3", "--world-size", "16"], "a world of 16 ranks cannot hold tp=3"),
+        (["--dp", "0"], "dp must be at least 1, got 0"),
         (["--dp", "2", "--world-size", "16"], "--dp 2 contradicts --world-size 16, which leaves"),
     ],
 )

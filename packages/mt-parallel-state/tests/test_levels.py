@@ -44,6 +44,35 @@ def test_data_parallel_instances_are_two_levels() -> None:
     assert inter == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
+def test_an_optimizer_instance_is_tp_ep_pp_over_its_own_data_parallel_ranks() -> None:
+    layout = ParallelLayout(tp=2, dp=4, pp=2)
+    assert layout.instances(1) == [list(range(16))]
+    assert layout.instances(2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    for sizes in (
+        {"tp": 2, "ep": 4, "dp": 4, "cp": 2},
+        {"tp": 2, "ep": 2, "dp": 4, "order": "tp-ep-pp-dp"},
+    ):
+        layout = ParallelLayout(**sizes, pp=2)
+        for count in (1, 2):
+            found = layout.instances(count)
+            assert sorted(rank for ranks in found for rank in ranks) == list(
+                range(layout.world_size)
+            )
+            for axes in ("dp-cp", "edp"):
+                for part in layout.levels(axes, (layout.size(axes) // count, count))[0]:
+                    assert sum(set(part) <= set(ranks) for ranks in found) == 1
+            for ranks in found:
+                for axes in ("tp", "pp", "ep", "tp-ep-pp"):
+                    assert all(set(layout.group_of(axes, rank)) <= set(ranks) for rank in ranks)
+
+
+def test_instances_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 instances do not share dp=4 x cp=1 .* one of 1, 2, 4"):
+        ParallelLayout(dp=4).instances(3)
+    with pytest.raises(ValueError, match=r"4 instances .* do not hold whole groups of experts"):
+        ParallelLayout(dp=4, ep=2).instances(4)
+
+
 def test_levels_that_do_not_multiply_to_the_group_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) multiply to 6, but the group has 8 ranks"):
         ParallelLayout(dp=8).levels("dp", (2, 3))

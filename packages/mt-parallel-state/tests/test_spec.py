@@ -107,5 +107,7 @@ def test_partial_gradients_are_checked() -> None:
         shard_param(param, PartitionSpec(), partial_grad="tp")
     with pytest.raises(ValueError, match="unknown axis 'xp'"):
         shard_param(param, PartitionSpec(), partial_grad=("xp",))
+    with pytest.raises(ValueError, match=r"\('tp', 'tp'\) names an axis twice, and each entry is"):
+        shard_param(param, PartitionSpec(), partial_grad=("tp", "tp"))
     with pytest.raises(ValueError, match="more dims than the parameter"):
         shard_param(nn.Parameter(torch.zeros(4)), PartitionSpec(None, "tp"))

@@ -91,6 +91,43 @@ def test_two_states_with_two_layouts_live_in_one_process(ranks) -> None:
     ranks(4, body)
 
 
+def test_layouts_of_two_sizes_make_a_group_of_the_same_ranks(ranks) -> None:
+    def body() -> list[float]:
+        sums = []
+        whole = ParallelState(ParallelLayout(tp=2, dp=2))
+        sums.append(_sum_of_ranks(whole.group("tp")))
+        if dist.get_rank() < 2:
+            with ParallelState(ParallelLayout(tp=2)) as half:
+                assert half.group("tp") is not whole.group("tp")
+                sums.append(_sum_of_ranks(half.group("tp")))
+        whole.close()
+        if dist.get_rank() < 2:  # also when the larger one is gone
+            with ParallelState(ParallelLayout(tp=2)) as half:
+                sums.append(_sum_of_ranks(half.group("tp")))
+        return sums
+
+    assert ranks(4, body) == [[1.0] * 3, [1.0] * 3, [5.0], [5.0]]
+
+
+def test_a_closed_state_says_so_instead_of_waiting(ranks) -> None:
+    def body() -> None:
+        state = ParallelState(ParallelLayout(tp=2, dp=2))
+        state.group("tp")
+        state.close()
+        state.close()
+        for call in (
+            lambda: state.group("tp"),
+            lambda: state.group("dp"),
+            lambda: state.level_groups("tp-dp", (2, 2)),
+            lambda: state.device_mesh("tp"),
+        ):
+            with pytest.raises(RuntimeError, match="this ParallelState is closed"):
+                call()
+        assert state.group("cp") is None
+
+    ranks(4, body)
+
+
 def test_a_layout_that_does_not_fill_the_world_names_the_sizes(ranks) -> None:
     def body() -> None:
         with pytest.raises(
@@ -162,6 +199,8 @@ def test_level_and_block_groups_reduce_over_their_ranks(ranks) -> None:
             inner, outer = state.level_groups("dp", (2, 2))
             pair = state.block_group("dp", 2)
             assert pair is inner
+            assert state.instance_group(2) is inner
+            assert state.instance_group(1) is state.group("dp")
             assert state.block_group("dp", 4) is state.group("dp")
             return [_sum_of_ranks(group) for group in (inner, outer)]
 
@@ -183,6 +222,51 @@ def test_group_options_reach_the_group_and_are_checked(ranks) -> None:
         GroupOptions(min_ctas=8, max_ctas=4)
     with pytest.raises(ValueError, match="unknown axis 'tpp'"):
         ParallelState(ParallelLayout(), options={"tpp": GroupOptions()})
+
+
+def _timeout(group: dist.ProcessGroup | None) -> float:
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_options_belong_to_the_ranks_whatever_name_they_are_asked_for_by(ranks) -> None:
+    def seconds(key: str, ask, **sizes: int) -> float:
+        options = {key: GroupOptions(timeout=timedelta(seconds=7))}
+        with ParallelState(ParallelLayout(**sizes), options=options) as state:
+            return _timeout(ask(state))
+
+    def body() -> list[float]:
+        return [
+            seconds("cp-dp", lambda s: s.group("dp-cp"), cp=2, dp=2),
+            seconds("dp-cp", lambda s: s.group("dp"), dp=4),
+            seconds("cp", lambda s: s.block_group("cp", 4), cp=4),
+            seconds("cp", lambda s: s.block_group("cp", 2), cp=4),
+            *(
+                seconds("dp", lambda s, i=i: s.level_groups("dp", (2, 2))[i], dp=4)
+                for i in range(2)
+            ),
+        ]
+
+    assert ranks(4, body) == [[7.0] * 6] * 4
+
+
+def test_options_that_contradict_each_other_are_refused(ranks) -> None:
+    short, long = (GroupOptions(timeout=timedelta(seconds=s)) for s in (7, 9))
+    with pytest.raises(
+        ValueError, match=r"options\['embedding'\] and options\['mirror'\] differ, .*"
+    ):
+        ParallelState(ParallelLayout(pp=4), options={"embedding": short, "mirror": long})
+
+    def body() -> None:
+        layout = ParallelLayout(cp=2, dp=2)
+        with ParallelState(layout, options={"dp-cp": short}) as state:
+            assert _timeout(state.group("cp")) != 7.0
+            with pytest.raises(ValueError, match=r"'dp-cp.level0' .* was made as 'cp'"):
+                state.level_groups("dp-cp", (2, 2))
+        with ParallelState(layout, options={"dp-cp": short, "cp": long}) as state:
+            assert _timeout(state.level_groups("dp-cp", (2, 2))[0]) == 9.0  # cp's own ranks
+
+    ranks(4, body)
 
 
 def test_a_mesh_and_a_layout_turn_into_each_other(ranks) -> None:

@@ -17,9 +17,11 @@ from mt_tensor_parallel import (
     add_lora,
     gather_from_group,
     lora_state,
+    recompute,
     save_lora,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 F64 = torch.float64
 
@@ -36,10 +38,13 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
-def adapted(group: dist.ProcessGroup | None, *, sequence_parallel: bool = False) -> MLP:
+def adapted(
+    group: dist.ProcessGroup | None, *, sequence_parallel: bool = False, dropout: float = 0.0
+) -> MLP:
     torch.manual_seed(0)
     net = MLP(group, sequence_parallel=sequence_parallel)
-    assert add_lora(net, 3, alpha=6.0) == ["up", "down"]
+    torch.manual_seed(0 if group is None else group.rank())  # adapters do not ask for equal seeds
+    assert add_lora(net, 3, alpha=6.0, dropout=dropout) == ["up", "down"]
     ranks = 1 if group is None else group.size()
     for layer, dim in ((net.up, 1), (net.down, None)):  # B starts at zero: give it values
         generator = torch.Generator().manual_seed(7)
@@ -53,17 +58,24 @@ def adapted(group: dist.ProcessGroup | None, *, sequence_parallel: bool = False)
     return net
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_split_adapters_train_like_whole_ones(ranks, sequence_parallel: bool) -> None:
+def test_split_adapters_train_like_whole_ones(
+    ranks, sequence_parallel: bool, dropout: float
+) -> None:
     def body() -> None:
         group, rank = dist.group.WORLD, dist.get_rank()
-        dense, split = adapted(None), adapted(group, sequence_parallel=sequence_parallel)
+        dense = adapted(None, dropout=dropout)
+        split = adapted(group, sequence_parallel=sequence_parallel, dropout=dropout)
         for name, whole in lora_state(dense).items():
             torch.testing.assert_close(lora_state(split)[name], whole, rtol=0, atol=0)
         x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
         a = x.clone().requires_grad_()
         b = (x.chunk(2, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
-        expected, actual = dense(a), split(b)
+        torch.manual_seed(5)
+        expected = dense(a)
+        torch.manual_seed(5 + 100 * rank)  # of the group, rank 0's numbers count
+        actual = split(b)
         expected.square().sum().backward()
         actual.square().sum().backward()
         if sequence_parallel:
@@ -107,17 +119,82 @@ def test_a_merged_adapter_is_in_the_weight_and_comes_out_again(ranks) -> None:
 
 def test_an_adapter_starts_as_its_base_and_draws_one_matrix_for_any_split(ranks) -> None:
     def body() -> Tensor:
-        torch.manual_seed(3)
-        layer = LoraLinear(RowParallelLinear(8, 6, group=dist.group.WORLD), 2)
+        torch.manual_seed(dist.get_rank())
+        layer = LoraLinear(RowParallelLinear(8, 6, group=dist.group.WORLD), 2, seed=3, name="a")
         x = torch.randn(1, 3, 4)
         assert torch.equal(layer(x), layer.base(x))
         return lora_state(nn.ModuleDict({"a": layer}))["base_model.model.a.lora_A.weight"]
 
     first, second = ranks(2, body)
-    torch.manual_seed(3)
-    alone = LoraLinear(RowParallelLinear(8, 6), 2).a
+    alone = LoraLinear(RowParallelLinear(8, 6), 2, seed=3, name="a").a
     assert torch.equal(first, second)
     assert torch.equal(first, alone)
+    assert 0.3 < alone.abs().max() <= 8**-0.5  # uniform up to 1 / sqrt(in)
+    for other in ({"seed": 4, "name": "a"}, {"seed": 3, "name": "b"}):
+        assert not torch.equal(LoraLinear(RowParallelLinear(8, 6), 2, **other).a, alone)
+
+
+def test_dropout_is_fresh_in_each_call_and_the_same_when_recomputed() -> None:
+    net = adapted(None, dropout=0.5)
+    x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+    def gradients(run) -> list[Tensor]:
+        net.zero_grad()
+        torch.manual_seed(3)
+        inputs = x.clone().requires_grad_()
+        run(inputs).square().sum().backward()
+        return [inputs.grad, net.up.a.grad, net.down.a.grad]
+
+    expected = gradients(net)
+    for again in (
+        lambda inputs: recompute(net, inputs),
+        lambda inputs: checkpoint(net, inputs, use_reentrant=False),
+    ):
+        assert all(map(torch.equal, gradients(again), expected))
+    assert not torch.equal(net(x), net(x))
+    ones = torch.ones(40, 50, 6, dtype=F64)
+    dropped = net.up._drop(ones)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert dropped.mean().item() == pytest.approx(1, abs=0.05)
+    net.eval()
+    assert torch.equal(net(x), net(x))
+
+
+def test_adapters_of_several_calls_live_side_by_side() -> None:
+    net = MLP(None, sequence_parallel=False)
+    assert add_lora(net, 8, matches=lambda name: name == "up") == ["up"]
+    assert add_lora(net, 4) == ["down"]
+    assert [net.up.rank, net.down.rank] == [8, 4]
+    trained = {name for name, param in net.named_parameters() if param.requires_grad}
+    assert trained == {"up.a", "up.b", "down.a", "down.b"}
+    with pytest.raises(ValueError, match="matches that has no adapter yet"):
+        add_lora(net, 4)
+
+
+def test_a_layer_of_two_names_gets_one_adapter_under_both() -> None:
+    net = nn.ModuleDict({"one": ColumnParallelLinear(4, 4)})
+    net["two"] = net["one"]
+    net["three"] = nn.Sequential(net["one"])
+    assert add_lora(net, 2, matches=lambda name: name == "two") == ["one"]
+    assert net["one"] is net["two"] is net["three"][0]
+    assert isinstance(net["one"], LoraLinear)
+    assert list(lora_state(net)) == [
+        "base_model.model.one.lora_A.weight",
+        "base_model.model.one.lora_B.weight",
+    ]
+
+
+def test_a_state_dict_says_whether_the_adapter_is_in_the_weight() -> None:
+    net, other = adapted(None), adapted(None)
+    x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
+    expected = net(x)
+    net.up.merge()
+    other.load_state_dict(net.state_dict())
+    assert (other.up.merged, other.down.merged) == (True, False)
+    torch.testing.assert_close(other(x), expected, rtol=1e-10, atol=1e-12)
+    net.up.unmerge()
+    other.load_state_dict(net.state_dict())
+    torch.testing.assert_close(other(x), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_the_exported_files_have_the_names_and_shapes_of_peft(tmp_path: Path) -> None:
@@ -141,7 +218,44 @@ def test_the_exported_files_have_the_names_and_shapes_of_peft(tmp_path: Path) ->
     torch.testing.assert_close(scale * product, net.up.delta().flatten(0, 1))
 
 
+def test_a_fused_layer_is_exported_as_the_layers_it_stands_for(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    def export(name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        if name == "down":
+            return {"layer.down_proj": (a, b)}
+        return {"layer.gate_proj": (a, b[0]), "layer.up_proj": (a, b[1])}
+
+    net = adapted(None)
+    save_lora(net, tmp_path, base_model="some/model", export=export)
+    state = load_file(str(tmp_path / "adapter_model.safetensors"))
+    for part, name in enumerate(("gate_proj", "up_proj")):
+        prefix = f"base_model.model.layer.{name}"
+        product = state[f"{prefix}.lora_B.weight"] @ state[f"{prefix}.lora_A.weight"]
+        torch.testing.assert_close(2 * product, net.up.delta()[part])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
+
+
+def test_layers_without_adapters_are_no_target_of_their_names(tmp_path: Path) -> None:
+    net = nn.ModuleList([MLP(None, sequence_parallel=False) for _ in range(2)])
+    add_lora(net, 2, matches=lambda name: name in ("0.up", "1.up"))
+    save_lora(net, tmp_path / "all", base_model="m")
+    net = nn.ModuleList([MLP(None, sequence_parallel=False) for _ in range(2)])
+    add_lora(net, 2, matches=lambda name: name == "1.up")
+    save_lora(net, tmp_path / "one", base_model="m")
+    save_lora(net, tmp_path / "given", base_model="m", target_modules=["x"])
+    for folder, targets in (("all", ["up"]), ("one", ["1.up"]), ("given", ["x"])):
+        config = json.loads((tmp_path / folder / "adapter_config.json").read_text())
+        assert config["target_modules"] == targets
+
+
 def test_what_does_not_fit_is_named() -> None:
+    for layer in (ColumnParallelLinear(4, 4), LoraLinear(ColumnParallelLinear(4, 4), 2)):
+        with pytest.raises(
+            TypeError, match=r"is one itself: use LoraLinear\(layer, rank\), or wrap"
+        ):
+            add_lora(layer, 2)
     with pytest.raises(ValueError, match=r"rank=0 must be at least 1 and dropout=0.0 in \[0, 1\)"):
         LoraLinear(ColumnParallelLinear(4, 4), 0)
     with pytest.raises(ValueError, match="LoRA needs a base with communicate=True"):

@@ -13,6 +13,7 @@ from mt_model.config import (
 from mt_model.dtype import DTYPES
 from mt_model.flops import flops_per_token, num_parameters
 from mt_model.gpt import GPT, LossOutput
+from mt_model.lora import export_lora
 from mt_model.presets import PRESETS, gpt, preset
 from mt_model.recomputation import Recompute
 
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "Recompute",
+    "export_lora",
     "flops_per_token",
     "gpt",
     "keep_freed_memory",

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _layout(given: argparse.Namespace) -> ParallelLayout:
     sizes = {name: getattr(given, name) for name in ("tp", "cp", "ep", "pp", "etp", "order")}
     if given.world_size is None:
-        return ParallelLayout(dp=given.dp or 1, **sizes)
+        return ParallelLayout(dp=1 if given.dp is None else given.dp, **sizes)
     layout = ParallelLayout.fit(given.world_size, **sizes)
     if given.dp not in (None, layout.dp):
         raise ValueError(

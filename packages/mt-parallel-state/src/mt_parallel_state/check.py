@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,21 +88,36 @@ class Ledger:
         self._store.delete_key(key)
         return found
 
+    def first(self, keys: dict[int, str], own: Announcement) -> int:
+        """Waits until one of several other ranks has announced under its key, and names it."""
+        here: list[int] = []
+        self._store.set(f"last/{self.rank}", json.dumps(own))
+
+        def any_here() -> bool:
+            here.extend(rank for rank, key in keys.items() if self._store.check([key]))
+            return bool(here)
+
+        self._wait(any_here, keys, own)
+        return here[0]
+
     def fail(self, text: str) -> CollectiveError:
         """Tells all ranks, wherever they are, and makes the error for this one."""
         self._store.set(_FAILED, text)
         return CollectiveError(text)
 
     def _collect(self, keys: dict[int, str], own: Announcement) -> dict[int, Announcement]:
+        self._wait(lambda: self._store.check(list(keys.values())), keys, own)
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+
+    def _wait(self, ready: Callable[[], bool], keys: dict[int, str], own: Announcement) -> None:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
-        while not self._store.check(list(keys.values())):
+        while not ready():
             self._raise_failure()
             if time.monotonic() > deadline:
                 raise self.fail(self._absence(keys, own))
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._raise_failure()  # a rank that comes late finds the others gone
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
 
     def _raise_failure(self) -> None:
         if self._store.check([_FAILED]):

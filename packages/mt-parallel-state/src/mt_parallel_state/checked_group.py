@@ -73,22 +73,25 @@ class CheckedGroup(dist.ProcessGroup):
     """Stands in front of another group and is used like it.
 
     ``torch.distributed`` calls the methods below on any group it is given, so every function that
-    takes a ``group=`` works. Calls through a DeviceMesh or inside a compiled graph reach the group
-    by its name and are not checked.
+    takes a ``group=`` works. Functional collectives, compiled graphs and a DeviceMesh use the inner
+    group, by its name: they work, and are not compared. (Older versions of torch, such as 2.11, do
+    not trace this class: there a graph breaks at each use of the group, and the call is compared.)
 
     Args:
         inner: The group that does the work.
         ranks: Its global ranks.
-        name: What errors call it.
+        axes: What errors call it. Ranks may have asked for the group under different names, so
+            announcements are found by its ranks.
         ledger: Where the ranks announce their calls.
     """
 
     def __init__(
-        self, inner: dist.ProcessGroup, *, ranks: Sequence[int], name: str, ledger: Ledger
+        self, inner: dist.ProcessGroup, *, ranks: Sequence[int], axes: str, ledger: Ledger
     ) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner, self.ranks = inner, tuple(ranks)
-        self._name, self._ledger = name, ledger
+        self._key = "_".join(map(str, self.ranks))
+        self._name, self._ledger = f"{axes}-{self._key}", ledger
         self._calls = 0
         self._messages: dict[tuple[int, int], int] = {}
 
@@ -122,6 +125,10 @@ class CheckedGroup(dist.ProcessGroup):
         ),
     )
 
+    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls, for `group_name` too
+        """The inner group's, so what is done by name is done there."""
+        return self.inner.group_name
+
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Sends, and compares when the transfer is waited for."""
         message = self._message("send", tensors, self.rank(), dstRank, tag)
@@ -132,6 +139,10 @@ class CheckedGroup(dist.ProcessGroup):
         message = self._message("recv", tensors, srcRank, self.rank(), tag)
         return _CheckedWork(self.inner.recv(tensors, srcRank, tag), message)
 
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Receives from the rank that is the first to announce a message to this one."""
+        return _AnySource(self, tensors, tag)
+
     def _get_backend(self, device: torch.device) -> Any:
         return _OneByOne(self.inner._get_backend(device))
 
@@ -139,18 +150,31 @@ class CheckedGroup(dist.ProcessGroup):
         call = self._announcement(op, tensors, what, self._calls)
         if splits is not None:
             call["splits"] = {"input": splits[0], "output": splits[1]}
-        key = f"{self._name}/{self._calls}"
+        key = f"{self._key}/{self._calls}"
         self._calls += 1
         problem = difference(self._ledger.agree(key, self.ranks, call))
         if problem is not None:
             raise self._ledger.fail(problem)
+
+    def _first_sender(self, tensors: list[Tensor], tag: int) -> int:
+        own, number = self.rank(), sum(self._messages.values())
+        call = self._announcement("recv", tensors, {"from": "any rank", "tag": tag}, number)
+        senders = {
+            rank: f"{self._message_key(src, own, self._messages.get((src, own), 0))}/send"
+            for src, rank in enumerate(self.ranks)
+            if src != own
+        }
+        return self.ranks.index(self._ledger.first(senders, call))
+
+    def _message_key(self, src: int, dst: int, number: int) -> str:
+        return f"{self._key}/message/{src}-{dst}/{number}"
 
     def _message(self, op: str, tensors: Any, src: int, dst: int, tag: int) -> _Message:
         number = self._messages.get((src, dst), 0)
         self._messages[src, dst] = number + 1
         ends = (self.ranks[src], self.ranks[dst])
         call = self._announcement(op, tensors, {"from": ends[0], "to": ends[1], "tag": tag}, number)
-        key = f"{self._name}/message/{src}-{dst}/{number}"
+        key = self._message_key(src, dst, number)
         peer = ends[1] if op == "send" else ends[0]
         return _Message(self._ledger, key, call, peer)
 
@@ -202,6 +226,26 @@ class _CheckedWork:
     def wait(self, *arguments: Any, **options: Any) -> Any:
         self._message.meet()
         return self._work.wait(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class _AnySource:
+    """A receive whose sender is found when it is waited for, and which then is like any other."""
+
+    def __init__(self, group: CheckedGroup, tensors: list[Tensor], tag: int) -> None:
+        self._group, self._tensors, self._tag = group, tensors, tag
+        self._source, self._work = -1, None
+
+    def wait(self, *arguments: Any, **options: Any) -> Any:
+        if self._work is None:
+            self._source = self._group._first_sender(self._tensors, self._tag)
+            self._work = self._group.recv(self._tensors, self._source, self._tag)
+        return self._work.wait(*arguments, **options)
+
+    def _source_rank(self) -> int:
+        return self._source
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -223,6 +223,41 @@ class ParallelLayout:
         cut = [cut_into_levels(group, sizes) for group in self.groups(axes)]
         return [[group for each in level for group in each] for level in zip(*cut, strict=True)]
 
+    def instances(self, count: int) -> list[list[int]]:
+        """The ranks of each of ``count`` optimizer instances, which partition the world.
+
+        An instance has whole replicas of the model: all ranks, over tp and pp, whose places in
+        their ``dp-cp`` groups lie in the same one of ``count`` equal runs. Statistics over all
+        gradients, such as their norm, are summed inside one. Inside and across instances one
+        parameter is handled by the two ``levels("dp-cp", (dp * cp // count, count))``, an expert's
+        by those of ``"edp"``.
+
+        Raises:
+            ValueError: ``count`` does not divide dp * cp, or the levels of ``edp`` would join ranks
+                of two instances.
+        """
+        places = self.dp * self.cp
+        valid = [n for n in range(1, places + 1) if places % n == 0]
+        if count not in valid:
+            raise ValueError(
+                f"{count} instances do not share dp={self.dp} x cp={self.cp} = {places} ranks; use "
+                f"one of {', '.join(map(str, valid))}"
+            )
+        found: list[list[int]] = [[] for _ in range(count)]
+        for group in self.groups("dp-cp"):
+            for place, rank in enumerate(group):
+                found[place * count // places].append(rank)
+        owner = {rank: i for i, ranks in enumerate(found) for rank in ranks}
+        per_instance, rest = divmod(self.edp, count)
+        parts = [] if rest else self.levels("edp", (per_instance, count))[0]
+        if rest or any(len({owner[rank] for rank in part}) > 1 for part in parts):
+            raise ValueError(
+                f"{count} instances of dp={self.dp} x cp={self.cp} do not hold whole groups of "
+                f"experts (etp={self._etp}, ep={self.ep}, edp={self.edp}, order {self.order!r}); "
+                "use a number that divides edp, and an order that ends in dp-pp or pp-dp"
+            )
+        return [sorted(ranks) for ranks in found]
+
     def stages_of(self, rank: int, *, chunks: int = 1, v_shaped: bool = False) -> list[int]:
         """The pipeline stages of ``rank`` when each rank holds several model chunks.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["GroupOptions"]
+from mt_parallel_state.layout import ParallelLayout
+
+__all__ = ["GroupOptions", "check_options"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +62,22 @@ class GroupOptions:
         if self.timeout is not None:
             options._timeout = self.timeout
         return options
+
+
+def check_options(layout: ParallelLayout, options: Mapping[str, GroupOptions]) -> None:
+    """Refuses options of unknown axes, and different ones for names of the same ranks.
+
+    It looks at every group of the layout, so all ranks find the same.
+
+    Raises:
+        ValueError: As said.
+    """
+    named: dict[tuple[int, ...], str] = {}
+    for axes, given in options.items():
+        for group in layout.groups(axes):
+            first = named.setdefault(tuple(group), axes)
+            if len(group) > 1 and options[first] != given:
+                raise ValueError(
+                    f"options[{first!r}] and options[{axes!r}] differ, but both names stand for "
+                    f"the group of ranks {group}; leave one of them out"
+                )

@@ -46,6 +46,11 @@ class ParamSharding:
                 f"partial_grad must be a tuple of axis names, got the string "
                 f"{self.partial_grad!r}; write ({self.partial_grad!r},)"
             )
+        if len(set(self.partial_grad)) != len(self.partial_grad):
+            raise ValueError(
+                f"partial_grad={self.partial_grad!r} names an axis twice, and each entry is one "
+                "SUM; name each axis once"
+            )
         for axis in self.partial_grad:
             if axis not in _PARTIAL_AXES:
                 raise ValueError(

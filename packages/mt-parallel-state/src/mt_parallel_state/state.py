@@ -21,7 +21,7 @@ from mt_parallel_state.groups import (
 )
 from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
-from mt_parallel_state.options import GroupOptions
+from mt_parallel_state.options import GroupOptions, check_options
 
 __all__ = ["ParallelState"]
 
@@ -45,12 +45,13 @@ class ParallelState:
         offset: Where the layout begins in the world, for several models side by side. Ranks outside
             build no state for it.
         options: How the groups of an axes string are made, e.g. ``{"ep":
-            GroupOptions(high_priority=True)}``. Strings with the same ranks share one group, made
-            with the options of the name it is first asked for by.
+            GroupOptions(high_priority=True)}``. They belong to the ranks: a group has them under
+            whichever name it is asked for. Levels and blocks have those of the axes they are cut
+            from, unless their own ranks have a name in here.
 
     Raises:
-        ValueError: The layout does not fit the world, this process is outside it, or ``rank`` is
-            not this process's rank.
+        ValueError: The layout does not fit the world, this process is outside it, ``rank`` is
+            not this process's rank, or two names of the same ranks have different options.
         RuntimeError: The layout has several ranks and ``torch.distributed`` is not initialised.
     """
 
@@ -65,14 +66,16 @@ class ParallelState:
         offset: int = 0,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> None:
+        options = dict(options or {})
+        check_options(layout, options)
         self.layout = layout
         self.offset = offset
         self.rank = _bind_rank(layout, rank, offset)
         self.device = _default_device() if device is None else torch.device(device)
-        self._timeout, self._options = timeout, dict(options or {})
-        for axes in self._options:
-            layout.size(axes)  # an unknown name is an error here, not an option without effect
+        self._timeout, self._closed = timeout, False
+        self._options = {tuple(self.ranks(axes)): given for axes, given in options.items()}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made_as: dict[tuple[int, ...], tuple[str, GroupOptions | None]] = {}
         self._checked: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
         self._index, self._ledger = 0, None
@@ -80,7 +83,7 @@ class ParallelState:
             ranks = range(offset, offset + layout.world_size)
             self._index = next_state_index(ranks, self.rank)
             if check is not None:
-                prefix = f"mt_parallel_state/check/{offset}-{layout.world_size}-{self._index}"
+                prefix = f"mt_parallel_state/check/{self._identity}"
                 store = dist.PrefixStore(prefix, world_store())
                 self._ledger = Ledger(store, offset + self.rank, check)
 
@@ -105,6 +108,9 @@ class ParallelState:
         The first call for a list of ranks makes the group and needs every member to make the same
         call; ranks outside do nothing. Later calls, also under another name for the same ranks,
         return the same object.
+
+        Raises:
+            RuntimeError: The state is closed.
         """
         ranks = tuple(self.ranks(axes))
         return self._of(ranks, axes)
@@ -113,18 +119,40 @@ class ParallelState:
         """This rank's group at each level of ``axes``, innermost first; ``None`` where it is alone.
 
         See :meth:`ParallelLayout.levels`. Every member of ``axes`` makes the same call.
+
+        Raises:
+            ValueError: A level is a group that was made with other options, see ``options``.
+            RuntimeError: The state is closed.
         """
         levels = cut_into_levels(self.ranks(axes), sizes)
         own = [next(group for group in level if self.rank in group) for level in levels]
-        return tuple(self._of(tuple(ranks), f"{axes}.level{i}") for i, ranks in enumerate(own))
+        return tuple(self._of(tuple(part), axes, f".level{i}") for i, part in enumerate(own))
 
     def block_group(self, axes: str, size: int) -> dist.ProcessGroup | None:
         """This rank's group among the aligned blocks of ``size`` ranks of ``axes``.
 
         ``size`` is a power of two, or all ranks: that block is the group of ``axes`` itself.
+
+        Raises:
+            ValueError: The block is a group that was made with other options, see ``options``.
+            RuntimeError: The state is closed.
         """
         own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
-        return self._of(tuple(own), f"{axes}.block{size}")
+        return self._of(tuple(own), axes, f".block{size}")
+
+    def instance_group(self, count: int) -> dist.ProcessGroup | None:
+        """This rank's group of all ranks of one of ``count`` optimizer instances.
+
+        Sums gradient statistics when the optimizer's state is split inside an instance and
+        replicated across them; all ranks of the layout for one instance. See
+        :meth:`ParallelLayout.instances`.
+
+        Raises:
+            ValueError: The layout has no such instances.
+            RuntimeError: The state is closed.
+        """
+        own = next(ranks for ranks in self.layout.instances(count) if self.rank in ranks)
+        return self._of(tuple(own), "tp-cp-dp-pp", f".instance{count}")
 
     @property
     def is_first_stage(self) -> bool:
@@ -157,7 +185,8 @@ class ParallelState:
         return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=names)
 
     def close(self) -> None:
-        """Destroys the groups this state made. The default process group stays."""
+        """Destroys the groups this state made; it makes no more. The default group stays."""
+        self._closed = True
         while self._checked:
             unregister_alias(self._checked.popitem()[1])
         while self._groups:
@@ -178,33 +207,53 @@ class ParallelState:
     def __repr__(self) -> str:
         return f"ParallelState({self.layout!r}, rank={self.rank}, device={self.device})"
 
-    def _of(self, ranks: tuple[int, ...], axes: str) -> dist.ProcessGroup | None:
-        """The group of these layout ranks, checked if this state checks."""
+    def _of(self, ranks: tuple[int, ...], axes: str, part: str = "") -> dist.ProcessGroup | None:
+        """The group of these layout ranks, ``part`` of ``axes``, checked if this state checks."""
         if len(ranks) == 1:
             return None
-        group = self._group(ranks, axes)
+        group = self._group(ranks, axes, part)
         if self._ledger is None:
             return group
         if ranks not in self._checked:
             from mt_parallel_state.checked_group import CheckedGroup
 
-            members = self._global(ranks)
-            name = f"{axes}-{'_'.join(map(str, members))}"
-            alias = CheckedGroup(group, ranks=members, name=name, ledger=self._ledger)
+            alias = CheckedGroup(
+                group, ranks=self._global(ranks), axes=axes + part, ledger=self._ledger
+            )
             register_alias(alias, group)
             self._checked[ranks] = alias
         return self._checked[ranks]
 
-    def _group(self, ranks: tuple[int, ...], axes: str) -> dist.ProcessGroup:
+    def _group(self, ranks: tuple[int, ...], axes: str, part: str = "") -> dist.ProcessGroup:
+        if self._closed:
+            raise RuntimeError(
+                f"this ParallelState is closed, so there is no group of {axes + part!r}; ask "
+                "before close(), or build another state on every rank"
+            )
+        inherited = self._options.get(tuple(self.ranks(axes)))
+        options = self._options.get(ranks, inherited)
         if ranks not in self._groups:
             members = self._global(ranks)
             self._groups[ranks] = create_group(
                 members,
-                name=f"mt-{self._index}-{self.offset}-{'_'.join(map(str, members))}",
+                name=f"mt-{self._identity}-{'_'.join(map(str, members))}",
                 timeout=self._timeout,
-                options=self._options.get(axes),
+                options=options,
+            )
+            self._made_as[ranks] = (axes + part, options)
+        name, made_with = self._made_as[ranks]
+        if options != made_with:
+            raise ValueError(
+                f"{axes + part!r} would have {options}, but its group of ranks {list(ranks)} was "
+                f"made as {name!r} with {made_with}; give the axes of that group options of their "
+                "own, which then hold for both"
             )
         return self._groups[ranks]
+
+    @property
+    def _identity(self) -> str:
+        """What tells this state from any other of the world, on every rank of its layout."""
+        return f"{self.offset}-{self.layout.world_size}-{self._index}"
 
     def _global(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.offset + rank for rank in ranks)

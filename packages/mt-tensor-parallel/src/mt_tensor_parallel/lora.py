@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from mt_parallel_state import PartitionSpec, shard_param, sharding_of
+import torch.distributed as dist
+from mt_parallel_state import PartitionSpec, hash_key, random_uniform, shard_param, sharding_of
 from torch import Tensor, nn
 
 from mt_tensor_parallel.collectives import (
+    Group,
     all_gather,
     copy_to_group,
     gather_from_group,
@@ -27,6 +29,8 @@ from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 __all__ = ["LoraLinear", "add_lora", "lora_state", "save_lora"]
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
+Export = Callable[[str, Tensor, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
+_PREFIX = "base_model.model."
 
 
 class LoraLinear(nn.Module):
@@ -38,11 +42,22 @@ class LoraLinear(nn.Module):
     numbers a token. Under sequence parallelism the gradient of the whole matrix is a partial sum
     over the sequence shards, which its sharding record says (``partial_grad``).
 
+    A depends on ``seed``, ``name`` and the global index of the element alone, never on the group or
+    a generator. So does the dropout's mask, together with one number that each call in training
+    draws from the default generator of the input's device: calls differ, and recomputation, which
+    puts the generator back, draws the same mask again. The group's first rank draws for all
+    (broadcast of 8 bytes), so ranks may be seeded as they like. Ranks that hold other samples or
+    other parts of a sequence need other seeds, as with torch's own dropout.
+
+    A state dict says whether the adapter is merged into the base's weight.
+
     Args:
         base: The layer; its parameters are frozen.
         rank: Of the product.
         alpha: Its scale is alpha / rank; ``rank`` by default.
         dropout: Of the adapter's input, while training.
+        seed: Of A and of the masks.
+        name: Of the layer in the model; equal layers need different ones to draw different values.
 
     Shape:
         As of the base.
@@ -53,7 +68,14 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(
-        self, base: ParallelLinear, rank: int, *, alpha: float | None = None, dropout: float = 0.0
+        self,
+        base: ParallelLinear,
+        rank: int,
+        *,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        seed: int = 0,
+        name: str = "",
     ) -> None:
         super().__init__()
         if rank < 1 or not 0 <= dropout < 1:
@@ -65,8 +87,8 @@ class LoraLinear(nn.Module):
             )
         self.base = base.requires_grad_(requires_grad=False)
         self.rank, self.alpha = rank, float(rank if alpha is None else alpha)
-        self.dropout = nn.Dropout(dropout)
-        self.merged = False
+        self.dropout, self.merged = dropout, False
+        self._key = hash_key("lora", seed, name)
         column = isinstance(base, ColumnParallelLinear)
         dims = base.weight.shape
         self._in = dims[-1:] if column else dims[1:]
@@ -88,18 +110,28 @@ class LoraLinear(nn.Module):
         shard_param(split, PartitionSpec(*dims[:-1]) if column else PartitionSpec(None, *dims[1:]))
 
     def _draw(self) -> None:
-        """Draws the whole A from the default generator and keeps this rank's part."""
-        spec = sharding_of(self.a).spec
-        group, shape = self.base.group, list(self.a.shape)
-        dim = next((i for i, axes in enumerate(spec.dims) if axes), None)
-        if dim is not None:
-            shape[dim] *= group_size(group)
-        bound = 1 / math.sqrt(math.prod(shape[1:]))  # PEFT's: Kaiming uniform with a = sqrt(5)
-        whole = torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound)
-        if dim is not None:
-            whole = whole.chunk(group_size(group), dim)[group_rank(group)]
+        """Fills this rank's part of A."""
+        dim, group = _split_dim(self.a), self.base.group
+        columns = math.prod(self._in) * (1 if dim is None else group_size(group))
+        bound = 1 / math.sqrt(columns)  # PEFT's: Kaiming uniform with a = sqrt(5)
+        index = _global_index(self.a.shape, dim, group, self.a.device)
         with torch.no_grad():
-            self.a.copy_(whole)
+            uniform = random_uniform(self._key, index, dtype=torch.float64)
+            self.a.copy_(uniform.mul_(2 * bound).sub_(bound))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        """Drops elements of the adapter's input by their place in the input of all ranks."""
+        group, dim = self.base.group, _split_dim(self.a)
+        if dim is not None:  # the features are split: x ends in the dims of A after the first
+            dim += x.dim() - self.a.dim()
+        elif self.base.sequence_parallel and isinstance(self.base, ColumnParallelLinear):
+            dim = SEQUENCE_DIM
+        call = torch.randint(1 << 62, (), device=x.device)
+        if group_size(group) > 1:
+            dist.broadcast(call, group_src=0, group=group)
+        index = _global_index(x.shape, dim, group, x.device).add_(call)
+        keep = random_uniform(hash_key(self._key, "dropout"), index) >= self.dropout
+        return x * keep.to(x.dtype).div_(1 - self.dropout)
 
     @property
     def scale(self) -> float:
@@ -109,7 +141,10 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Applies base and adapter."""
         y = self.base(x)
-        return y if self.merged else y + self.scale * self._adapt(self.dropout(x))
+        if self.merged:
+            return y
+        drops = self.training and self.dropout > 0
+        return y + self.scale * self._adapt(self._drop(x) if drops else x)
 
     def _adapt(self, x: Tensor) -> Tensor:
         group, sequence = self.base.group, self.base.sequence_parallel
@@ -140,7 +175,10 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Adds the adapter into the base's weight; forward then costs what the base costs."""
+        """Adds the adapter into the base's weight; forward then costs what the base costs.
+
+        ``state_dict`` remembers it. What saves parameters alone should do so unmerged.
+        """
         if not self.merged:
             self.base.weight.add_(self.delta())
             self.merged = True
@@ -152,6 +190,14 @@ class LoraLinear(nn.Module):
             self.base.weight.sub_(self.delta())
             self.merged = False
 
+    def get_extra_state(self) -> Tensor:
+        """Whether the weight holds the adapter, for ``state_dict``."""
+        return torch.tensor(self.merged)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes over what :meth:`get_extra_state` gave."""
+        self.merged = bool(state)
+
 
 def add_lora(
     module: nn.Module,
@@ -159,58 +205,80 @@ def add_lora(
     *,
     alpha: float | None = None,
     dropout: float = 0.0,
+    seed: int = 0,
     matches: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
     """Freezes ``module`` and puts adapters on its parallel linear layers.
+
+    Adapters that are there already stay as they are, so different layers can get different ones by
+    several calls. A layer that the module holds under several names gets one adapter, under all.
 
     Args:
         module: Changed in place.
         rank: Of each adapter.
         alpha: Its scale is alpha / rank.
         dropout: Of each adapter's input.
+        seed: Of the adapters' values and masks, which also depend on the layer's name.
         matches: Which layers, by their dotted name.
 
     Returns:
-        The names of the layers that got one.
+        The names of the layers that got one, the first for each.
 
     Raises:
-        ValueError: No layer matches.
+        TypeError: ``module`` is itself such a layer, which cannot be replaced in place.
+        ValueError: No layer matches that has no adapter yet.
     """
-    module.requires_grad_(requires_grad=False)
-    found = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, ParallelLinear) and matches(name)
-    ]
+    if isinstance(module, ParallelLinear | LoraLinear):
+        raise TypeError(
+            f"add_lora replaces layers inside a module, and this {type(module).__name__} is one "
+            "itself: use LoraLinear(layer, rank), or wrap it, for example in nn.Sequential"
+        )
+    adapters = [each for each in module.modules() if isinstance(each, LoraLinear)]
+    taken = {id(each) for adapter in adapters for each in adapter.modules()}
+    names: dict[ParallelLinear, list[str]] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, ParallelLinear) and id(layer) not in taken:
+            names.setdefault(layer, []).append(name)
+    found = {layer: known for layer, known in names.items() if any(map(matches, known))}
     if not found:
-        raise ValueError("no ColumnParallelLinear or RowParallelLinear of the module matches")
-    for name in found:
-        owner, _, leaf = name.rpartition(".")
-        layer = LoraLinear(module.get_submodule(name), rank, alpha=alpha, dropout=dropout)  # type: ignore[arg-type]
-        setattr(module.get_submodule(owner), leaf, layer)
-    return found
+        raise ValueError(
+            "no ColumnParallelLinear or RowParallelLinear of the module matches that has no "
+            "adapter yet"
+        )
+    kept = {id(param) for adapter in adapters for param in adapter.parameters()}
+    for param in module.parameters():
+        if id(param) not in kept:
+            param.requires_grad = False
+    for layer, known in found.items():
+        adapter = LoraLinear(layer, rank, alpha=alpha, dropout=dropout, seed=seed, name=known[0])
+        for name in known:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, adapter)
+    return [known[0] for known in found.values()]
 
 
 @torch.no_grad()
-def lora_state(module: nn.Module) -> dict[str, Tensor]:
+def lora_state(module: nn.Module, *, export: Export | None = None) -> dict[str, Tensor]:
     """All adapters with whole matrices, under the names that Hugging Face PEFT gives them.
 
     Every rank of the layers' groups calls it and gets the same: ``base_model.model.<layer>.lora_A.
     weight`` [rank, in] and ``lora_B.weight`` [out, rank].
+
+    Args:
+        module: With adapters.
+        export: Takes a layer's name, A [rank, *in] and B [*out, rank], and returns the layers of
+            another model that they stand for, each with its own A and B. A fused layer becomes
+            several: all have its A, and each has its rows of B. ``None`` keeps name and matrices.
     """
     state: dict[str, Tensor] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLinear):
             continue
-        for part, param in (("lora_A", layer.a), ("lora_B", layer.b)):
-            dims = sharding_of(param).spec.dims
-            dim = next((i for i, axes in enumerate(dims) if axes), None)
-            whole = param.detach()
-            if dim is not None:
-                whole = gather_from_group(whole, layer.base.group, dim=dim)
-            shape = (layer.rank, -1) if part == "lora_A" else (-1, layer.rank)
-            key = f"base_model.model.{name}.{part}.weight"
-            state[key] = whole.reshape(shape).contiguous().cpu()
+        pair = _whole(layer.a, layer.base.group), _whole(layer.b, layer.base.group)
+        for target, (a, b) in ({name: pair} if export is None else export(name, *pair)).items():
+            # Copies: files of safetensors hold no tensor twice, and parts may share A.
+            state[f"{_PREFIX}{target}.lora_A.weight"] = a.reshape(layer.rank, -1).cpu().clone()
+            state[f"{_PREFIX}{target}.lora_B.weight"] = b.reshape(-1, layer.rank).cpu().clone()
     return state
 
 
@@ -219,7 +287,8 @@ def save_lora(
     folder: str | os.PathLike[str],
     *,
     base_model: str,
-    target_modules: Iterable[str],
+    target_modules: Iterable[str] | None = None,
+    export: Export | None = None,
     write: bool = True,
 ) -> None:
     """Writes ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT reads them.
@@ -228,7 +297,10 @@ def save_lora(
         module: With adapters of one rank and alpha.
         folder: Made if missing.
         base_model: Name or path of the base model, for PEFT.
-        target_modules: What PEFT calls the layers, e.g. ``["qkv", "out"]``.
+        target_modules: The layers that PEFT puts adapters on. By default the exported ones: by
+            their last names if all layers of those names have adapters, else by their full ones.
+        export: From this module's layers to those of the base model, as for :func:`lora_state`;
+            ``mt_model.export_lora`` is one.
         write: Whether this rank writes; all ranks of the layers' groups call.
 
     Raises:
@@ -236,11 +308,11 @@ def save_lora(
         ValueError: There is no adapter, or adapters differ in rank, alpha or dropout.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
-    kinds = {(layer.rank, layer.alpha, layer.dropout.p) for layer in layers}
+    kinds = {(layer.rank, layer.alpha, layer.dropout) for layer in layers}
     if len(kinds) != 1:
         what = "no adapter" if not kinds else f"adapters of {len(kinds)} kinds"
         raise ValueError(f"the module has {what}; PEFT's files hold one (rank, alpha, dropout)")
-    state = lora_state(module)
+    state = lora_state(module, export=export)
     if not write:
         return
     try:
@@ -250,6 +322,7 @@ def save_lora(
             "saving adapters needs: pip install 'mt-tensor-parallel[peft]'"
         ) from error
     ((rank, alpha, dropout),) = kinds
+    targets = _target_modules(module, state) if target_modules is None else set(target_modules)
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model,
@@ -259,10 +332,46 @@ def save_lora(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(target_modules),
+        "target_modules": sorted(targets),
         "task_type": "CAUSAL_LM",
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     save_file(state, str(path / "adapter_model.safetensors"), metadata={"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _target_modules(module: nn.Module, state: Iterable[str]) -> set[str]:
+    exported = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in state}
+    named = [(_leaf(name), layer) for name, layer in module.named_modules()]
+    plain = {leaf for leaf, layer in named if isinstance(layer, ParallelLinear)}
+    adapted = {leaf for leaf, layer in named if isinstance(layer, LoraLinear)}
+    return exported if plain & adapted else {_leaf(name) for name in exported}
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _split_dim(param: nn.Parameter) -> int | None:
+    """The dim in which a matrix is split over the group; None if it is whole."""
+    dims = sharding_of(param).spec.dims
+    return next((dim for dim, axes in enumerate(dims) if axes), None)
+
+
+def _whole(param: nn.Parameter, group: Group) -> Tensor:
+    dim = _split_dim(param)
+    return param.detach() if dim is None else gather_from_group(param.detach(), group, dim=dim)
+
+
+def _global_index(
+    shape: Sequence[int], dim: int | None, group: Group, device: torch.device
+) -> Tensor:
+    """Row-major index, in a tensor split equally in ``dim``, of each element of this part."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for i, size in enumerate(shape):
+        ranks, own = (group_size(group), group_rank(group)) if i == dim else (1, 0)
+        index = index[..., None] * (size * ranks) + torch.arange(
+            own * size, (own + 1) * size, device=device
+        )
+    return index
