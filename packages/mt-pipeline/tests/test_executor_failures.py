@@ -228,6 +228,17 @@ def test_a_hook_that_the_schedule_has_must_be_given():
         Executor(schedule, Stage(0), group=None, hooks={Op.F: print})
 
 
+@pytest.mark.parametrize("op", [Op.GATHER, Op.REDUCE])
+def test_a_hook_that_the_schedule_would_never_call_is_refused(op):
+    schedule = make_schedule("1f1b", 1, 2)
+    other = insert_hooks(schedule, gather=op is Op.REDUCE, reduce=op is Op.GATHER)
+    fix = rf"hooks has Op.{op.name}, but schedule '1f1b' has no .*: pass insert_hooks\(schedule\)"
+    hooks = {Op.GATHER: print, Op.REDUCE: print}
+    for each, given in ((schedule, {op: print}), (other, hooks)):
+        with pytest.raises(ValueError, match=fix):
+            Executor(each, Stage(0), group=None, hooks=given)
+
+
 def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):
     def body():
         stages, executor = make_executor(make_schedule("1f1b", 2, 3), share_failures=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mt_pipeline import (
 from torch import nn
 
 WIDTH = 6
+HOOKS = (Op.GATHER, Op.REDUCE)
 
 
 def spec(batch):
@@ -283,6 +285,38 @@ def test_hooks_are_called_where_the_schedule_has_them(ranks):
         ["GATHER 0", "F", "F", "B", "B", "REDUCE 0"],
         ["GATHER 1", "F", "B", "F", "B", "REDUCE 1"],
     ]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "dualpipe"])
+def test_parameters_are_gathered_before_forwards_without_a_backward_too(ranks, name):
+    schedule = insert_hooks(make_schedule(name, stages=2, microbatches=4))
+
+    def body():
+        log = []
+
+        def stage(x, batch, number):
+            log.append(("F", number))
+            return batch * 1.0 if x is None else x
+
+        executor = Executor(
+            schedule,
+            [partial(stage, number=s) for s in schedule.stages_of(dist.get_rank())],
+            group=dist.group.WORLD,
+            activation=spec,
+            hooks={op: lambda stage, op=op: log.append((op.name, stage)) for op in HOOKS},
+        )
+        executor.evaluate(make_batches(1))
+        log.append("infer")
+        executor.infer(make_batches(6), output=spec)
+        return log
+
+    for rank, log in enumerate(ranks(2, body)):
+        middle = log.index("infer")
+        for number, run in ((1, log[:middle]), (6, log[middle + 1 :])):
+            for stage in (rank, rank + 2) if name == "interleaved" else (rank,):
+                of_stage = [op for op, each in run if each == stage]
+                assert of_stage == ["GATHER", *["F"] * number]
+        assert len(log) == {"interleaved": 19, "dualpipe": 10}[name]
 
 
 def test_a_recorded_run_has_the_times_of_all_ranks(ranks):

@@ -55,8 +55,9 @@ class Executor(Generic[M]):
         device: Where activations live.
         batch_p2p: Whether an exchange is one `batch_isend_irecv` (see `Mailbox`). None: where
             the device is not a CPU.
-        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them, what is called with
-            the number of the stage. It may start a collective; whoever needs the result waits.
+        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them (`insert_hooks`), what
+            is called with the number of the stage: both by `run`, GATHER by `evaluate` and `infer`
+            too. It may start a collective; whoever needs the result waits.
         share_failures: Whether ranks agree at the end of each run, by one all-reduce of a number,
             on what failed where. Without it a `StageError` is raised on its own rank alone: for
             steps so short that one more message counts, under a launcher that ends all ranks with
@@ -99,7 +100,7 @@ class Executor(Generic[M]):
                 f"activation is None but the schedule has {size} ranks: pass a function from a "
                 "micro-batch to the TensorSpec of what stages hand on"
             )
-        _require_hooks(schedule.ranks[self.rank], hooks or {})
+        _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
         self._place = Place(
             rank=self.rank,
@@ -181,6 +182,8 @@ class Executor(Generic[M]):
         """
         specs = [output(microbatch) for microbatch in microbatches]
         outputs = self._evaluate(microbatches, specs)
+        # Gloo sends the memory of a tensor as it lies there, whatever its strides are.
+        outputs = [output.contiguous() for output in outputs]
         if not outputs:
             device = self._place.device
             outputs = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
@@ -285,11 +288,19 @@ class Executor(Generic[M]):
         )
 
 
-def _require_hooks(actions: Sequence[Action], hooks: Mapping[Op, Callable[[int], object]]) -> None:
+def _require_hooks(
+    schedule: Schedule, rank: int, hooks: Mapping[Op, Callable[[int], object]]
+) -> None:
+    called = {action.op for _, _, action in schedule}
     for op in hooks:
         if op not in (Op.GATHER, Op.REDUCE):
             raise ValueError(f"hooks has {op!r}: only Op.GATHER and Op.REDUCE call a hook")
-    for action in actions:
+        if op not in called:
+            raise ValueError(
+                f"hooks has Op.{op.name}, but schedule {schedule.name!r} has no {op.name} that "
+                "would call it: pass insert_hooks(schedule)"
+            )
+    for action in schedule.ranks[rank]:
         if action.op.is_hook and action.op not in hooks:
             raise ValueError(
                 f"the schedule has {action}, but hooks has no Op.{action.op.name}: pass "
