@@ -107,6 +107,27 @@ class MoE(nn.Module):
         return Exchange.apply(x, f"wait {what}", f"B start {what}", self.log)
 
 
+class Nested(MoE):
+    """Its parts hand on dicts, lists and tuples in each other."""
+
+    def parts(self, batch):
+        attention, experts, combine = super().parts(batch)
+
+        def nest(state):
+            residual, x = state
+            return {"residual": [residual], "moe": ({"x": x, "rows": len(x)}, None)}
+
+        def flat(state):
+            assert state["moe"][0]["rows"] == len(batch)
+            return state["residual"][0], state["moe"][0]["x"]
+
+        return [
+            lambda x: nest(attention(x)),
+            lambda state: nest(experts(flat(state))),
+            lambda state: combine(flat(state)),
+        ]
+
+
 class Whole(nn.Module):
     """The same stage, which does not offer its parts."""
 
@@ -164,6 +185,21 @@ def test_turns_change_no_gradient(split):
         theirs, expected = run_alone(other, stage)
         for a, b in zip([*outputs, *gradients], [*theirs, *expected], strict=True):
             assert torch.equal(a, b)
+
+
+def test_parts_may_hand_on_a_nest_of_tensors(ranks):
+    def body():
+        schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)
+        results = []
+        for kind in (MoE, Nested):
+            mine = [kind(stage, []) for stage in schedule.stages_of(dist.get_rank())]
+            executor = Executor(schedule, mine, group=dist.group.WORLD, activation=spec)
+            executor.run(make_batches(6), objective=objective)
+            results.append([p.grad for stage in mine for p in stage.parameters()])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(2, body)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
