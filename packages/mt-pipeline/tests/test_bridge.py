@@ -1,5 +1,6 @@
 """A bridge between two layouts against the two modules on one rank."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_parallel_state import ParallelLayout
-from mt_pipeline import Bridge, Move, TensorSpec, batch_boxes, layout_boxes, plan_moves
+from mt_pipeline import (
+    Action,
+    Bridge,
+    Executor,
+    Mark,
+    Move,
+    Op,
+    TensorSpec,
+    batch_boxes,
+    layout_boxes,
+    make_schedule,
+    plan_moves,
+)
 from torch import nn
 
 SEQUENCE, WIDTH = 3, 4
@@ -205,3 +218,72 @@ def test_boxes_may_cut_the_sequence_too_and_moves_may_overlap_work(ranks):
                 bridge.forward(mine[:1], spec)
 
     ranks(4, body)
+
+
+def four_layers():
+    torch.manual_seed(1)
+    return [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
+
+
+def four_layers_on_one_rank(rows, number, loss):
+    layers = four_layers()
+    for i in range(number):
+        y = data(i, rows)
+        for layer in layers:
+            y = torch.tanh(layer(y))
+        loss(y, i).backward()
+    return [layer.weight.grad for layer in layers]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_bridge_joins_a_pipelined_encoder_and_a_pipelined_decoder(ranks, recompute):
+    """Ranks 0 and 1 are the encoder's pipeline, ranks 2 and 3 the decoder's."""
+    rows, number = 4, 3
+    spec = TensorSpec((rows, SEQUENCE, WIDTH), torch.float64)
+
+    def loss(y, i):
+        return (y * data(10 + i, rows)).sum()
+
+    def encode(bridge, stage, group, at):
+        """All forwards, each sent over when it is there; then the gradients are waited for."""
+        schedule = make_schedule("gpipe", 2, number)
+        if recompute:
+            marks = frozenset((Mark.RECOMPUTE, Action(Op.F, at, i)) for i in range(number))
+            schedule = dataclasses.replace(schedule, marks=marks)
+
+        def send(y, i):
+            bridge.forward(y, spec)
+            return lambda: bridge.backward(None, spec)
+
+        executor = Executor(schedule, stage, group=group, activation=lambda i: spec)
+        executor.run(list(range(number)), objective=send)
+
+    def decode(bridge, stage, group, at):
+        received = [bridge.forward(None, spec) for _ in range(number)] if at == 0 else []
+        Executor(
+            make_schedule("1f1b", 2, number),
+            lambda x, i: stage(received[i] if x is None else x, i),
+            group=group,
+            activation=lambda i: spec,
+        ).run(list(range(number)), objective=loss)
+        for i in backwards if received else []:  # as the encoder asks for them
+            bridge.backward(received[i].grad, spec)
+
+    order = make_schedule("gpipe", 2, number).ranks[1]
+    backwards = [action.microbatch for action in order if action.op is Op.B]
+
+    def body():
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        bridge = Bridge(batch_boxes(rows, [[1]]), batch_boxes(rows, [[2]]))
+        layer = four_layers()[rank]
+
+        def stage(x, i):
+            return torch.tanh(layer(data(i, rows) if x is None else x))
+
+        (encode if rank < 2 else decode)(bridge, stage, groups[rank // 2], rank % 2)
+        return layer.weight.grad
+
+    expected = four_layers_on_one_rank(rows, number, loss)
+    for ours, theirs in zip(ranks(4, body), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

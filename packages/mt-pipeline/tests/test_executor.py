@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import re
 import time
 
@@ -19,9 +20,14 @@ from mt_pipeline import (
     TransferError,
     check,
     make_schedule,
+    offload,
+    run,
     split_layers,
 )
+from mt_pipeline.offload import OnHost
+from mt_pipeline.transfer import Mailbox
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 WIDTH = 6
 
@@ -234,9 +240,8 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
     assert ranks(2, body)[1] == ["irecv"] * 3 + ["F", "B"] * 3
 
 
-def test_sent_activations_are_freed_while_their_graph_lives(ranks):
-    from torch.multiprocessing.reductions import StorageWeakRef
-
+@pytest.mark.parametrize("batch_p2p", [False, True])
+def test_sent_activations_are_freed_while_their_graph_lives(ranks, batch_p2p):
     def body():
         refs = []
         weight = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
@@ -259,10 +264,41 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks):
             middle if dist.get_rank() in (1, 2) else stage,
             group=dist.group.WORLD,
             activation=spec,
+            batch_p2p=batch_p2p,
         )
         executor.run(make_batches(12), objective=objective)
 
     ranks(4, body)
+
+
+def test_a_batched_send_need_not_have_ended_at_the_next_exchange(monkeypatch):
+    waited = []
+
+    class Work:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def wait(self):
+            waited.append(int(self.tensor[0]))
+
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **_: tensor)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda tensors: [Work(t) for t in tensors])
+    mail = Mailbox(
+        make_schedule("gpipe", stages=2, microbatches=6),
+        group=None,
+        device=torch.device("cpu"),
+        specs=[TensorSpec((1,), torch.float32)] * 6,
+        batched=True,
+    )
+    seen = []
+    for i in range(6):
+        send = Action(Op.SEND_F, 0, i)
+        mail.put(send, torch.tensor([float(i)]))
+        mail.exchange([send], [])
+        seen.append(list(waited))
+    assert seen == [[], [], [], [], [0], [0, 1]]
+    mail.finish()
+    assert waited == list(range(6))  # in the order in which they left
 
 
 def test_recomputed_dropout_of_the_global_generator_repeats_itself(ranks):
@@ -298,6 +334,126 @@ def test_recomputed_dropout_of_the_global_generator_repeats_itself(ranks):
         assert sorted(again[3]) == [False] * 4 + [True] * 4
 
     ranks(2, body)
+
+
+class Streams:
+    """Random streams of one's own, as of tensor parallelism."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def state_dict(self):
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["state"])
+
+    def drop(self, x):
+        return x * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) > 0.4)
+
+
+def test_recomputed_forwards_draw_from_given_streams_and_in_the_objective_as_before(ranks):
+    def body():
+        def run(*, mark):
+            schedule = make_schedule("zb-h1", stages=2, microbatches=4)
+            forwards = [a for _, _, a in schedule if a.op is Op.F]
+            marks = frozenset((Mark.RECOMPUTE, a) for a in mark(forwards))
+            torch.manual_seed(3)
+            layer, streams, log = nn.Linear(WIDTH, WIDTH).double(), Streams(), []
+
+            def stage(x, batch):
+                y = streams.drop(nn.functional.dropout(layer(batch if x is None else x), 0.4))
+                return {"y": y} if dist.get_rank() == 1 else y
+
+            def noisy(output, batch):
+                log.append(torch.is_grad_enabled())
+                y = streams.drop(nn.functional.dropout(output["y"], 0.4))
+                return objective({"y": y}, batch)
+
+            executor = Executor(
+                dataclasses.replace(schedule, marks=marks),
+                stage,
+                group=dist.group.WORLD,
+                activation=spec,
+                rng=streams,
+            )
+            outputs = executor.run(make_batches(4), objective=noisy)
+            after = [torch.rand(1), torch.rand(1, generator=streams.generator)]
+            return [layer.weight.grad, *(o["y"] for o in outputs), *after], log
+
+        plain, once = run(mark=lambda forwards: [])
+        for mark in (lambda forwards: forwards, lambda forwards: forwards[::2]):
+            again, twice = run(mark=mark)
+            for a, b in zip(plain, again, strict=True):
+                assert torch.equal(a, b)
+            assert twice.count(True) == len(once)
+        return once
+
+    assert ranks(2, body) == [[], [True] * 4]
+
+
+@pytest.mark.parametrize("marks", [{Mark.OFFLOAD}, {Mark.OFFLOAD, Mark.RECOMPUTE}])
+@pytest.mark.parametrize("in_a_function", [False, True])
+def test_offloading_takes_inputs_and_activations_and_leaves_weights(ranks, marks, in_a_function):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+            self.register_buffer("scale", torch.ones(WIDTH, dtype=torch.float64))
+
+        def forward(self, x, batch):
+            x = batch * 1.0 if x is None else x
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            return torch.tanh(self.layer(x) * self.scale).sin()
+
+    inputs, packed = [], []
+
+    def copy(tensor):
+        packed.append(tensor.untyped_storage().data_ptr())
+        return OnHost(tensor.clone(), tensor.device)
+
+    def body():
+        torch.manual_seed(dist.get_rank())
+        block = Block()
+        results = []
+        for mark in (set(), marks):
+            schedule = make_schedule("gpipe", stages=2, microbatches=3)
+            forwards = [a for _, _, a in schedule if a.op is Op.F]
+            block.zero_grad()
+            executor = Executor(
+                dataclasses.replace(schedule, marks=frozenset(itertools.product(mark, forwards))),
+                (lambda x, batch: block(x, batch)) if in_a_function else block,
+                group=dist.group.WORLD,
+                activation=spec,
+            )
+            inputs.clear()
+            host, offload.to_host, run.to_host = offload.to_host, copy, copy
+            alive = []
+
+            def end(output, batch, alive=alive):
+                alive.append(sum(not ref.expired() for ref in inputs))
+                return (output * batch.cos()).sum()
+
+            try:
+                executor.run(make_batches(3), objective=end)
+            finally:
+                offload.to_host = run.to_host = host
+            results.append([block.layer.weight.grad, alive[:3]])
+        weights = {t.untyped_storage().data_ptr() for t in (*block.parameters(), block.scale)}
+        assert not weights & set(packed)
+        assert torch.equal(results[0][0], results[1][0])
+        number = len(packed)
+        packed.clear()
+        return number, results[0][1], results[1][1]
+
+    (first, *_), (second, plain, away) = ranks(2, body)
+    assert plain == [1, 2, 3]
+    if Mark.RECOMPUTE in marks:  # nothing but the inputs, once the first run has ended
+        assert (first, second) == (0, 3)
+        assert away == [1, 1, 1]
+    else:  # an input is gone as soon as the stage does not use it any more
+        assert second > first > 0
+        assert away == [0, 0, 0]
 
 
 def test_a_frozen_first_stage_sends_activations_and_takes_no_gradient(ranks):
@@ -376,7 +532,8 @@ def test_a_failing_stage_is_named_with_its_microbatch(backward):
     assert isinstance(caught.value.__cause__, ArithmeticError)
 
 
-def test_a_rank_that_is_gone_is_named(ranks):
+@pytest.mark.parametrize("share_failures", [False, True])
+def test_a_rank_that_is_gone_is_named(ranks, share_failures):
     def body():
         def make():
             return Executor(
@@ -384,6 +541,7 @@ def test_a_rank_that_is_gone_is_named(ranks):
                 lambda x, batch: batch * torch.ones(1, requires_grad=True),
                 group=group,
                 activation=spec,
+                share_failures=share_failures,
             )
 
         group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
@@ -398,12 +556,13 @@ def test_a_rank_that_is_gone_is_named(ranks):
         return str(running.value), str(making.value)
 
     running, making = ranks(2, body)[0]
-    assert re.fullmatch(
+    pattern = (
         r"stage 0, (activation|gradient) of micro-batch 0: (sending it to|receiving it from) "
-        r"pipeline rank 1 failed: .*Look for the first error on that rank; activation\(\) must .*",
-        running,
-        flags=re.DOTALL,
+        r"pipeline rank 1 failed: .*Look for the first error on that rank; activation\(\) must .*"
     )
+    if share_failures:
+        pattern = "pipeline rank 0 did not meet the others before or after a run: .* as the others"
+    assert re.fullmatch(pattern, running, flags=re.DOTALL)
     assert making.startswith("pipeline rank 0 could not connect to its neighbours:")
     assert making.endswith("Every rank of the group must make its Executor at this point")
 

@@ -1,21 +1,27 @@
 """What fails on one rank is raised on all, and the pipeline goes on after it."""
 
 import dataclasses
+import pickle
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from mt_pipeline import (
+    Action,
     Executor,
     Op,
     Schedule,
     StageError,
     TensorSpec,
+    TransferError,
     insert_hooks,
     make_schedule,
 )
+from mt_pipeline.run import Run
+from mt_pipeline.transfer import Mailbox
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 WIDTH = 4
 
@@ -228,6 +234,17 @@ def test_a_hook_that_the_schedule_has_must_be_given():
         Executor(schedule, Stage(0), group=None, hooks={Op.F: print})
 
 
+@pytest.mark.parametrize("op", [Op.GATHER, Op.REDUCE])
+def test_a_hook_that_the_schedule_would_never_call_is_refused(op):
+    schedule = make_schedule("1f1b", 1, 2)
+    other = insert_hooks(schedule, gather=op is Op.REDUCE, reduce=op is Op.GATHER)
+    fix = rf"hooks has Op.{op.name}, but schedule '1f1b' has no .*: pass insert_hooks\(schedule\)"
+    hooks = {Op.GATHER: print, Op.REDUCE: print}
+    for each, given in ((schedule, {op: print}), (other, hooks)):
+        with pytest.raises(ValueError, match=fix):
+            Executor(each, Stage(0), group=None, hooks=given)
+
+
 def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):
     def body():
         stages, executor = make_executor(make_schedule("1f1b", 2, 3), share_failures=False)
@@ -241,3 +258,106 @@ def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):
         return len(run())  # and the pipeline goes on
 
     assert ranks(2, body) == [0, 3]
+
+
+def test_what_fails_before_the_first_stage_is_named_on_all_ranks(ranks):
+    def refuse(batch):
+        if batch[0, 0] == 1:
+            raise KeyError("no length")
+        return spec(batch)
+
+    def body():
+        rank = dist.get_rank()
+        _, executor = make_executor(make_schedule("1f1b", 2, 3))
+        given = batches(3)
+        texts = []
+
+        def fails(run, *args, **options):
+            text, where, cause = failure_of(lambda: run(*args, **options))
+            assert cause != "NoneType" or f"rank {1 - rank}" in text or "another rank" in text
+            texts.append((text, where))
+
+        for at in (0, 1):
+            executor._activation = refuse if rank == at else spec
+            fails(executor.run, given, objective=objective)
+            fails(executor.evaluate, given)
+            executor._activation = (lambda batch: (2, 4)) if rank == at else spec
+            fails(executor.evaluate, given)
+            executor._activation = spec
+            fails(executor.infer, given, output=refuse if rank == at else spec)
+            fails(executor.run, given[rank == at :], objective=objective)
+            fails(executor.run, given + given[: rank == at], objective=objective)
+            fails(executor.evaluate, given[rank == at :])
+            fails(executor.infer, given if rank == at else [], output=spec)
+            assert len(executor.run(given, objective=objective)) == (3 if rank else 0)
+        return texts
+
+    first, second = ranks(2, body)
+    assert first == second
+    for at in (0, 1):
+        where = f"stage {at} on pipeline rank {at} failed in the forward of micro-batch "
+        other = where.replace(f" {at} ", f" {1 - at} ")
+        few, most = "ValueError: got 2 micro-batches", "pass the same to all ranks"
+        expected = [
+            f"{where}1: activation() raised KeyError: 'no length'",
+            f"{where}1: activation() raised KeyError: 'no length'",
+            f"{where}0: TypeError: activation() must return a TensorSpec, got tuple",
+            f"{where}1: output() raised KeyError: 'no length'",
+            f"{where}2: {few}, but the schedule is for 3: pass as many, or make a schedule for "
+            "this number",
+            f"{where}3: ValueError: got 4 micro-batches, but the schedule is for 3: pass as many, "
+            "or make a schedule for this number",
+            f"{where}2: {few}, but another rank got 3: {most}",
+            f"{other}0: ValueError: got 0 micro-batches, but another rank got 3: {most}",
+        ]
+        assert [text for text, _ in first[8 * at : 8 * at + 8]] == expected
+    assert first[0][1] == (0, 1, Op.F, 0)
+
+
+def test_a_failed_rank_lets_go_of_its_graphs(monkeypatch):
+    refs, alive = [], []
+    weight = torch.ones(WIDTH, requires_grad=True)
+
+    def stage(x, batch):
+        if len(refs) == 3:
+            raise MemoryError("no room")
+        h = torch.exp(batch * weight)  # keeps its result for its backward
+        refs.append(StorageWeakRef(h.untyped_storage()))
+        return h.sum(-1)
+
+    def go_without(self, action):
+        alive.append(sum(not ref.expired() for ref in refs))
+
+    monkeypatch.setattr(Run, "_go_without", go_without)
+    executor = Executor(make_schedule("gpipe", 1, 4), stage, group=None)
+    failure_of(lambda: executor.run(batches(4), objective=objective))
+    assert alive == [0] * 5  # the fourth forward, and the backwards
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_no_room_for_what_arrives_names_the_message(monkeypatch, batched):
+    def no_room(self, message):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Mailbox, "empty", no_room)
+    mail = Mailbox(
+        make_schedule("1f1b", 2, 2),
+        group=None,
+        device=torch.device("cpu"),
+        specs=[TensorSpec((2,), torch.float32)] * 2,
+        batched=batched,
+    )
+    where = (
+        "stage 1, activation of micro-batch 0: receiving it from pipeline rank 0 failed: no room"
+    )
+    with pytest.raises(TransferError, match=where):
+        mail.exchange([Action(Op.RECV_F, 1, 0)], [])
+    with pytest.raises(TransferError, match=r"gradient of micro-batch 1: sending it to .* no room"):
+        mail.put_zeros(Action(Op.SEND_B, 1, 1))
+
+
+def test_a_stage_error_can_be_sent_between_processes():
+    error = StageError(Action(Op.B, 2, 5), 1, "OSError: away")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)

@@ -135,3 +135,31 @@ def test_an_output_that_is_not_as_said_is_refused_on_all_ranks(ranks):
         "stage 1 on pipeline rank 1 failed in the forward of micro-batch 0: ValueError: the stage "
         "returned (2,) float32, but output() says (3,) float32"
     }
+
+
+def test_outputs_that_are_views_arrive_as_they_are(ranks):
+    views = {
+        "a slice": lambda y: y[:, -1],
+        "transposed": lambda y: y[0].t(),
+        "expanded": lambda y: y[:1].expand(3, -1, -1),
+    }
+
+    def body():
+        group = dist.group.WORLD
+        batch = torch.arange(24, dtype=torch.float64).view(2, 3, 4)
+        for name, view in views.items():
+            executor = Executor(
+                make_schedule("1f1b", stages=2, microbatches=2),
+                lambda x, batch, view=view: batch * 2 if x is None else view(x),
+                group=group,
+                activation=lambda batch: TensorSpec(tuple(batch.shape), batch.dtype),
+            )
+            wanted = [view(each * 2) for each in (batch, batch + 1)]
+            outputs = executor.infer(
+                [batch, batch + 1],
+                output=lambda _, shape=wanted[0].shape: TensorSpec(tuple(shape), torch.float64),
+            )
+            for output, expected in zip(outputs, wanted, strict=True):
+                assert torch.equal(output, expected), name
+
+    ranks(2, body)

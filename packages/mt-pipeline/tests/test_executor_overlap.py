@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mt_pipeline import (
 from torch import nn
 
 WIDTH = 6
+HOOKS = (Op.GATHER, Op.REDUCE)
 
 
 def spec(batch):
@@ -105,6 +107,27 @@ class MoE(nn.Module):
         return Exchange.apply(x, f"wait {what}", f"B start {what}", self.log)
 
 
+class Nested(MoE):
+    """Its parts hand on dicts, lists and tuples in each other."""
+
+    def parts(self, batch):
+        attention, experts, combine = super().parts(batch)
+
+        def nest(state):
+            residual, x = state
+            return {"residual": [residual], "moe": ({"x": x, "rows": len(x)}, None)}
+
+        def flat(state):
+            assert state["moe"][0]["rows"] == len(batch)
+            return state["residual"][0], state["moe"][0]["x"]
+
+        return [
+            lambda x: nest(attention(x)),
+            lambda state: nest(experts(flat(state))),
+            lambda state: combine(flat(state)),
+        ]
+
+
 class Whole(nn.Module):
     """The same stage, which does not offer its parts."""
 
@@ -162,6 +185,21 @@ def test_turns_change_no_gradient(split):
         theirs, expected = run_alone(other, stage)
         for a, b in zip([*outputs, *gradients], [*theirs, *expected], strict=True):
             assert torch.equal(a, b)
+
+
+def test_parts_may_hand_on_a_nest_of_tensors(ranks):
+    def body():
+        schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)
+        results = []
+        for kind in (MoE, Nested):
+            mine = [kind(stage, []) for stage in schedule.stages_of(dist.get_rank())]
+            executor = Executor(schedule, mine, group=dist.group.WORLD, activation=spec)
+            executor.run(make_batches(6), objective=objective)
+            results.append([p.grad for stage in mine for p in stage.parameters()])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(2, body)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
@@ -283,6 +321,38 @@ def test_hooks_are_called_where_the_schedule_has_them(ranks):
         ["GATHER 0", "F", "F", "B", "B", "REDUCE 0"],
         ["GATHER 1", "F", "B", "F", "B", "REDUCE 1"],
     ]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "dualpipe"])
+def test_parameters_are_gathered_before_forwards_without_a_backward_too(ranks, name):
+    schedule = insert_hooks(make_schedule(name, stages=2, microbatches=4))
+
+    def body():
+        log = []
+
+        def stage(x, batch, number):
+            log.append(("F", number))
+            return batch * 1.0 if x is None else x
+
+        executor = Executor(
+            schedule,
+            [partial(stage, number=s) for s in schedule.stages_of(dist.get_rank())],
+            group=dist.group.WORLD,
+            activation=spec,
+            hooks={op: lambda stage, op=op: log.append((op.name, stage)) for op in HOOKS},
+        )
+        executor.evaluate(make_batches(1))
+        log.append("infer")
+        executor.infer(make_batches(6), output=spec)
+        return log
+
+    for rank, log in enumerate(ranks(2, body)):
+        middle = log.index("infer")
+        for number, run in ((1, log[:middle]), (6, log[middle + 1 :])):
+            for stage in (rank, rank + 2) if name == "interleaved" else (rank,):
+                of_stage = [op for op, each in run if each == stage]
+                assert of_stage == ["GATHER", *["F"] * number]
+        assert len(log) == {"interleaved": 19, "dualpipe": 10}[name]
 
 
 def test_a_recorded_run_has_the_times_of_all_ranks(ranks):

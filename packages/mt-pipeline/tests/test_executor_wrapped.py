@@ -207,3 +207,24 @@ def test_ddp_stages_reduce_where_the_caller_lets_them(ranks, name):
         assert_equal(gradients(modules), expected)
 
     ranks(4, body)
+
+
+def test_a_stage_in_parts_is_sharded_by_its_submodules(ranks):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    class InParts(Layers):
+        def forward(self, x, batch):
+            return super().forward(batch if x is None else x)
+
+        def parts(self, batch):
+            return [lambda x: self(x, batch)]
+
+    def body():
+        group = dist.group.WORLD
+        stage = fully_shard(InParts(0), mesh=DeviceMesh.from_group(group, "cpu"))
+        schedule = make_schedule("dualpipe-v", stages=2, microbatches=4)
+        with pytest.raises(ValueError, match=r"stage \d was given to fully_shard .* submodules"):
+            Executor(schedule, [stage, stage], group=group, activation=spec)
+
+    ranks(2, body)

@@ -21,12 +21,14 @@ from mt_pipeline.schedules import GENERATORS, make_schedule
 from mt_pipeline.simulator import Simulation, Span, simulate
 from mt_pipeline.stage import (
     DefersWeightGradients,
+    RandomState,
     SplitStage,
     Stage,
     StageError,
     WeightGradients,
 )
 from mt_pipeline.svg import draw_svg
+from mt_pipeline.tied import sum_tied_gradients
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Move",
     "Op",
     "Panel",
+    "RandomState",
     "Schedule",
     "Simulation",
     "Span",
@@ -71,4 +74,5 @@ __all__ = [
     "plan_moves",
     "simulate",
     "split_layers",
+    "sum_tied_gradients",
 ]

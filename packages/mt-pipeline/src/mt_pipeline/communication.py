@@ -122,10 +122,10 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
 
     The schedule's own order is repeated as often as needed, so micro-batch numbers may exceed what
     the schedule was made for. Of two directions only the first is taken, as the number need not be
-    even.
+    even. A GATHER stays where it is among the forwards; there is nothing to REDUCE.
 
     Args:
-        schedule: Where the order of forwards is taken from.
+        schedule: Where the order of forwards, and of GATHER hooks, is taken from.
         microbatches: Number of micro-batches of the forward-only run, at least 1.
 
     Returns:
@@ -134,10 +134,10 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     share = schedule.microbatches // schedule.directions
     ranks = tuple(
         tuple(
-            Action(Op.F, action.stage, number)
+            action._replace(microbatch=number)
             for turn in range(-(-microbatches // share))
             for action in actions
-            if action.op is Op.F
+            if (action.op is Op.F or (action.op is Op.GATHER and turn == 0))
             and action.stage < schedule.depth
             and (number := turn * share + action.microbatch) < microbatches
         )

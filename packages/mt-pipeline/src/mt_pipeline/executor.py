@@ -15,11 +15,11 @@ from torch import Tensor
 from mt_pipeline.action import Action, Op
 from mt_pipeline.checker import check
 from mt_pipeline.communication import Step, forward_only, insert_communication, steps
-from mt_pipeline.failure import share, share_failure
+from mt_pipeline.failure import share, share_failure, share_start
 from mt_pipeline.ir import Schedule
-from mt_pipeline.run import Place, Run
+from mt_pipeline.run import Goal, Place, Run
 from mt_pipeline.simulator import Span
-from mt_pipeline.stage import Stage
+from mt_pipeline.stage import RandomState, SplitStage, Stage, StageError, naming
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
@@ -40,9 +40,10 @@ class Executor(Generic[M]):
     one after the other, or part by part where the stage can be split (`SplitStage`).
 
     When a stage raises, every rank raises the same `StageError`, after its part of the schedule:
-    the rank that failed goes on sending (zeros) and receiving for the others' sake. Gradients are
-    then worthless, but the pipeline can go on. Collectives inside a stage, with ranks of other
-    pipelines, are not joined any more.
+    the rank that failed lets go of its graphs, and goes on sending (zeros) and receiving for the
+    others' sake. Gradients are then worthless, but the pipeline can go on. Collectives inside a
+    stage, with ranks of other pipelines, are not joined any more. What fails before the first
+    stage runs (a spec, a number of micro-batches) is raised by all ranks before they send.
 
     Args:
         schedule: With or without communication.
@@ -55,16 +56,21 @@ class Executor(Generic[M]):
         device: Where activations live.
         batch_p2p: Whether an exchange is one `batch_isend_irecv` (see `Mailbox`). None: where
             the device is not a CPU.
-        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them, what is called with
-            the number of the stage. It may start a collective; whoever needs the result waits.
-        share_failures: Whether ranks agree at the end of each run, by one all-reduce of a number,
-            on what failed where. Without it a `StageError` is raised on its own rank alone: for
-            steps so short that one more message counts, under a launcher that ends all ranks with
-            one.
+        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them (`insert_hooks`), what
+            is called with the number of the stage: both by `run`, GATHER by `evaluate` and `infer`
+            too. It may start a collective; whoever needs the result waits.
+        rng: Random streams that stages and the objective draw from, beside the default generators
+            of the CPU and of `device`. Needed where forwards are marked to be recomputed: its
+            state is taken at a forward, put back for the second run, and then again made what it
+            was.
+        share_failures: Whether ranks agree, by an all-reduce of three numbers before each run and
+            of one after it, on what failed where. Without it a `StageError` is raised on its own
+            rank alone: for steps so short that two more messages count, under a launcher that
+            ends all ranks with one.
 
     Raises:
         ValueError: The schedule has violations, or does not fit the group, the stages or the
-            hooks given.
+            hooks given; or a stage to be run in parts is an FSDP module itself.
         TransferError: Another rank of the group did not come.
     """
 
@@ -78,6 +84,7 @@ class Executor(Generic[M]):
         device: torch.device | str = "cpu",
         batch_p2p: bool | None = None,
         hooks: Mapping[Op, Callable[[int], object]] | None = None,
+        rng: RandomState | None = None,
         share_failures: bool = True,
     ) -> None:
         size = 1 if group is None else dist.get_world_size(group)
@@ -99,7 +106,7 @@ class Executor(Generic[M]):
                 f"activation is None but the schedule has {size} ranks: pass a function from a "
                 "micro-batch to the TensorSpec of what stages hand on"
             )
-        _require_hooks(schedule.ranks[self.rank], hooks or {})
+        _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
         self._place = Place(
             rank=self.rank,
@@ -108,7 +115,10 @@ class Executor(Generic[M]):
             stages=_assign(stage, schedule.stages_of(self.rank), self.rank),
             hooks=dict(hooks or {}),
             batched=device.type != "cpu" if batch_p2p is None else batch_p2p,
+            rng=rng,
         )
+        if schedule.overlaps:
+            _require_own_parts(self._place.stages)
         self._activation = activation
         self._share_failures = share_failures
         self._forward_only: dict[int, Schedule] = {}
@@ -120,7 +130,7 @@ class Executor(Generic[M]):
         self,
         microbatches: Sequence[M],
         *,
-        objective: Callable[[Any, M], Tensor],
+        objective: Callable[[Any, M], Goal],
         record: bool = False,
     ) -> list[Any]:
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
@@ -130,6 +140,10 @@ class Executor(Generic[M]):
                 micro-batches.
             objective: From the last stage's output and the micro-batch to the scalar whose
                 gradient is taken. Called on the last stage only. It is not averaged or scaled.
+                Where the gradient comes from elsewhere (over a `Bridge`), it returns a function
+                instead: called without arguments when the micro-batch goes backward, that
+                returns the gradient of the output, which then is one tensor. The executor calls
+                the objective twice for a forward that is recomputed, unless it gave a function.
             record: Whether to keep the times of actions for `timeline`. On an accelerator each
                 action is then waited for.
 
@@ -139,16 +153,13 @@ class Executor(Generic[M]):
             micro-batches.
 
         Raises:
-            StageError: A stage, the objective or a hook raised on some rank.
+            StageError: A stage, the objective, a hook or `activation` raised on some rank, or a
+                rank was given another number of micro-batches than the schedule's.
             TransferError: Another rank went away.
-            ValueError: The number of micro-batches is not the schedule's.
+            ValueError: The number of micro-batches is not the schedule's, and there is one rank.
         """
-        if len(microbatches) != self.schedule.microbatches:
-            raise ValueError(
-                f"got {len(microbatches)} micro-batches, but the schedule is for "
-                f"{self.schedule.microbatches}: pass as many, or make a schedule for this number"
-            )
-        return self._execute(self.schedule, microbatches, objective, record=record)
+        specs, _ = self._prepare(microbatches, number=self.schedule.microbatches)
+        return self._execute(self.schedule, microbatches, objective, specs=specs, record=record)
 
     def evaluate(self, microbatches: Sequence[M]) -> list[Any]:
         """Run the forwards only, without gradients and in any number.
@@ -160,8 +171,13 @@ class Executor(Generic[M]):
 
         Returns:
             As from `run`, all from the rank of the (first direction's) last stage.
+
+        Raises:
+            StageError: As from `run`; also where ranks have different numbers of micro-batches.
+            TransferError: Another rank went away.
         """
-        return self._evaluate(microbatches, None)
+        specs, _ = self._prepare(microbatches)
+        return self._forwards(microbatches, specs)
 
     def infer(
         self, microbatches: Sequence[M], *, output: Callable[[M], TensorSpec]
@@ -177,42 +193,100 @@ class Executor(Generic[M]):
             output: The spec of what the last stage returns for a micro-batch: one tensor.
 
         Returns:
-            The outputs, in the order of the micro-batches, equal on all ranks.
+            The outputs, in the order of the micro-batches, contiguous, equal on all ranks.
+
+        Raises:
+            StageError: As from `evaluate`; also where `output` raises or the last stage returns
+                something else.
+            TransferError: Another rank went away.
         """
-        specs = [output(microbatch) for microbatch in microbatches]
-        outputs = self._evaluate(microbatches, specs)
+        activations, specs = self._prepare(microbatches, output=output)
+        outputs = self._forwards(microbatches, activations, specs)
+        # Gloo sends the memory of a tensor as it lies there, whatever its strides are.
+        outputs = [output.contiguous() for output in outputs]
         if not outputs:
             device = self._place.device
-            outputs = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
+            outputs = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs or ()]
         if self._place.group is not None:
             source = self.schedule.stage_ranks[self.schedule.depth - 1]
             for tensor in outputs:
                 dist.broadcast(tensor, group=self._place.group, group_src=source)
         return outputs
 
-    def _evaluate(
-        self, microbatches: Sequence[M], outputs: Sequence[TensorSpec] | None
+    def _prepare(
+        self,
+        microbatches: Sequence[M],
+        *,
+        number: int | None = None,
+        output: Callable[[M], TensorSpec] | None = None,
+    ) -> tuple[list[TensorSpec] | None, list[TensorSpec] | None]:
+        """Ask for the specs of activations and outputs; all ranks raise if that fails on one."""
+        specs, failure = (None, None), None
+        group, got = self._place.group, len(microbatches)
+        first = next(iter(self._place.stages), 0)
+        try:
+            if number not in (None, got):
+                fault = ValueError(
+                    f"got {got} micro-batches, but the schedule is for {number}: pass as many, or "
+                    "make a schedule for this number"
+                )
+                if group is None:
+                    raise fault
+                with naming(Action(Op.F, first, min(got, number)), self.rank):
+                    raise fault
+            specs = (
+                self._ask(self._activation, "activation()", microbatches),
+                self._ask(output, "output()", microbatches),
+            )
+        except StageError as error:
+            failure = error
+        if group is not None and self._share_failures:
+            failure = share_start(failure, got, stage=first, group=group, device=self._place.device)
+        if failure is not None:
+            raise failure
+        return specs
+
+    def _ask(
+        self, spec: Callable[[M], TensorSpec] | None, name: str, microbatches: Sequence[M]
+    ) -> list[TensorSpec] | None:
+        if spec is None:
+            return None
+        specs = []
+        for index, microbatch in enumerate(microbatches):
+            action = Action(Op.F, next(iter(self._place.stages), 0), index)
+            with naming(action, self.rank, where=f"{name} raised "):
+                specs.append(spec(microbatch))
+            with naming(action, self.rank):
+                if not isinstance(specs[-1], TensorSpec):
+                    got = type(specs[-1]).__name__
+                    raise TypeError(f"{name} must return a TensorSpec, got {got}")
+        return specs
+
+    def _forwards(
+        self,
+        microbatches: Sequence[M],
+        specs: Sequence[TensorSpec] | None,
+        outputs: Sequence[TensorSpec] | None = None,
     ) -> list[Any]:
         if not microbatches:
             return []
         number = len(microbatches)
         if number not in self._forward_only:
             self._forward_only[number] = forward_only(self.schedule, number)
+        schedule = self._forward_only[number]
         with torch.no_grad():
-            return self._execute(self._forward_only[number], microbatches, None, outputs=outputs)
+            return self._execute(schedule, microbatches, None, specs=specs, outputs=outputs)
 
     def _execute(
         self,
         schedule: Schedule,
         microbatches: Sequence[M],
-        objective: Callable[[Any, M], Tensor] | None,
+        objective: Callable[[Any, M], Goal] | None,
         *,
+        specs: Sequence[TensorSpec] | None,
         outputs: Sequence[TensorSpec] | None = None,
         record: bool = False,
     ) -> list[Any]:
-        specs = None
-        if self._activation is not None:
-            specs = [self._activation(microbatch) for microbatch in microbatches]
         run = Run(
             self._place,
             schedule,
@@ -224,12 +298,12 @@ class Executor(Generic[M]):
         run.spans = [] if record else None
         try:
             self._take_steps(run, schedule)
+            self._spans = run.spans
+            self._raise_failure(run, schedule)
         except TransferError:
             if run.failure is not None:  # what failed here may be why the others went away
                 raise run.failure from run.failure.__cause__
             raise
-        self._spans = run.spans
-        self._raise_failure(run, schedule)
         return [run.outputs[index] for index in sorted(run.outputs)]
 
     def _take_steps(self, run: Run[M], schedule: Schedule) -> None:
@@ -285,11 +359,19 @@ class Executor(Generic[M]):
         )
 
 
-def _require_hooks(actions: Sequence[Action], hooks: Mapping[Op, Callable[[int], object]]) -> None:
+def _require_hooks(
+    schedule: Schedule, rank: int, hooks: Mapping[Op, Callable[[int], object]]
+) -> None:
+    called = {action.op for _, _, action in schedule}
     for op in hooks:
         if op not in (Op.GATHER, Op.REDUCE):
             raise ValueError(f"hooks has {op!r}: only Op.GATHER and Op.REDUCE call a hook")
-    for action in actions:
+        if op not in called:
+            raise ValueError(
+                f"hooks has Op.{op.name}, but schedule {schedule.name!r} has no {op.name} that "
+                "would call it: pass insert_hooks(schedule)"
+            )
+    for action in schedule.ranks[rank]:
         if action.op.is_hook and action.op not in hooks:
             raise ValueError(
                 f"the schedule has {action}, but hooks has no Op.{action.op.name}: pass "
@@ -307,3 +389,14 @@ def _assign(
             f"{held}: pass one callable for each, in this order"
         )
     return dict(zip(held, given, strict=True))
+
+
+def _require_own_parts(stages: Mapping[int, Stage[M]]) -> None:
+    for number, stage in stages.items():
+        wrapped = any(kind.__name__ == "FSDPModule" for kind in type(stage).__mro__)
+        if wrapped and isinstance(stage, SplitStage):
+            raise ValueError(
+                f"stage {number} was given to fully_shard as a whole, but overlapped pairs call "
+                "its parts, around the forward that gathers its parameters: call fully_shard on "
+                "the submodules that the parts call"
+            )

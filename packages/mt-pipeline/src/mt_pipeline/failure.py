@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,18 @@ from mt_pipeline.action import Action, Op
 from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import simulate
 from mt_pipeline.stage import StageError
+from mt_pipeline.transfer import TransferError
 
 _LONGEST = 4000
 """Characters of a reason that travel; a compiler's error can have megabytes."""
 
 
 def share_failure(
-    error: StageError | None, *, schedule: Schedule, group: dist.ProcessGroup, device: torch.device
+    error: StageError | None,
+    *,
+    schedule: Schedule | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> StageError | None:
     """Agree on the first failure of a run; every rank of the group calls it at the run's end.
 
@@ -26,7 +33,7 @@ def share_failure(
 
     Args:
         error: What failed on this rank, None where nothing did.
-        schedule: What was run.
+        schedule: What was run; None before a run, then the lowest rank's failure is the first.
         group: The ranks of the pipeline.
         device: Where activations live, which the group's backend therefore takes.
 
@@ -39,13 +46,56 @@ def share_failure(
     failures = [_read(note) for note in share(note, group=group, device=device) if note]
     if not failures:
         return None
-    starts = {s.action: s.start for spans in simulate(schedule).timeline for s in spans}
+    timeline = () if schedule is None else simulate(schedule).timeline
+    starts = {span.action: span.start for spans in timeline for span in spans}
     late = max(starts.values(), default=0.0) + 1
     first = min(
         failures,
         key=lambda f: (0 if f.op is Op.GATHER else starts.get(f.action, late), f.rank),
     )
     return error if error is not None and error.rank == first.rank else first
+
+
+def share_start(
+    error: StageError | None,
+    microbatches: int,
+    *,
+    stage: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> StageError | None:
+    """Agree that a run can begin; every rank of the group calls it.
+
+    A rank that cannot say how large activations are could not even send zeros. It costs one
+    all-reduce of three numbers.
+
+    Args:
+        error: What failed on this rank before the run, None where nothing did.
+        microbatches: How many this rank was given.
+        stage: A stage of this rank, to be named where it has too few.
+        group: The ranks of the pipeline.
+        device: Where activations live.
+
+    Returns:
+        What every rank has to raise; None where the run can begin.
+
+    Raises:
+        TransferError: Another rank did not come.
+    """
+    mine = torch.tensor([error is not None, microbatches, -microbatches], device=device)
+    with _together(group):
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+        failed, most, least = mine.tolist()
+    if not failed and most == -least:
+        return None
+    if not failed and microbatches < most:
+        error = StageError(
+            Action(Op.F, stage, microbatches),
+            dist.get_rank(group),
+            f"ValueError: got {microbatches} micro-batches, but another rank got {most}: pass the "
+            "same to all ranks",
+        )
+    return share_failure(error, schedule=None, group=group, device=device)
 
 
 def _written(error: StageError) -> bytes:
@@ -62,13 +112,27 @@ def share(text: bytes, *, group: dist.ProcessGroup | None, device: torch.device)
     """Give every rank the texts of all: one all-reduce, and an all-gather unless all are empty."""
     if group is None:
         return [text]
-    length = torch.tensor([len(text)], device=device)
-    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
-    size = dist.get_world_size(group)
-    if not int(length):
-        return [b""] * size
-    mine = torch.zeros(int(length), dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)  # JSON has no zero bytes
-    texts = [torch.empty_like(mine, device=device) for _ in range(size)]
-    dist.all_gather(texts, mine.to(device), group=group)
-    return [bytes(text.tolist()).rstrip(b"\0") for text in texts]
+    with _together(group):
+        length = torch.tensor([len(text)], device=device)
+        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+        size = dist.get_world_size(group)
+        if not int(length):
+            return [b""] * size
+        mine = torch.zeros(int(length), dtype=torch.uint8)
+        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)  # JSON has no zero bytes
+        texts = [torch.empty_like(mine, device=device) for _ in range(size)]
+        dist.all_gather(texts, mine.to(device), group=group)
+        return [bytes(text.tolist()).rstrip(b"\0") for text in texts]
+
+
+@contextmanager
+def _together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what it means where ranks do not meet."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(
+            f"pipeline rank {dist.get_rank(group)} did not meet the others before or after a run: "
+            f"{error}. Look for the first error on another rank; every rank must call run, "
+            "evaluate, infer and timeline as often as the others"
+        ) from error

@@ -7,23 +7,26 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, save_on_cpu
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mt_pipeline.action import Action, Mark, Op
 from mt_pipeline.backward import Pending, backward, backward_input
 from mt_pipeline.ir import Schedule
+from mt_pipeline.offload import OnHost, entrance, offloading, to_host
 from mt_pipeline.simulator import Span
 from mt_pipeline.stage import (
     DefersWeightGradients,
+    RandomState,
     SplitStage,
     Stage,
     StageError,
     detached,
+    mapped,
     naming,
     require_activation,
     require_scalar,
@@ -33,6 +36,8 @@ from mt_pipeline.transfer import Mailbox, TensorSpec
 M = TypeVar("M")
 Work = Generator[None, None, None]
 """A computation that pauses where another may take its turn."""
+Goal: TypeAlias = Tensor | Callable[[], Tensor]
+"""What an objective returns: the number to differentiate, or what gives the output's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class Place(Generic[M]):
         stages: The stages of this rank by number.
         hooks: What GATHER and REDUCE call with the number of a stage.
         batched: Whether an exchange is one `batch_isend_irecv`.
+        rng: What stages and the objective draw from beside the default generators.
     """
 
     rank: int
@@ -54,6 +60,7 @@ class Place(Generic[M]):
     stages: Mapping[int, Stage[M]]
     hooks: Mapping[Op, Callable[[int], object]]
     batched: bool
+    rng: RandomState | None
 
 
 @dataclass(kw_only=True)
@@ -68,10 +75,12 @@ class _Part:
 class _Kept:
     """What a forward leaves for its backward."""
 
-    x: Tensor | None
+    x: Tensor | None  # the stage's input, or the leaf that stands for it
+    away: OnHost | None = None  # x until the forward runs again, if it waits in host memory
     parts: list[_Part] = field(default_factory=list)
-    seed: Tensor | None = None  # the gradient of the objective
-    random: list[Tensor] | None = None  # states to run the forward again with
+    # The gradient of what the last stage's backward begins at, or what gives it.
+    seed: Goal | None = None
+    random: tuple[Any, ...] | None = None  # states to run the forward again with
 
 
 class _Queue(deque[Callable[[], None]]):
@@ -113,7 +122,7 @@ class Run(Generic[M]):
         *,
         specs: Sequence[TensorSpec] | None,
         output_specs: Sequence[TensorSpec] | None,
-        objective: Callable[[Any, M], Tensor] | None,
+        objective: Callable[[Any, M], Goal] | None,
     ) -> None:
         self.outputs: dict[int, Any] = {}
         self.spans: list[Span] | None = None
@@ -144,9 +153,15 @@ class Run(Generic[M]):
         if self.failure is None:
             try:
                 with naming(action, self._place.rank):
-                    yield from self._work(action)
+                    for _ in self._work(action):
+                        yield
+                        if self.failure is not None:  # its partner's
+                            break
             except StageError as error:
                 self.failure = error
+                # Gradients are worthless now, and memory may be what failed.
+                self._kept.clear()
+                self._weights.clear()
             if self.spans is not None:
                 end = self._now()
                 self.spans.append(Span(action, self._starts.pop(action, end), end))
@@ -186,9 +201,7 @@ class Run(Generic[M]):
         forward = action.op is Op.F
         take, give = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
         self.mail.take(Action(take, *action[1:]))
-        send = Action(give, *action[1:])
-        if self._schedule.peer(send) is not None and self.mail.carries(send):
-            self.mail.put(send, self.mail.empty(send).zero_())
+        self.mail.put_zeros(Action(give, *action[1:]))
 
     def _forward(self, action: Action) -> Work:
         kept = _Kept(x=None)
@@ -197,18 +210,25 @@ class Run(Generic[M]):
             assert kept.x is not None, f"{action} has no input"  # noqa: S101 (was checked)
         self._start(action)
         learns = self._objective is not None
-        if learns and (Mark.RECOMPUTE, action) in self._schedule.marks:
-            kept.random = _random_states(self._place.device)
-            learns = False
-        output = yield from self._through(action, kept, learns=learns)
+        again = learns and (Mark.RECOMPUTE, action) in self._schedule.marks
+        offload = learns and (Mark.OFFLOAD, action) in self._schedule.marks
+        if again:
+            kept.random = self._random_states()
+        output = yield from self._through(
+            action, kept, learns=learns and not again, offload=offload and not again
+        )
         if self._schedule.next_stage(action.stage) is None:
             self.outputs[action.microbatch] = detached(output)
         else:
             self.mail.put(Action(Op.SEND_F, *action[1:]), output.detach())
-        if self._objective is not None:
+        if learns:
+            if again and offload and kept.x is not None:
+                kept.x, kept.away = None, to_host(kept.x)
             self._kept[action[1:]] = kept
 
-    def _through(self, action: Action, kept: _Kept, *, learns: bool) -> Generator[None, None, Any]:
+    def _through(
+        self, action: Action, kept: _Kept, *, learns: bool, offload: bool = False
+    ) -> Generator[None, None, Any]:
         """Run a stage, part by part, and keep the graphs where it learns."""
         microbatch = self._microbatches[action.microbatch]
         stage = self._place.stages[action.stage]
@@ -216,29 +236,22 @@ class Run(Generic[M]):
             parts = stage.parts(microbatch)
         else:
             parts = [lambda x: stage(x, microbatch)]
+        begin = entrance if offload else _leaf
         state: Any = kept.x
         leaves: list[Tensor] = []
         if learns and kept.x is not None and _is_differentiable(kept.x):
-            leaves = [kept.x.requires_grad_()]
+            kept.x, state = begin(kept.x)
+            leaves = [kept.x]
         for number, part in enumerate(parts):
             if number:
-                edges, state, following = _cut(state)
+                edges, state, following = _cut(state, begin)
                 kept.parts.append(_Part(leaves=leaves, edges=edges))
                 leaves = following
                 yield
-            with self._mode(action, learns=learns):
+            with self._mode(stage, learns=learns, offload=offload):
                 state = part(state)
-        end = state
-        if self._schedule.next_stage(action.stage) is not None:
-            remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
-            spec = self._specs[action.microbatch] if remote and self._specs else None
-            end = require_activation(state, spec)
-        elif self._output_specs is not None:
-            spec = self._output_specs[action.microbatch]
-            end = require_activation(state, spec, said_by="output()")
-        elif learns and self._objective is not None:
-            end = require_scalar(self._objective(state, microbatch))
-            kept.seed = torch.ones_like(end)
+        with self._mode(stage, learns=learns, offload=offload):
+            end = self._end(action, kept, state, learns=learns)
         if learns:
             # The edge leads to the graph without keeping the output itself: the memory of what
             # has been sent is free as soon as nothing in the graph needs it.
@@ -246,12 +259,33 @@ class Run(Generic[M]):
             kept.parts.append(_Part(leaves=leaves, edges=edges))
         return state
 
-    def _mode(self, action: Action, *, learns: bool) -> AbstractContextManager[Any]:
+    def _end(self, action: Action, kept: _Kept, output: Any, *, learns: bool) -> Any:
+        """What the backward begins at: what is handed on, or the objective."""
+        spec = None
+        if self._schedule.next_stage(action.stage) is not None:
+            remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
+            if remote and self._specs:
+                spec = self._specs[action.microbatch]
+            return require_activation(output, spec)
+        if self._output_specs is not None:
+            spec = self._output_specs[action.microbatch]
+            return require_activation(output, spec, said_by="output()")
+        if self._objective is None:
+            return output
+        if not callable(kept.seed):  # a function stays what it was at the first forward
+            # Also where the graph is not kept yet: what is drawn at random is drawn now.
+            goal: Any = self._objective(output, self._microbatches[action.microbatch])
+            if not callable(goal):
+                if learns:
+                    kept.seed = torch.ones_like(require_scalar(goal))
+                return goal
+            kept.seed = cast("Callable[[], Tensor]", goal)
+        return require_activation(output, None, said_by="the objective")
+
+    def _mode(self, stage: Stage[M], *, learns: bool, offload: bool) -> AbstractContextManager[Any]:
         if self._objective is not None and not learns:
             return torch.no_grad()
-        if learns and (Mark.OFFLOAD, action) in self._schedule.marks:
-            return save_on_cpu(pin_memory=self._place.device.type == "cuda")
-        return nullcontext()
+        return offloading(stage, self._objective) if offload else nullcontext()
 
     def _backward(self, action: Action) -> Work:
         key = action[1:]
@@ -260,8 +294,8 @@ class Run(Generic[M]):
         self._start(action)
         kept = self._kept.pop(key)
         if kept.random is not None:
-            self._forward_again(action, kept)
-        grads = [kept.seed if is_last else grad]
+            self._forward_again(action, kept, kept.random)
+        grads = [kept.seed() if callable(kept.seed) else kept.seed] if is_last else [grad]
         weights: list[Pending] = []
         while kept.parts:
             part = kept.parts.pop()
@@ -280,14 +314,32 @@ class Run(Generic[M]):
                 Action(Op.SEND_B, *key), torch.zeros_like(x) if x.grad is None else x.grad
             )
 
-    def _forward_again(self, action: Action, kept: _Kept) -> None:
-        states = _random_states(self._place.device)
+    def _forward_again(self, action: Action, kept: _Kept, random: tuple[Any, ...]) -> None:
+        if kept.away is not None:
+            kept.x, kept.away = kept.away.back(), None
+        states = self._random_states()
         try:
-            _set_random_states(self._place.device, kept.random or [])
+            self._set_random_states(random)
             for _ in self._through(Action(Op.F, *action[1:]), kept, learns=True):
                 pass
         finally:
-            _set_random_states(self._place.device, states)
+            self._set_random_states(states)
+
+    def _random_states(self) -> tuple[Any, ...]:
+        device, rng = self._place.device, self._place.rng
+        return (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            None if rng is None else rng.state_dict(),
+        )
+
+    def _set_random_states(self, states: tuple[Any, ...]) -> None:
+        of_cpu, of_device, of_streams = states
+        torch.set_rng_state(of_cpu)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, self._place.device)
+        if self._place.rng is not None:
+            self._place.rng.load_state_dict(of_streams)
 
     def _differentiate(
         self,
@@ -317,32 +369,30 @@ def _is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _cut(state: Any) -> tuple[list[GradientEdge], Any, list[Tensor]]:
+def _leaf(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin a graph at x: a leaf that gets the gradient, and what stages work on, here the same."""
+    leaf = x.requires_grad_()
+    return leaf, leaf
+
+
+def _cut(
+    state: Any, begin: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[list[GradientEdge], Any, list[Tensor]]:
     """End one graph and begin another.
 
     Returns:
-        Where gradients enter the graph that ends, the state with tensors outside of it, and the
-        leaves of the graph that begins, in the order of the edges.
+        Where gradients enter the graph that ends, the state with tensors in the graph that begins,
+        and its leaves, in the order of the edges.
     """
-    several = isinstance(state, tuple | list)
-    values = list(state) if several else [state]
-    edges, leaves = [], []
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor) and value.requires_grad:
-            edges.append(get_gradient_edge(value))
-            values[index] = value.detach().requires_grad_()
-            leaves.append(values[index])
-    return edges, (tuple(values) if several else values[0]), leaves
+    edges: list[GradientEdge] = []
+    leaves: list[Tensor] = []
 
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        edges.append(get_gradient_edge(tensor))
+        leaf, inside = begin(tensor.detach())
+        leaves.append(leaf)
+        return inside
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    return edges, mapped(state, cut), leaves

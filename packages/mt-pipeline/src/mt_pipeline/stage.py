@@ -40,6 +40,11 @@ class SplitStage(Protocol[M_contra]):
     backward alternate. A part that ends by starting an all-to-all, whose result the next part
     waits for, has it hidden behind the other micro-batch's part. The same holds backward, where
     the parts run in reverse.
+
+    The parts are called in the place of the stage, so what is wrapped around the whole of it takes
+    no part: forward hooks do not fire, `torch.compile(stage)` is not used, and a stage that is
+    itself given to `fully_shard` is refused. Hook, compile and shard the submodules that the
+    parts call.
     """
 
     def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
@@ -51,9 +56,10 @@ class SplitStage(Protocol[M_contra]):
 
         Returns:
             Functions to call one after the other: the first with the stage's input, each other
-            with what the one before it returned (a tensor, or a tuple with tensors in it); the
-            last one returns what the stage returns. Gradients flow between parts through what is
-            handed on, and through nothing else.
+            with what the one before it returned; the last one returns what the stage returns.
+            What is handed on is a tensor, or a nest of dicts, lists and tuples with tensors in it
+            (tensors inside other objects are not found). Gradients flow between parts through
+            what is handed on, and through nothing else.
         """
         ...
 
@@ -80,13 +86,15 @@ class DefersWeightGradients(Protocol):
 
 
 class StageError(RuntimeError):
-    """A stage, the objective or a hook raised. Every rank of the pipeline raises it.
+    """A stage or a function given to the executor raised. Every rank of the pipeline raises it.
 
     Attributes:
         stage: The stage that raised.
         microbatch: Index of the micro-batch that it worked on.
         op: What it did: `Op.F`, `Op.B`, `Op.I`, `Op.W`, or a hook.
         rank: The pipeline rank that holds the stage.
+        action: These three as an action.
+        reason: Type and text of what was raised.
     """
 
     def __init__(self, action: Action, rank: int, reason: str) -> None:
@@ -96,6 +104,9 @@ class StageError(RuntimeError):
         if not action.op.is_hook:
             what += f" of micro-batch {action.microbatch}"
         super().__init__(f"stage {action.stage} on pipeline rank {rank} failed in {what}: {reason}")
+
+    def __reduce__(self) -> tuple[type[StageError], tuple[Action, int, str]]:
+        return type(self), (self.action, self.rank, self.reason)
 
 
 _CALLED = {
@@ -109,14 +120,26 @@ _CALLED = {
 
 
 @contextmanager
-def naming(action: Action, rank: int) -> Iterator[None]:
-    """Name the stage and the micro-batch in whatever is raised."""
+def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
+    """Name the stage and the micro-batch in whatever is raised, and say where, if not there."""
     try:
         yield
     except (StageError, TransferError):
         raise
     except Exception as error:
-        raise StageError(action, rank, f"{type(error).__name__}: {error}") from error
+        raise StageError(action, rank, f"{where}{type(error).__name__}: {error}") from error
+
+
+class RandomState(Protocol):
+    """Random streams beside the default generators, such as `mt_tensor_parallel.RngStreams`."""
+
+    def state_dict(self) -> Any:
+        """The state of every stream; what is drawn later does not change it."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Put every stream into a saved state."""
+        ...
 
 
 def require_scalar(loss: Any) -> Tensor:
@@ -125,7 +148,10 @@ def require_scalar(loss: Any) -> Tensor:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"a {tuple(loss.shape)} tensor with requires_grad={loss.requires_grad}"
-        raise TypeError(f"the objective must return one number that has a gradient, got {got}")
+        raise TypeError(
+            "the objective must return one number that has a gradient, or a function that gives "
+            f"the output's gradient, got {got}"
+        )
     return loss
 
 
@@ -145,12 +171,17 @@ def require_activation(
 
 def detached(output: Any) -> Any:
     """The same nest with its tensors outside of any graph."""
+    return mapped(output, Tensor.detach)
+
+
+def mapped(output: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same nest of dicts, lists and tuples with its tensors changed, in order."""
     if isinstance(output, Tensor):
-        return output.detach()
+        return change(output)
     if isinstance(output, Mapping):
-        return {name: detached(value) for name, value in output.items()}
+        return {name: mapped(value, change) for name, value in output.items()}
     if isinstance(output, list | tuple):
-        values = [detached(value) for value in output]
+        values = [mapped(value, change) for value in output]
         if hasattr(output, "_fields"):  # a named tuple takes its fields one by one
             return type(output)(*values)
         return type(output)(values)

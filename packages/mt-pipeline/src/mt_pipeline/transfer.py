@@ -92,9 +92,9 @@ class Mailbox:
 
     With `batched`, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what a
     communicator is given in order, so two ranks that each send first would wait for each other for
-    ever, unless the send and the receive go in together. It is awaited at the next exchange.
-    Otherwise every transfer is a message of its own (gloo), and some receives are posted before
-    their exchange, so that a message can leave its sender at once; a few sends may be under way.
+    ever, unless the send and the receive go in together. Otherwise every transfer is a message of
+    its own (gloo), and some receives are posted before their exchange, so that a message can leave
+    its sender at once. Either way a few sends may be under way.
 
     Args:
         schedule: Says which rank is at the other end.
@@ -149,7 +149,7 @@ class Mailbox:
         """
         now = [action for action in now if self.carries(action)]
         if self._batched:
-            self.finish()
+            self.finish(but=_WINDOW - 1)
             self._start_batch(now)
             return
         for action in now:
@@ -170,8 +170,8 @@ class Mailbox:
 
     def _receive(self, action: Action) -> None:
         if action not in self._arriving:
-            tensor = self.empty(action)
             with self._naming(action):
+                tensor = self.empty(action)
                 work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
             self._arriving[action] = (tensor, work)
 
@@ -184,7 +184,11 @@ class Mailbox:
     def _start_batch(self, actions: list[Action]) -> None:
         if not actions:
             return
-        tensors = [self._outgoing.pop(a) if a.op.is_send else self.empty(a) for a in actions]
+        tensors = []
+        for action in actions:
+            with self._naming(action):
+                send = action.op.is_send
+                tensors.append(self._outgoing.pop(action) if send else self.empty(action))
         transfers = [
             dist.P2POp(
                 dist.isend if action.op.is_send else dist.irecv,
@@ -207,6 +211,12 @@ class Mailbox:
     def carries(self, action: Action) -> bool:
         """Whether a message exists: what has no gradient gets none back."""
         return action.op in (Op.SEND_F, Op.RECV_F) or self._specs[action.microbatch].has_gradient
+
+    def put_zeros(self, send: Action) -> None:
+        """Have zeros sent in the place of a result, if the message exists."""
+        if self._schedule.peer(send) is not None and self.carries(send):
+            with self._naming(send):
+                self._outgoing[send] = self.empty(send).zero_()
 
     def empty(self, message: Action) -> Tensor:
         """Room for what a message brings."""
