@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +102,36 @@ def test_symmetric_products_are_asked_for_what_the_plain_way_computes(
                 torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
     ranks(2, body)
+
+
+PICK = """
+import sys
+import torch
+import torch.distributed as dist
+from mt_tensor_parallel.overlap import Overlap, Product, TorchGemm, gather_and, symmetric_obstacle
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.cuda.device_count = lambda: 1
+obstacle = lambda: symmetric_obstacle(dist.group.WORLD, torch.device("cuda", 0), None)
+sys.modules["torch.distributed._symmetric_memory"] = None
+print(obstacle())
+del sys.modules["torch.distributed._symmetric_memory"]
+x = torch.ones(1, 2, 2)
+try:
+    gather_and(Product(TorchGemm(), x[0]), x, dist.group.WORLD, Overlap(kind="symmetric"))
+except NotImplementedError as error:  # the product exists, but not for tensors on a CPU
+    print("no such product on a CPU:", "CPU" in str(error))
+print(obstacle())
+"""
+
+
+def test_symmetric_products_are_there_once_picked() -> None:
+    """In a fresh interpreter: importing torch.distributed alone does not define them."""
+    command = [sys.executable, "-c", PICK]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    missing, found, obstacle, _ = out.split("\n")
+    assert missing.startswith(f"this torch ({torch.__version__}) lacks it: import of torch.distrib")
+    assert (found, obstacle) == ("no such product on a CPU: True", "None")
 
 
 def test_symmetric_memory_where_there_is_none_is_an_error(ranks) -> None:
