@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.autocast import as_autocast
 from mt_tensor_parallel.collectives import (
     Group,
     group_size,
@@ -45,6 +46,7 @@ class _How:
     """What the three functions below share.
 
     Attributes:
+        weight: As it was given: a parameter, or a view of one, before any cast.
         gemm: Multiplies.
         group: Ranks that split the weight, or None where nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
@@ -53,6 +55,7 @@ class _How:
         overlap: How gathering and scattering are hidden.
     """
 
+    weight: Tensor
     gemm: Gemm
     group: Group
     sequence_parallel: bool
@@ -65,7 +68,7 @@ class _How:
         ctx.how = self
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
-    def wgrad(self, weight: Tensor, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+    def wgrad(self, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
         """The weight's gradient, or None once it is in the sink or the store."""
         store = self.store()
         if self.sink is not None:
@@ -74,7 +77,7 @@ class _How:
         elif store is None:
             return self.gemm.wgrad(grad_y, x())
         else:
-            defer(store, weight, lambda: self.gemm.wgrad(grad_y, x()))
+            defer(store, self.weight, lambda: self.gemm.wgrad(grad_y, x()))
         return None
 
     @torch.no_grad()
@@ -106,7 +109,7 @@ class _Local(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_x = ctx.how.gemm.dgrad(grads[0], weight) if need_x else None
-        grad_w = ctx.how.wgrad(weight, grads[0], lambda: x) if need_w else None
+        grad_w = ctx.how.wgrad(grads[0], lambda: x) if need_w else None
         return grad_x, grad_w, _bias_grad(grads[0], needed=need_b), None
 
 
@@ -145,7 +148,7 @@ class _Column(torch.autograd.Function):
             else:
                 reduce = start_all_reduce(grad_x, group)
         # The reduction of dgrad runs while wgrad computes.
-        grad_w = how.wgrad(weight, grad_y, whole) if need_w else None
+        grad_w = how.wgrad(grad_y, whole) if need_w else None
         grad_b = _bias_grad(grad_y, needed=need_b)
         return None if reduce is None else reduce.wait(), grad_w, grad_b, None
 
@@ -177,7 +180,7 @@ class _Row(torch.autograd.Function):
             grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
         elif need_x:
             grad_x = how.gemm.dgrad(grad_y, weight)
-        grad_w = how.wgrad(weight, grad_y, lambda: x) if need_w else None
+        grad_w = how.wgrad(grad_y, lambda: x) if need_w else None
         return grad_x, grad_w, grad_b, None
 
 
@@ -208,6 +211,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     ``mode="row"`` splits the input features. Forward all-reduces the output, backward sends
     nothing; with ``sequence_parallel`` forward reduce-scatters along the sequence, backward
     all-gathers. The bias is whole, and is added once, after the reduction.
+
+    Under autocast products and communication are in its dtype, as on one rank; the gradients of
+    ``x``, ``weight`` and ``bias`` have their own dtypes, and a sink gets the weight's.
 
     Args:
         x: The input.
@@ -255,12 +261,18 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     elif group is not None and not alone:
         check_overlap(overlap, group, x.device, gemm)
     how = _How(
+        weight=weight,
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
         store=wgrad_store or (lambda: None),
         sink=grad_sink,
         overlap=overlap,
+    )
+    x, weight, bias = (
+        as_autocast(x),
+        as_autocast(weight),
+        None if bias is None else as_autocast(bias),
     )
     if alone:
         return cast(Tensor, _Local.apply(x, weight, bias, how))

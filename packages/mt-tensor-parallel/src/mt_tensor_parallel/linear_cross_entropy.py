@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.autocast import as_autocast
 from mt_tensor_parallel.collectives import Group
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms
@@ -140,7 +141,13 @@ def _in_blocks(
     return cast(
         Tensor,
         _LinearCrossEntropy.apply(
-            hidden, weight, labels, group, terms, block_size, torch.is_grad_enabled()
+            as_autocast(hidden),
+            as_autocast(weight),
+            labels,
+            group,
+            terms,
+            block_size,
+            torch.is_grad_enabled(),
         ),
     )
 

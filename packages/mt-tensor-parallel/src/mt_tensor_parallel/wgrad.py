@@ -82,4 +82,4 @@ def defer(store: Deferral, weight: Tensor, compute: Callable[[], Tensor]) -> Non
 def _accumulate(weight: Tensor, compute: Callable[[], Tensor]) -> None:
     with torch.no_grad():
         grad = compute()
-    weight.backward(grad)
+    weight.backward(grad.to(weight.dtype))  # which differs under autocast
