@@ -16,7 +16,11 @@ from torch.autograd.function import once_differentiable
 from mt_tensor_parallel.autocast import as_autocast
 from mt_tensor_parallel.collectives import (
     Group,
+    all_gather,
+    copy_to_group,
     group_size,
+    reduce_from_group,
+    reduce_scatter,
     shard_size,
     start_all_gather,
     start_all_reduce,
@@ -254,33 +258,58 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     alone = group is None or group.size() == 1
     if alone and wgrad_store is None and grad_sink is None and plain:
         return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
-    if overlap is None:
-        overlap = pick_overlap(
-            group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm
-        )
-    elif group is not None and not alone:
+    if overlap is not None and group is not None and not alone:
         check_overlap(overlap, group, x.device, gemm)
+    if sequence_parallel and not alone:
+        _check_sequence(x, mode, group)
+    x, weight, given = as_autocast(x), as_autocast(weight), weight
+    bias = None if bias is None else as_autocast(bias)
+    if torch.compiler.is_compiling() and not alone:
+        return _composed(x, weight, bias, mode, group, gemm, sequence_parallel)
     how = _How(
-        weight=weight,
+        weight=given,
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
         store=wgrad_store or (lambda: None),
         sink=grad_sink,
-        overlap=overlap,
+        overlap=overlap
+        or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm),
     )
-    x, weight, bias = (
-        as_autocast(x),
-        as_autocast(weight),
-        None if bias is None else as_autocast(bias),
-    )
-    if alone:
-        return cast(Tensor, _Local.apply(x, weight, bias, how))
+    function = _Local if alone else _Column if mode == "column" else _Row
+    return cast(Tensor, function.apply(x, weight, bias, how))
+
+
+def _check_sequence(x: Tensor, mode: str, group: Group) -> None:
+    if x.dim() < 3:
+        raise ValueError(
+            f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
+        )
+    length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
+    shard_size(length, group, what="the sequence length")
+
+
+def _composed(  # what parallel_linear has checked
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mode: Literal["column", "row"],
+    group: Group,
+    gemm: Gemm | None,
+    sequence_parallel: bool,  # noqa: FBT001 - what parallel_linear has checked
+) -> Tensor:
+    """:func:`parallel_linear` from collectives and a linear map on one rank.
+
+    Dynamo takes these apart from each other; inside the functions above it fails on the group.
+    The compiler decides what is kept for backward and what overlaps.
+    """
+    if mode == "column":
+        whole = all_gather(x, group, dim=SEQUENCE_DIM) if sequence_parallel else None
+        x = copy_to_group(x, group) if whole is None else whole
+        return parallel_linear(x, weight, bias, mode=mode, gemm=gemm)
+    y = parallel_linear(x, weight, mode=mode, gemm=gemm)
     if sequence_parallel:
-        if x.dim() < 3:
-            raise ValueError(
-                f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
-            )
-        length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
-        shard_size(length, group, what="the sequence length")
-    return cast(Tensor, (_Column if mode == "column" else _Row).apply(x, weight, bias, how))
+        y = reduce_scatter(y, group, dim=SEQUENCE_DIM)
+    else:
+        y = reduce_from_group(y, group)
+    return y if bias is None else y + bias
