@@ -478,6 +478,26 @@ def test_an_empty_sequence_is_named(ranks, kind: type[nn.Module]) -> None:
     ranks(2, body)
 
 
+def test_one_token_needs_no_leading_dim(ranks) -> None:
+    def body() -> None:
+        net = {}
+        for group in (None, dist.group.WORLD):
+            torch.manual_seed(0)
+            layers = [kind(4, 4, group=group, bias=True, dtype=F64)
+                      for kind in (ColumnParallelLinear, RowParallelLinear)]  # fmt: skip
+            net[group] = nn.Sequential(*layers)
+        grad = x = torch.randn(4, dtype=F64)
+        expected, actual = _run(net[None], x, grad), _run(net[dist.group.WORLD], x, grad)
+        own = dist.get_rank()
+        for name in ("0.weight", "0.bias"):
+            expected[name] = expected[name].chunk(2)[own]
+        expected["1.weight"] = expected["1.weight"].chunk(2, 1)[own]
+        for name, value in expected.items():
+            _close(actual[name], value)
+
+    ranks(2, body)
+
+
 def test_no_tokens_at_all_are_fine_without_sequence_parallelism(ranks) -> None:
     """As an expert has that no token was sent to."""
 

@@ -124,7 +124,8 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
         if how.sequence_parallel:
-            y, _ = gather_and(Product(how.gemm, weight), x, _group(how), how.overlap)
+            product = Product(how.gemm, weight)
+            y, _ = gather_and(product, x, _group(how), how.overlap, keep=False)
         else:
             y = how.gemm.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -179,7 +180,7 @@ class _Row(torch.autograd.Function):
         grad_y, grad_x = grads[0], None
         if how.sequence_parallel and need_x:
             product = Product(how.gemm, weight, is_dgrad=True)
-            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap)
+            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap, keep=need_w)
         elif how.sequence_parallel:
             grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
         elif need_x:
@@ -228,7 +229,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         gemm: ``None`` is :class:`TorchGemm`.
         sequence_parallel: Whether activations outside the split region are split along dim 1.
         wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
-            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask.
+            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask. A weight
+            that was computed cannot be given one.
         grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
             none. Compiled graphs leave it to autograd.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
@@ -277,7 +279,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm),
     )
     function = _Local if alone else _Column if mode == "column" else _Row
-    return cast(Tensor, function.apply(x, weight, bias, how))
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    y = cast(Tensor, function.apply(rows, weight, bias, how))
+    return y if x.dim() > 1 else y.squeeze(0)
 
 
 def _check_sequence(x: Tensor, mode: str, group: Group) -> None:

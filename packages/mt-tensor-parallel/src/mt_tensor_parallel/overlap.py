@@ -157,22 +157,29 @@ def check_overlap(
 
 
 def gather_and(
-    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
-) -> tuple[Tensor, Tensor]:
+    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     """All-gathers ``x`` along the sequence and applies ``product`` to it, piece by piece.
 
+    Args:
+        product: Applied to the whole.
+        x: This rank's share.
+        group: Whose shares.
+        overlap: How.
+        keep: Whether the whole is returned too; if not, only the plain way ever holds it.
+
     Returns:
-        The product of the whole, and the whole.
+        The product of the whole, and the whole or None.
 
     Shape:
         x: [B, s, in]. Returns [B, ranks * s, out] and [B, ranks * s, in].
     """
     if overlap.kind == "plain":
         whole = start_all_gather(x, group, SEQUENCE_DIM).wait()
-        return product(whole), whole
+        return product(whole), whole if keep else None
     if overlap.kind == "symmetric":
         gathered, _ = _fused()
-        whole, (y,) = gathered(x, [product.matrix], SEQUENCE_DIM, group.group_name)
+        whole, (y,) = gathered(x, [product.matrix], SEQUENCE_DIM, group.group_name, return_A=keep)
         return y, whole
     pieces = x.split(overlap.sizes(x.shape[SEQUENCE_DIM]), SEQUENCE_DIM)
     pending = start_all_gather(pieces[0], group, SEQUENCE_DIM)
@@ -182,9 +189,10 @@ def gather_and(
         arrived = pending.wait()
         if following is not None:
             pending = start_all_gather(following, group, SEQUENCE_DIM)
-        inputs.append(arrived)
+        if keep:
+            inputs.append(arrived)
         outputs.append(product(arrived))
-    return _interleaved(outputs, group), _interleaved(inputs, group)
+    return _interleaved(outputs, group), _interleaved(inputs, group) if keep else None
 
 
 def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
