@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_autocast"]
+__all__ = ["as_autocast", "check_dtypes"]
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -22,3 +22,12 @@ def as_autocast(x: Tensor) -> Tensor:
     if x.is_meta or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def check_dtypes(x: Tensor, weight: Tensor, name: str) -> None:
+    """Raises TypeError if the operands of a product differ in dtype, outside of autocast."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name} is {x.dtype} and the weight {weight.dtype}; convert one of them, for example "
+            f"with {name}.to({weight.dtype}), or run under torch.autocast"
+        )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.autocast import as_autocast
+from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.collectives import (
     Group,
     all_gather,
@@ -250,11 +250,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
     plain = gemm is None or type(gemm) is TorchGemm
-    if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"x is {x.dtype} and the weight {weight.dtype}; convert one of them, for example with "
-            f"x.to({weight.dtype}), or run under torch.autocast"
-        )
+    if plain:
+        check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group.size() == 1
