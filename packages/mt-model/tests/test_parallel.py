@@ -158,6 +158,32 @@ def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence
     assert_equal_to_one_rank(results, variant)
 
 
+def compiled_differences(variant, sequence_parallel):
+    """Of the compiled model's loss and gradients from the eager one's, relative to the largest."""
+    state = ParallelState(ParallelLayout(tp=2))
+    config = gpt(**{**TINY, **VARIANTS[variant], "num_layers": 1})
+    model = build(config, state, sequence_parallel=sequence_parallel)
+    results = []
+    for module in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        loss = module(None, batch())["lm"]
+        loss.backward()
+        results.append([loss.detach(), *(param.grad for param in model.parameters())])
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(*reversed(results), strict=True)
+    )
+
+
+@pytest.mark.campaign
+# Dynamo itself looks at .grad where a graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    ("variant", "sequence_parallel"), [("gqa", False), ("gqa", True), ("one_kv_head", True)]
+)
+def test_compiled_ranks_compute_what_eager_ones_compute(ranks, variant, sequence_parallel):
+    assert max(ranks(2, compiled_differences, variant, sequence_parallel, timeout=300)) < 1e-12
+
+
 @pytest.mark.parametrize("variant", ["gqa", "one_kv_head"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence_parallel):

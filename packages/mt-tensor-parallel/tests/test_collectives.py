@@ -151,6 +151,10 @@ def test_exchanges_name_what_does_not_fit(ranks) -> None:
         all_to_all(x, None, split_dim=1, concat_dim=-1)
     with pytest.raises(ValueError, match=r"sum to 2, but x of shape \(3, 4\) has 3 rows"):
         all_to_all_rows(x, None, input_splits=[2], output_splits=[2])
+    with pytest.raises(
+        ValueError, match=r"input_splits=\[3\] and output_splits=\[5\] must be equal"
+    ):
+        all_to_all_rows(x, None, input_splits=[3], output_splits=[5])
     with pytest.raises(ValueError, match="must be 1 sizes of 0 or more"):
         all_to_all_rows(x, None, input_splits=[1, 2], output_splits=[3])
 

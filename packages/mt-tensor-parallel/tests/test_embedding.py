@@ -94,6 +94,8 @@ def test_ids_outside_the_vocabulary_are_errors(ranks) -> None:
         )
         with pytest.raises(ValueError, match="the sequence length is 3, which the 2 ranks"):
             table(torch.zeros(1, 3, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"splits dim 1 of \[B, S\], got ids of shape \(4,\)"):
+            table(torch.zeros(4, dtype=torch.int64))
         with pytest.raises(ValueError, match=r"vocab_size is 25, which the 2 ranks.*24 or 26"):
             VocabParallelEmbedding(25, HIDDEN, group=dist.group.WORLD)
 

@@ -126,6 +126,22 @@ def test_one_seed_gives_one_logical_weight_for_any_group(ranks, world: int) -> N
     assert all(torch.equal(p["down.bias"], whole["down.bias"]) for p in parts)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_gate_and_up_are_the_pieces_that_megatron_gives_a_rank(ranks, world: int) -> None:
+    """Stride 2: of 2 * ranks pieces of the fused rows, rank t has pieces t and t + ranks."""
+
+    def body() -> Tensor:
+        torch.manual_seed(3)
+        layer = ColumnParallelLinear(HIDDEN, (2, FFN), shard_dim=1, group=dist.group.WORLD)
+        return layer.weight.detach()
+
+    torch.manual_seed(3)
+    fused = ColumnParallelLinear(HIDDEN, (2, FFN), shard_dim=1).weight.flatten(0, 1)
+    pieces = fused.chunk(2 * world)
+    for rank, own in enumerate(ranks(world, body)):
+        assert torch.equal(own.flatten(0, 1), torch.cat(pieces[rank::world]))
+
+
 def test_parameters_record_how_they_are_split(ranks) -> None:
     def body() -> None:
         group = dist.group.WORLD
@@ -287,6 +303,10 @@ def test_settings_out_of_range_are_named() -> None:
         parallel_linear(torch.ones(1, 2), torch.ones(3, 2), mode="diagonal")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="out_features must be one or more sizes"):
         ColumnParallelLinear(4, ())
+    with pytest.raises(ValueError, match="in_features must be at least 1, got 0"):
+        ColumnParallelLinear(0, 8)
+    with pytest.raises(ValueError, match="out_features must be at least 1, got 0"):
+        RowParallelLinear(8, 0)
 
 
 def test_gathered_output_is_the_dense_one(ranks) -> None:
@@ -324,6 +344,25 @@ def test_a_skipped_bias_and_a_foreign_weight() -> None:
     assert layer.weight.grad is None
 
 
+def test_a_skipped_bias_is_gathered_with_the_output(ranks) -> None:
+    def body() -> None:
+        options = {"shard_dim": 1, "bias": True, "dtype": F64}
+        torch.manual_seed(0)
+        dense = ColumnParallelLinear(4, (3, 2), **options)
+        torch.manual_seed(0)
+        options |= {"group": dist.group.WORLD, "gather_output": True, "skip_bias_add": True}
+        split = ColumnParallelLinear(4, (3, 2), **options)  # a local bias [3, 1] would broadcast
+        x = torch.randn(2, 5, 4, dtype=F64)
+        whole = dense(x)
+        y, bias = split(x)
+        _close(y + bias, whole)
+        whole.square().sum().backward()
+        (y + bias).square().sum().backward()
+        _close(split.bias.grad, dense.bias.grad.chunk(2, 1)[dist.get_rank()])
+
+    ranks(2, body)
+
+
 def test_an_expert_layer_leaves_communication_to_its_caller(ranks) -> None:
     def body() -> None:
         group = dist.group.WORLD
@@ -340,6 +379,23 @@ def test_an_expert_layer_leaves_communication_to_its_caller(ranks) -> None:
     ranks(2, body)
     with pytest.raises(ValueError, match="sequence_parallel=True needs communicate=True"):
         ColumnParallelLinear(4, 8, sequence_parallel=True, communicate=False)
+    with pytest.raises(ValueError, match="gather_output=True needs communicate=True"):
+        ColumnParallelLinear(4, 8, gather_output=True, communicate=False)
+    with pytest.raises(ValueError, match=r"added on every rank.*; use skip_bias_add=True"):
+        RowParallelLinear(8, 4, bias=True, communicate=False)
+
+
+def test_an_experts_bias_is_added_once_after_the_callers_sum(ranks) -> None:
+    def body() -> None:
+        group = dist.group.WORLD
+        layer = RowParallelLinear(
+            8, 4, group=group, bias=True, communicate=False, skip_bias_add=True
+        )
+        y, bias = layer(torch.zeros(2, 4))
+        dist.all_reduce(y)
+        assert torch.equal(y + bias, layer.bias.expand(2, 4))
+
+    ranks(2, body)
 
 
 def test_a_frozen_weight_keeps_no_input_and_computes_no_gradient(ranks) -> None:
@@ -418,6 +474,26 @@ def test_an_empty_sequence_is_named(ranks, kind: type[nn.Module]) -> None:
         width = 4 if kind is ColumnParallelLinear else 2
         with pytest.raises(ValueError, match=r"length is 0; the nearest size that 2 ranks .* is 2"):
             layer(torch.ones(1, 0, width))
+
+    ranks(2, body)
+
+
+def test_one_token_needs_no_leading_dim(ranks) -> None:
+    def body() -> None:
+        net = {}
+        for group in (None, dist.group.WORLD):
+            torch.manual_seed(0)
+            layers = [kind(4, 4, group=group, bias=True, dtype=F64)
+                      for kind in (ColumnParallelLinear, RowParallelLinear)]  # fmt: skip
+            net[group] = nn.Sequential(*layers)
+        grad = x = torch.randn(4, dtype=F64)
+        expected, actual = _run(net[None], x, grad), _run(net[dist.group.WORLD], x, grad)
+        own = dist.get_rank()
+        for name in ("0.weight", "0.bias"):
+            expected[name] = expected[name].chunk(2)[own]
+        expected["1.weight"] = expected["1.weight"].chunk(2, 1)[own]
+        for name, value in expected.items():
+            _close(actual[name], value)
 
     ranks(2, body)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,12 +71,34 @@ def test_a_piece_travels_while_the_one_before_is_multiplied(ranks) -> None:
         try:
             product = overlap.Product(NotingGemm(events), torch.ones(2, 2))
             way = Overlap(kind="chunked", chunks=2)
-            overlap.gather_and(product, torch.ones(1, 4, 2), dist.group.WORLD, way)
+            overlap.gather_and(product, torch.ones(1, 4, 2), dist.group.WORLD, way, keep=False)
         finally:
             overlap.start_all_gather = start
         return events
 
     assert ranks(2, body) == [["send", "send", "multiply", "multiply"]] * 2
+
+
+def test_the_gathered_input_is_put_together_only_where_it_is_kept(ranks) -> None:
+    def body() -> None:
+        from mt_tensor_parallel import overlap
+
+        product = overlap.Product(TorchGemm(), torch.randn(2, 2, dtype=torch.float64))
+        x = torch.randn(3, 4, 2, dtype=torch.float64) + dist.get_rank()
+        way, interleaved, made = Overlap(kind="chunked", chunks=2), overlap._interleaved, []
+        overlap._interleaved = lambda *arguments: made.append(1) or interleaved(*arguments)
+        try:
+            kept = overlap.gather_and(product, x, dist.group.WORLD, way, keep=True)
+            assert len(made) == 2
+            y, whole = overlap.gather_and(product, x, dist.group.WORLD, way, keep=False)
+            assert len(made) == 3
+        finally:
+            overlap._interleaved = interleaved
+        assert whole is None
+        assert torch.equal(y, kept[0])
+        torch.testing.assert_close(product(kept[1]), y, rtol=1e-12, atol=1e-12)
+
+    ranks(2, body)
 
 
 @pytest.mark.parametrize("is_dgrad", [False, True])
@@ -93,12 +119,42 @@ def test_symmetric_products_are_asked_for_what_the_plain_way_computes(
         with _scoped_library("symm_mem", "IMPL") as library:
             for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
                 library.impl(name, getattr(symmetric, f"_{name}_fallback"), "CPU")
-            for function in (gather_and, scatter_after):
+            for function in (partial(gather_and, keep=True), scatter_after):
                 ours = function(product, x, group, Overlap(kind="symmetric"))
                 expected = function(product, x, group, Overlap())
                 torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
     ranks(2, body)
+
+
+PICK = """
+import sys
+import torch
+import torch.distributed as dist
+from mt_tensor_parallel.overlap import Overlap, Product, TorchGemm, gather_and, symmetric_obstacle
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.cuda.device_count = lambda: 1
+obstacle = lambda: symmetric_obstacle(dist.group.WORLD, torch.device("cuda", 0), None)
+sys.modules["torch.distributed._symmetric_memory"] = None
+print(obstacle())
+del sys.modules["torch.distributed._symmetric_memory"]
+x, way = torch.ones(1, 2, 2), Overlap(kind="symmetric")
+try:
+    gather_and(Product(TorchGemm(), x[0]), x, dist.group.WORLD, way, keep=True)
+except NotImplementedError as error:  # the product exists, but not for tensors on a CPU
+    print("no such product on a CPU:", "CPU" in str(error))
+print(obstacle())
+"""
+
+
+def test_symmetric_products_are_there_once_picked() -> None:
+    """In a fresh interpreter: importing torch.distributed alone does not define them."""
+    command = [sys.executable, "-c", PICK]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    missing, found, obstacle, _ = out.split("\n")
+    assert missing.startswith(f"this torch ({torch.__version__}) lacks it: import of torch.distrib")
+    assert (found, obstacle) == ("no such product on a CPU: True", "None")
 
 
 def test_symmetric_memory_where_there_is_none_is_an_error(ranks) -> None:

@@ -127,6 +127,25 @@ def test_a_weight_from_elsewhere_and_a_frozen_one_have_no_sink() -> None:
     assert layer.grad_sink is None
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_gradient_of_a_computed_weight_cannot_wait(ranks, world: int) -> None:
+    def body() -> None:
+        layer = ColumnParallelLinear(3, 4, group=dist.group.WORLD)
+        defer_weight_gradients(layer, store := WgradStore())
+        root = torch.ones(12, requires_grad=True)
+        layer(torch.ones(1, 3), root[: 12 // world].view(-1, 3)).sum().backward()
+        store.run()
+        assert root.grad.sum() == 12 // world  # a view of a parameter is fine
+        y = layer(torch.ones(1, 3), (root * root)[: 12 // world].view(-1, 3))
+        with pytest.raises(ValueError, match=r"cannot wait in a store: it was computed by MulBack"):
+            y.sum().backward()
+        defer_weight_gradients(layer, None)
+        layer(torch.ones(1, 3), (root * root)[: 12 // world].view(-1, 3)).sum().backward()
+        assert root.grad.sum() == 3 * (12 // world)
+
+    ranks(world, body)
+
+
 def test_a_compiled_layer_leaves_its_gradient_to_autograd() -> None:
     layer = ColumnParallelLinear(3, 2)
     sink = Sum(layer.weight, torch.float32)

@@ -107,6 +107,11 @@ def all_to_all_rows(
             f"{x.shape[0]} rows"
         )
     if group is None or ranks == 1:
+        if inputs != outputs:
+            raise ValueError(
+                f"input_splits={inputs} and output_splits={outputs} must be equal on one rank, "
+                "which receives what it sends"
+            )
         return x
     return cast(Tensor, _Rows.apply(x, group, inputs, outputs))
 

@@ -60,23 +60,35 @@ def shard_size(size: int, group: Group, *, what: str) -> int:
 
 
 class Pending:
-    """A collective under way; :meth:`wait` gives its result."""
+    """A collective under way, or done where there is no work; :meth:`wait` gives its result."""
 
     def __init__(
-        self, work: dist.Work, result: Tensor, finish: Callable[[Tensor], Tensor] | None = None
+        self,
+        work: dist.Work | None,
+        result: Tensor,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._work, self._result, self._finish = work, result, finish
 
     def wait(self) -> Tensor:
         """Blocks (the current stream, on CUDA) until the result is there, and returns it."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._result if self._finish is None else self._finish(self._result)
+
+
+def _is_async() -> bool:
+    """Whether to start a collective now and wait later.
+
+    A compiled graph takes those that wait at once, and places the waiting itself.
+    """
+    return not torch.compiler.is_compiling()
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sums ``x`` over the group, in place if it is contiguous."""
     x = x.contiguous()
-    return Pending(cast(dist.Work, dist.all_reduce(x, group=group, async_op=True)), x)
+    return Pending(dist.all_reduce(x, group=group, async_op=_is_async()), x)
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
@@ -84,12 +96,12 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
     x, ranks = x.contiguous(), group.size()
     # gloo takes the concatenated form only, not the stacked one.
     out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+    work = dist.all_gather_into_tensor(out, x, group=group, async_op=_is_async())
 
     def finish(parts: Tensor) -> Tensor:
         return parts.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
-    return Pending(cast(dist.Work, work), out, finish)
+    return Pending(work, out, finish)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
@@ -98,8 +110,8 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pendi
     local = shard_size(x.shape[dim], group, what=f"dim {dim} of shape {tuple(x.shape)}")
     pieces = x.unflatten(dim, (ranks, local)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    work = dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group, async_op=True)
-    return Pending(cast(dist.Work, work), out)
+    work = dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group, async_op=_is_async())
+    return Pending(work, out)
 
 
 def _own_piece(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

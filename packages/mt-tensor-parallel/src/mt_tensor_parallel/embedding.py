@@ -73,12 +73,12 @@ class VocabParallelEmbedding(nn.Module):
         device: Of the table; ``"meta"`` draws no values.
 
     Shape:
-        Input [B, S] int64, output [B, S, hidden_size] (S / ranks under sequence parallelism),
-        weight [vocab_size / ranks, hidden_size].
+        Input [B, S] int64 (any dims without sequence parallelism), output [B, S, hidden_size]
+        (S / ranks under sequence parallelism), weight [vocab_size / ranks, hidden_size].
 
     Raises:
-        ValueError: The group does not divide the vocabulary or the sequence, or an id is outside
-            the vocabulary.
+        ValueError: The group does not divide the vocabulary or the sequence, ids have no sequence
+            dim to split, or an id is outside the vocabulary.
     """
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
@@ -122,6 +122,11 @@ class VocabParallelEmbedding(nn.Module):
         rows = _lookup(local, self.weight, deterministic=self.deterministic)
         rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
         if self.sequence_parallel:
+            if ids.dim() < 2:
+                raise ValueError(
+                    f"sequence parallelism splits dim 1 of [B, S], got ids of shape "
+                    f"{tuple(ids.shape)}; add a batch dim with ids.unsqueeze(0)"
+                )
             shard_size(ids.shape[1], self.group, what="the sequence length")
             return reduce_scatter(rows, self.group, dim=1)
         return reduce_from_group(rows, self.group)

@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.collectives import (
     Group,
+    all_gather,
+    copy_to_group,
     group_size,
+    reduce_from_group,
+    reduce_scatter,
     shard_size,
     start_all_gather,
     start_all_reduce,
@@ -45,6 +50,7 @@ class _How:
     """What the three functions below share.
 
     Attributes:
+        weight: As it was given: a parameter, or a view of one, before any cast.
         gemm: Multiplies.
         group: Ranks that split the weight, or None where nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
@@ -53,6 +59,7 @@ class _How:
         overlap: How gathering and scattering are hidden.
     """
 
+    weight: Tensor
     gemm: Gemm
     group: Group
     sequence_parallel: bool
@@ -65,7 +72,7 @@ class _How:
         ctx.how = self
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
-    def wgrad(self, weight: Tensor, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+    def wgrad(self, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
         """The weight's gradient, or None once it is in the sink or the store."""
         store = self.store()
         if self.sink is not None:
@@ -74,7 +81,7 @@ class _How:
         elif store is None:
             return self.gemm.wgrad(grad_y, x())
         else:
-            defer(store, weight, lambda: self.gemm.wgrad(grad_y, x()))
+            defer(store, self.weight, lambda: self.gemm.wgrad(grad_y, x()))
         return None
 
     @torch.no_grad()
@@ -106,7 +113,7 @@ class _Local(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_x = ctx.how.gemm.dgrad(grads[0], weight) if need_x else None
-        grad_w = ctx.how.wgrad(weight, grads[0], lambda: x) if need_w else None
+        grad_w = ctx.how.wgrad(grads[0], lambda: x) if need_w else None
         return grad_x, grad_w, _bias_grad(grads[0], needed=need_b), None
 
 
@@ -117,7 +124,8 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
         if how.sequence_parallel:
-            y, _ = gather_and(Product(how.gemm, weight), x, _group(how), how.overlap)
+            product = Product(how.gemm, weight)
+            y, _ = gather_and(product, x, _group(how), how.overlap, keep=False)
         else:
             y = how.gemm.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -145,7 +153,7 @@ class _Column(torch.autograd.Function):
             else:
                 reduce = start_all_reduce(grad_x, group)
         # The reduction of dgrad runs while wgrad computes.
-        grad_w = how.wgrad(weight, grad_y, whole) if need_w else None
+        grad_w = how.wgrad(grad_y, whole) if need_w else None
         grad_b = _bias_grad(grad_y, needed=need_b)
         return None if reduce is None else reduce.wait(), grad_w, grad_b, None
 
@@ -172,12 +180,12 @@ class _Row(torch.autograd.Function):
         grad_y, grad_x = grads[0], None
         if how.sequence_parallel and need_x:
             product = Product(how.gemm, weight, is_dgrad=True)
-            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap)
+            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap, keep=need_w)
         elif how.sequence_parallel:
             grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
         elif need_x:
             grad_x = how.gemm.dgrad(grad_y, weight)
-        grad_w = how.wgrad(weight, grad_y, lambda: x) if need_w else None
+        grad_w = how.wgrad(grad_y, lambda: x) if need_w else None
         return grad_x, grad_w, grad_b, None
 
 
@@ -209,6 +217,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     nothing; with ``sequence_parallel`` forward reduce-scatters along the sequence, backward
     all-gathers. The bias is whole, and is added once, after the reduction.
 
+    Under autocast products and communication are in its dtype, as on one rank; the gradients of
+    ``x``, ``weight`` and ``bias`` have their own dtypes, and a sink gets the weight's.
+
     Args:
         x: The input.
         weight: This rank's part of the weight.
@@ -218,7 +229,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         gemm: ``None`` is :class:`TorchGemm`.
         sequence_parallel: Whether activations outside the split region are split along dim 1.
         wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
-            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask.
+            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask. A weight
+            that was computed cannot be given one.
         grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
             none. Compiled graphs leave it to autograd.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
@@ -238,37 +250,67 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
     plain = gemm is None or type(gemm) is TorchGemm
-    if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"x is {x.dtype} and the weight {weight.dtype}; convert one of them, for example with "
-            f"x.to({weight.dtype}), or run under torch.autocast"
-        )
+    if plain:
+        check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group.size() == 1
     if alone and wgrad_store is None and grad_sink is None and plain:
         return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
-    if overlap is None:
-        overlap = pick_overlap(
-            group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm
-        )
-    elif group is not None and not alone:
+    if overlap is not None and group is not None and not alone:
         check_overlap(overlap, group, x.device, gemm)
+    if sequence_parallel and not alone:
+        _check_sequence(x, mode, group)
+    x, weight, given = as_autocast(x), as_autocast(weight), weight
+    bias = None if bias is None else as_autocast(bias)
+    if torch.compiler.is_compiling() and not alone:
+        return _composed(x, weight, bias, mode, group, gemm, sequence_parallel)
     how = _How(
+        weight=given,
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
         store=wgrad_store or (lambda: None),
         sink=grad_sink,
-        overlap=overlap,
+        overlap=overlap
+        or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm),
     )
-    if alone:
-        return cast(Tensor, _Local.apply(x, weight, bias, how))
+    function = _Local if alone else _Column if mode == "column" else _Row
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    y = cast(Tensor, function.apply(rows, weight, bias, how))
+    return y if x.dim() > 1 else y.squeeze(0)
+
+
+def _check_sequence(x: Tensor, mode: str, group: Group) -> None:
+    if x.dim() < 3:
+        raise ValueError(
+            f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
+        )
+    length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
+    shard_size(length, group, what="the sequence length")
+
+
+def _composed(  # what parallel_linear has checked
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mode: Literal["column", "row"],
+    group: Group,
+    gemm: Gemm | None,
+    sequence_parallel: bool,  # noqa: FBT001 - what parallel_linear has checked
+) -> Tensor:
+    """:func:`parallel_linear` from collectives and a linear map on one rank.
+
+    Dynamo takes these apart from each other; inside the functions above it fails on the group.
+    The compiler decides what is kept for backward and what overlaps.
+    """
+    if mode == "column":
+        whole = all_gather(x, group, dim=SEQUENCE_DIM) if sequence_parallel else None
+        x = copy_to_group(x, group) if whole is None else whole
+        return parallel_linear(x, weight, bias, mode=mode, gemm=gemm)
+    y = parallel_linear(x, weight, mode=mode, gemm=gemm)
     if sequence_parallel:
-        if x.dim() < 3:
-            raise ValueError(
-                f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"
-            )
-        length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
-        shard_size(length, group, what="the sequence length")
-    return cast(Tensor, (_Column if mode == "column" else _Row).apply(x, weight, bias, how))
+        y = reduce_scatter(y, group, dim=SEQUENCE_DIM)
+    else:
+        y = reduce_from_group(y, group)
+    return y if bias is None else y + bias

@@ -15,7 +15,8 @@ __all__ = ["AccumulatingGemm", "Gemm", "TorchGemm"]
 class Gemm(Protocol):
     """How a linear layer multiplies. The layer itself does not know the precision.
 
-    Results are new tensors that the caller may change in place.
+    The layer gives it activations with at least one leading dim. Results are new tensors that the
+    caller may change in place.
     """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -36,6 +36,12 @@ def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
     return sizes
 
 
+def _size(value: int, name: str) -> int:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+    return value
+
+
 def _own_part(
     shape: tuple[int, ...],
     dim: int,
@@ -141,7 +147,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: Whether the input is a sequence shard.
         gemm: ``None`` is :class:`TorchGemm`.
         gather_output: Whether the output is made whole on every rank (all-gather; backward keeps
-            the own piece).
+            the own piece), and with it a bias whose addition is skipped.
         communicate: ``False`` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
@@ -155,7 +161,8 @@ class ColumnParallelLinear(_ParallelLinear):
         [*local_out, in], bias [*local_out].
 
     Raises:
-        ValueError: The group does not divide the split size.
+        ValueError: A size is below 1, the group does not divide the split one, or options exclude
+            each other.
     """
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
@@ -187,13 +194,15 @@ class ColumnParallelLinear(_ParallelLinear):
             wgrad_store=wgrad_store,
             overlap=overlap,
         )
+        if gather_output and not communicate:
+            raise ValueError("gather_output=True needs communicate=True: it is an all-gather")
         self.gather_output = gather_output
         out = _features(out_features, "out_features")
         shard_dim = _shard_dim(shard_dim, out)
         local = shard_size(out[shard_dim], group, what=f"out_features[{shard_dim}] of {out}")
         self.shard_dim = shard_dim
         self.local_out = (*out[:shard_dim], local, *out[shard_dim + 1 :])
-        bound = 1 / sqrt(in_features)
+        bound = 1 / sqrt(_size(in_features, "in_features"))
         spec = _spec(shard_dim, axis, group)
         weight = _own_part((*out, in_features), shard_dim, bound, group, dtype=dtype, device=device)
         self.weight = shard_param(weight, spec)
@@ -221,9 +230,12 @@ class ColumnParallelLinear(_ParallelLinear):
             bias = None
         y = self._apply_linear(x, weight, bias, "column", own_weight=own_weight)
         y = y.unflatten(-1, self.local_out) if several else y
+        bias = self.bias if self.skip_bias_add else None
         if self.gather_output:
-            y = gather_from_group(y, self.group, dim=self.shard_dim - len(self.local_out))
-        return (y, self.bias) if self.skip_bias_add else y
+            dim = self.shard_dim - len(self.local_out)
+            y = gather_from_group(y, self.group, dim=dim)
+            bias = None if bias is None else gather_from_group(bias, self.group, dim=dim)
+        return (y, bias) if self.skip_bias_add else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -244,7 +256,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: Whether the output is a sequence shard.
         gemm: ``None`` is :class:`TorchGemm`.
         communicate: ``False`` leaves the collectives of input and output to the caller, as an
-            expert's dispatcher does.
+            expert's dispatcher does. A bias is then the caller's too: it needs ``skip_bias_add``.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
         wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
         overlap: How communication along the sequence is hidden; ``None`` is picked by capability.
@@ -256,7 +268,8 @@ class RowParallelLinear(_ParallelLinear):
         [out, *local_in], bias [out].
 
     Raises:
-        ValueError: The group does not divide the split size, or the sequence.
+        ValueError: A size is below 1, the group does not divide the split one or the sequence, or
+            options exclude each other.
     """
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
@@ -287,12 +300,17 @@ class RowParallelLinear(_ParallelLinear):
             wgrad_store=wgrad_store,
             overlap=overlap,
         )
+        if bias and not communicate and not skip_bias_add:
+            raise ValueError(
+                "bias=True with communicate=False would be added on every rank, before the sum "
+                "over the group; use skip_bias_add=True and add the bias after that sum"
+            )
         sizes = _features(in_features, "in_features")
         shard_dim = _shard_dim(shard_dim, sizes)
         local = shard_size(sizes[shard_dim], group, what=f"in_features[{shard_dim}] of {sizes}")
         self.local_in = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
         bound = 1 / sqrt(prod(sizes))
-        shape = (out_features, *sizes)
+        shape = (_size(out_features, "out_features"), *sizes)
         weight = _own_part(shape, shard_dim + 1, bound, group, dtype=dtype, device=device)
         self.weight = shard_param(weight, _spec(shard_dim + 1, axis, group))
         self.bias = None

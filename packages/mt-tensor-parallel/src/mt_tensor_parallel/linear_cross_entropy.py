@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.collectives import Group
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms
@@ -30,7 +31,25 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """:func:`linear_cross_entropy` with all logits at once, on one rank, by torch's functions."""
+    """:func:`linear_cross_entropy` with all logits at once, on one rank, by torch's functions.
+
+    Args:
+        hidden: Final hidden states.
+        weight: The whole head.
+        labels: Token ids, or ``ignore_index`` for tokens that do not count.
+        ignore_index: Such tokens have neither loss nor gradient.
+        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        z_loss: Weight of the squared log-sum-exp.
+        vocab_size: Real tokens; further rows of the head are padding. ``None`` means all.
+
+    Shape:
+        hidden: [N, H]. weight: [V, H]. labels: [N]. Returns a scalar, fp32 (fp64 for fp64).
+
+    Raises:
+        TypeError: ``hidden`` and ``weight`` differ in dtype, outside of autocast.
+        ValueError: Shapes do not match, or an option is out of range.
+    """
+    _check(hidden, weight, labels)
     terms = LossTerms.of(
         weight.shape[0],
         None,
@@ -71,9 +90,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     Gradients are computed in forward, block by block, and scaled in backward, so the [N, V] logits
     neither go through memory nor stay there between the passes. With a group, each block
     does one MAX and one SUM all-reduce of per-token values in forward; backward does none: the
-    gradient of ``hidden`` is this rank's part, to be summed by what produced ``hidden``
-    (``copy_to_group`` or ``all_gather``). Softmax and losses are in fp32 (fp64 for fp64). No
-    gradient is computed for a frozen weight.
+    gradient of ``hidden`` is **this rank's part only**. Pass ``hidden`` through ``copy_to_group``
+    (``all_gather`` under sequence parallelism), whose backward sums the parts. Softmax and losses
+    are in fp32 (fp64 for fp64); so is the product with the gradient of the loss, whose scale bf16
+    gradients keep on average. No gradient is computed for a frozen weight.
 
     Args:
         hidden: Final hidden states, replicated over the group.
@@ -84,24 +104,19 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
         vocab_size: Real tokens; further rows of the head are padding. ``None`` means all.
-        block_size: Tokens per block; by default about 4 million logits.
+        block_size: Tokens per block, at least 1; by default about 4 million logits.
 
     Shape:
         hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. Returns a scalar.
 
     Raises:
+        TypeError: ``hidden`` and ``weight`` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """
-    if (
-        hidden.dim() != 2
-        or labels.shape != hidden.shape[:1]
-        or weight.shape[1:] != hidden.shape[1:]
-    ):
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels "
-            f"{tuple(labels.shape)} must be [N, H], [V / ranks, H] and [N]"
-        )
+    _check(hidden, weight, labels)
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1, or None for the default")
     if torch.compiler.is_compiling() and group is None:
         return linear_cross_entropy_reference(
             hidden,
@@ -127,6 +142,19 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     return in_blocks(hidden, weight, labels, group, terms, block_size)
 
 
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if (
+        hidden.dim() != 2
+        or labels.shape != hidden.shape[:1]
+        or weight.shape[1:] != hidden.shape[1:]
+    ):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels "
+            f"{tuple(labels.shape)} must be [N, H], [V / ranks, H] and [N]"
+        )
+    check_dtypes(hidden, weight, "hidden")
+
+
 def _in_blocks(
     hidden: Tensor,
     weight: Tensor,
@@ -140,7 +168,13 @@ def _in_blocks(
     return cast(
         Tensor,
         _LinearCrossEntropy.apply(
-            hidden, weight, labels, group, terms, block_size, torch.is_grad_enabled()
+            as_autocast(hidden),
+            as_autocast(weight),
+            labels,
+            group,
+            terms,
+            block_size,
+            torch.is_grad_enabled(),
         ),
     )
 
@@ -164,7 +198,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Blocks are summed in fp32 so that their number does not change the precision.
-        single = hidden.shape[0] <= block_size
+        single = 0 < hidden.shape[0] <= block_size
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not single else None
         # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
         alone_on_cpu = hidden.device.type == "cpu" and group is None
@@ -177,8 +211,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ):
                 loss, grad_logits = _block_loss(part, part_labels, group, terms)
                 total += loss
-                if (needs_hidden or needs_weight) and grad_logits is not part:
-                    part[:, : terms.columns] = grad_logits
+                if needs_hidden or needs_weight:
+                    if part.dtype != wide:  # else it was computed in place
+                        part[:, : terms.columns] = grad_logits
                     part[:, terms.columns :] = 0
             # Ignored tokens are zeroed on the H side of both products, not over the logits.
             counts = (labels[rows] != terms.ignore_index).to(hidden.dtype).unsqueeze(1)
@@ -196,8 +231,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
+        scaled = [None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None)
+
+
+def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """``grad * scale``, computed in the dtype of ``scale``, block by block.
+
+    torch would round the scale to the dtype of ``grad`` first: one wrong factor on all gradients,
+    0.998 for 1/257 in bf16. Rounding exact products to nearest gives the same, since ``grad`` is on
+    bf16's grid already: 256/257 moves all its values down by 0.5 to 1 step, of which nearest makes
+    1. So bf16 products are rounded up or down by thresholds that are spread evenly over the
+    elements. Powers of 2 stay exact.
+
+    Shape:
+        grad: [N, H]. scale: a scalar. Returns [N, H].
+    """
+    if grad.dtype == scale.dtype:
+        return grad * scale
+    out = torch.empty_like(grad)
+    elements = 1 << (17 if grad.device.type == "cpu" else 22)
+    rows = min(max(1, elements // max(1, grad.shape[1])), grad.shape[0])
+    # The R2 sequence (Roberts 2018), times 2^16: even in each row, each column and both.
+    row, column = (
+        torch.arange(count, dtype=torch.int32, device=grad.device) * step
+        for count, step in ((rows, 49471), (grad.shape[1], 37345))
+    )
+    thresholds = (row.unsqueeze(1) + column).bitwise_and_(0xFFFF)
+    for part, result in zip(grad.split(rows), out.split(rows), strict=True):
+        product = part.to(scale.dtype).mul_(scale)
+        if grad.dtype == torch.bfloat16:
+            bits = product.view(torch.int32)  # of which bf16 has the upper half
+            bits.add_(thresholds[: len(part)]).bitwise_and_(-0x10000)
+        result.copy_(product)
+    return out
 
 
 def _block_loss(

@@ -9,7 +9,7 @@ the rounding of matrix products over other numbers of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,10 @@ def symmetric_obstacle(
         return "a compiled graph has torch.compile's own passes for it"
     if type(group) is not dist.ProcessGroup:
         return f"a {type(group).__name__} must see every collective"
+    try:
+        _fused()
+    except (ImportError, AttributeError) as error:
+        return f"this torch ({torch.__version__}) lacks it: {error}"
     per_node = torch.cuda.device_count()
     ranks = dist.get_process_group_ranks(group)
     if len({rank // per_node for rank in ranks}) > 1:
@@ -122,6 +126,21 @@ def symmetric_obstacle(
     others = (rank % per_node for rank in ranks if rank % per_node != device.index)
     apart = [i for i in others if not torch.cuda.can_device_access_peer(device, i)]
     return f"GPU {device.index} cannot read the memory of {apart}" if apart else None
+
+
+def _fused() -> tuple[Any, Any]:
+    """The fused all-gather and product, and product and reduce-scatter.
+
+    ``import torch.distributed`` alone does not define torch's; this module does.
+
+    Raises:
+        ImportError: torch was built without symmetric memory.
+        AttributeError: It has no such products.
+    """
+    import torch.distributed._symmetric_memory
+
+    products = torch.ops.symm_mem
+    return products.fused_all_gather_matmul, products.fused_matmul_reduce_scatter
 
 
 def check_overlap(
@@ -138,23 +157,29 @@ def check_overlap(
 
 
 def gather_and(
-    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
-) -> tuple[Tensor, Tensor]:
+    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     """All-gathers ``x`` along the sequence and applies ``product`` to it, piece by piece.
 
+    Args:
+        product: Applied to the whole.
+        x: This rank's share.
+        group: Whose shares.
+        overlap: How.
+        keep: Whether the whole is returned too; if not, only the plain way ever holds it.
+
     Returns:
-        The product of the whole, and the whole.
+        The product of the whole, and the whole or None.
 
     Shape:
         x: [B, s, in]. Returns [B, ranks * s, out] and [B, ranks * s, in].
     """
     if overlap.kind == "plain":
         whole = start_all_gather(x, group, SEQUENCE_DIM).wait()
-        return product(whole), whole
+        return product(whole), whole if keep else None
     if overlap.kind == "symmetric":
-        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x, [product.matrix], SEQUENCE_DIM, group.group_name
-        )
+        gathered, _ = _fused()
+        whole, (y,) = gathered(x, [product.matrix], SEQUENCE_DIM, group.group_name, return_A=keep)
         return y, whole
     pieces = x.split(overlap.sizes(x.shape[SEQUENCE_DIM]), SEQUENCE_DIM)
     pending = start_all_gather(pieces[0], group, SEQUENCE_DIM)
@@ -164,9 +189,10 @@ def gather_and(
         arrived = pending.wait()
         if following is not None:
             pending = start_all_gather(following, group, SEQUENCE_DIM)
-        inputs.append(arrived)
+        if keep:
+            inputs.append(arrived)
         outputs.append(product(arrived))
-    return _interleaved(outputs, group), _interleaved(inputs, group)
+    return _interleaved(outputs, group), _interleaved(inputs, group) if keep else None
 
 
 def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -186,9 +212,8 @@ def scatter_after(
     if overlap.kind == "plain":
         return start_reduce_scatter(product(x), group, SEQUENCE_DIM).wait()
     if overlap.kind == "symmetric":
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x, product.matrix, "sum", SEQUENCE_DIM, group.group_name
-        )
+        _, scattered = _fused()
+        return scattered(x, product.matrix, "sum", SEQUENCE_DIM, group.group_name)
     shares = x.unflatten(SEQUENCE_DIM, (group.size(), -1))
     sizes = overlap.sizes(shares.shape[SEQUENCE_DIM + 1])
     pending = [

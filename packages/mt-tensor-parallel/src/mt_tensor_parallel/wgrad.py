@@ -37,6 +37,9 @@ class WgradStore:
     et al. 2023, or the head's in a pipeline's cool-down). Each gradient is added through autograd,
     so hooks on the parameter fire as usual. Inputs and output gradients are kept until then.
 
+    A weight may be a parameter or a view of one. One that was computed raises ValueError in
+    backward, which goes through its computation only once.
+
     Args:
         limit: Most computations to hold; the oldest runs when one more comes. ``None``: no limit.
 
@@ -75,11 +78,23 @@ class WgradStore:
 
 
 def defer(store: Deferral, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Puts off the gradient of ``weight``, a parameter or a view of one."""
+    """Puts off the gradient of ``weight``, a parameter or a view of one.
+
+    Raises:
+        ValueError: ``weight`` was computed: backward goes through its computation now, once.
+    """
+    source = weight if weight._base is None else weight._base
+    if not source.is_leaf:
+        made_by = "" if source.grad_fn is None else f" by {source.grad_fn.name()}"
+        raise ValueError(
+            f"the gradient of a weight of shape {tuple(weight.shape)} cannot wait in a store: it "
+            f"was computed{made_by}, and backward goes through that only once; give the layer a "
+            "parameter or a view of one, or no wgrad_store"
+        )
     store.put(partial(_accumulate, weight, compute))
 
 
 def _accumulate(weight: Tensor, compute: Callable[[], Tensor]) -> None:
     with torch.no_grad():
         grad = compute()
-    weight.backward(grad)
+    weight.backward(grad.to(weight.dtype))  # which differs under autocast

@@ -1,0 +1,33 @@
+"""What autocast does to the operands of a product, for products inside autograd functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_autocast", "check_dtypes"]
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """``x`` in autocast's dtype; outside of autocast, or where its rule leaves it alone, ``x``.
+
+    The forward of an autograd function runs under autocast and its backward does not, so operands
+    are cast before the function, and autograd casts their gradients back. As in torch, fp64 and
+    integers stay what they are.
+
+    Shape:
+        x: any. Returns the same.
+    """
+    device = x.device.type
+    if x.is_meta or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def check_dtypes(x: Tensor, weight: Tensor, name: str) -> None:
+    """Raises TypeError if the operands of a product differ in dtype, outside of autocast."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name} is {x.dtype} and the weight {weight.dtype}; convert one of them, for example "
+            f"with {name}.to({weight.dtype}), or run under torch.autocast"
+        )
