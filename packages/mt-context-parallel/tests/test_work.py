@@ -21,7 +21,9 @@ from mt_context_parallel import (
     context_parallel_attention,
     default_kernels,
     merge,
+    segments,
     shard,
+    tiles,
     unshard,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -331,3 +333,38 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks) -> None:
     assert "HierarchicalGroups.create" in groups
     assert "inner_size is 3" in inner
     assert "[1, 2]" in inner
+
+
+def test_the_tiles_examined_are_linear_in_documents_and_found_once(monkeypatch) -> None:
+    examined = []
+    make = tiles._tile
+    monkeypatch.setattr(tiles, "_tile", lambda *parts: examined.append(parts) or make(*parts))
+    counts = []
+    for documents in (16, 64):
+        whole = [x.requires_grad_() for x in _qkv(2 * documents)]
+        bounds = range(0, 2 * documents + 1, 2)
+        out = context_parallel_attention(
+            *whole, group=None, cu_seqlens=bounds, kernels=(ReferenceKernel(),)
+        )
+        forward = len(examined)
+        out.sum().backward()
+        assert len(examined) == forward
+        counts.append(forward)
+        examined.clear()
+    assert counts[1] == 4 * counts[0]
+
+
+def test_the_keys_of_other_documents_are_not_looked_at(monkeypatch) -> None:
+    kind = {"ranks": 8, "cu_seqlens": range(0, 513, 16)}
+    shards = [segments(512, rank=rank, **kind) for rank in range(8)]
+    run = shards[0][0]
+    whole = Tile(
+        q=run, kv=run, causal=True, window=None, documents=None, length=512, dropout=None, scale=1.0
+    )
+    examined = []
+    make = tiles._tile
+    monkeypatch.setattr(tiles, "_tile", lambda *parts: examined.append(parts) or make(*parts))
+    found = [tile for shard in shards for tile in tiles.tiles_of(whole, shards[3], shard)]
+    assert all(tile.q.document == tile.kv.document for tile in found)
+    # A document has 2 runs of queries and meets 2 runs of keys of each of the 8 ranks.
+    assert len(examined) <= 32 * 2 * 2 * 8

@@ -135,11 +135,12 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     chosen = default_kernels() if kernels is None else kernels
     if inner is not None:
         return _over_heads(q, k, v, sinks, (inner, outer), (whole, runs, chosen))
+    gather = outer is not None and algorithm == "all_gather"
+    shards = [sorted_runs(runs)] if gather else runs
     return SplitAttention(
-        local=LocalAttention(whole=whole, q_runs=runs[own], kernels=chosen),
-        runs=runs,
+        local=LocalAttention(whole=whole, q_runs=runs[own], shards=shards, kernels=chosen),
         group=outer,
-        gather=algorithm == "all_gather",
+        order=order_of(runs, q.device) if gather else None,
     )(q, k, v, sinks)
 
 
@@ -170,14 +171,14 @@ def _over_heads(
         whole = replace(whole, dropout=whole.dropout.of_heads(first, count, heads))
     blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
     own = blocks[_rank(outer)]
-    joined = [sorted_runs(block) for block in blocks]
+    shards = [sorted_runs(block) for block in blocks]
     order = order_of(own, q.device)
     q, k, v = (tokens_to_heads(x, inner).index_select(1, order) for x in (q, k, v))
     out = SplitAttention(
-        local=LocalAttention(whole=whole, q_runs=joined[_rank(outer)], kernels=kernels),
-        runs=joined,
+        local=LocalAttention(
+            whole=whole, q_runs=shards[_rank(outer)], shards=shards, kernels=kernels
+        ),
         group=outer,
-        gather=False,
     )(q, k, v, None if sinks is None else sinks[first : first + count])
     return heads_to_tokens(out.index_select(1, order.argsort()), inner)
 

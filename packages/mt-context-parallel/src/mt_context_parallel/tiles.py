@@ -84,7 +84,7 @@ class AttentionDropout:
         return replace(self, heads=heads[start : start + count], num_heads=self.num_heads or total)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """A run of queries against a run of keys.
 
@@ -196,15 +196,21 @@ def _joined(runs: Sequence[Segment]) -> list[Segment]:
 def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment]) -> list[Tile]:
     """The tiles with at least one visible pair, by positions; each has only the masks it needs.
 
+    Runs of different documents are never paired: the work grows with the documents, not with
+    their square.
+
     Args:
         whole: Carries mask, dropout and scale; its own runs do not matter.
         q_runs: The queries of a shard.
         kv_runs: The keys of a shard.
     """
+    keys: dict[int, list[Segment]] = {}
+    for run in _joined(kv_runs):
+        keys.setdefault(run.document, []).append(run)
     return [
         tile
         for q in _joined(q_runs)
-        for run in _joined(kv_runs)
+        for run in keys.get(q.document, ())
         for kv in (_cut_at(run, q) if whole.causal else [run])
         if (tile := _tile(whole, q, kv)) is not None
     ]
@@ -221,8 +227,7 @@ def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
 
 
 def _tile(whole: Tile, q: Segment, kv: Segment) -> Tile | None:
-    if q.document != kv.document:
-        return None
+    """The tile of two runs of one document; None where no pair is visible."""
     least = q.start - (kv.start + kv.length - 1)  # of the distances query - key
     most = q.start + q.length - 1 - kv.start
     if whole.causal and most < 0:
