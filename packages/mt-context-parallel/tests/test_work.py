@@ -204,6 +204,39 @@ def test_a_kernel_says_why_it_cannot(kernel, width, groups, dtype, options, reas
         assert kernel.supports(q, k, k, tile) == reason
 
 
+def test_flex_is_compiled_for_every_size_however_many(ranks) -> None:
+    def body() -> tuple[int, int]:
+        graphs, calls = [], []
+
+        def recording(graph, _):
+            graphs.append(graph)
+            return lambda *inputs: calls.append(graph) or graph(*inputs)
+
+        kernel = FlexKernel()
+        kernel._backend = recording
+        for length in (2, 3, 4, 5, 2, 3, 4, 5):
+            q, k, v = _qkv(length, heads=2, groups=1)
+            run = Segment(0, length, 0, 0)
+            tile = Tile(
+                q=run, kv=run, causal=True, window=None, documents=None, length=length,
+                dropout=None, scale=0.3,
+            )  # fmt: skip
+            found = kernel.forward(q, k, v, tile)
+            for ours, plain in zip(found, ReferenceKernel().forward(q, k, v, tile), strict=True):
+                torch.testing.assert_close(ours, plain)
+        return len(graphs), len(calls)
+
+    def limited() -> tuple[int, int]:
+        # As after the 8 sizes that torch compiles by default: what it compiles no more it runs as
+        # it is, with no more than a warning.
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=2):
+            return body()
+
+    assert ranks(1, limited) == [(4, 8)]
+
+
 def test_fused_kernels_come_first() -> None:
     names = [kernel.name for kernel in default_kernels()]
     assert names == ["flash", "cudnn", "flex", "sdpa-cpu", "reference"]
