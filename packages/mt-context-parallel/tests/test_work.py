@@ -177,6 +177,27 @@ REASONS = [
     (FlashKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
     (FlashKernel(), 60, 4, torch.bfloat16, {}, "head_dim 60, not a multiple of 8 up to 256"),
     (FlashKernel(), 64, 4, torch.bfloat16, {"window": 3}, "a window of 3"),
+    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (8, 0)}, None),
+    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
+    (
+        FlashKernel(),
+        64,
+        4,
+        torch.bfloat16,
+        {"flash": False},
+        "a torch built without flash attention",
+    ),
+    (FlashKernel(), 224, 4, torch.bfloat16, {}, None),
+    (FlashKernel(), 192, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
+    (FlashKernel(), 256, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
+    *[
+        (
+            *(FlashKernel(), width, 4, torch.float16, {"gpu": gpu}),
+            f"head_dim {width} in backward on compute capability {gpu}",
+        )
+        for width, gpu in [(200, (8, 6)), (224, (8, 9)), (224, (12, 0))]
+    ],
+    (CudnnKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
     (CudnnKernel(), 136, 4, torch.bfloat16, {}, "head_dim 136, not a multiple of 8 up to 128"),
     (CudnnKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
     (FlexKernel(), 64, 2, torch.bfloat16, {"window": 3}, None),
@@ -189,7 +210,12 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("kernel", "width", "groups", "dtype", "options", "reason"), REASONS)
-def test_a_kernel_says_why_it_cannot(kernel, width, groups, dtype, options, reason) -> None:
+def test_a_kernel_says_why_it_cannot(
+    kernel, width, groups, dtype, options, reason, monkeypatch
+) -> None:
+    gpu, flash = options.get("gpu", (9, 0)), options.get("flash", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
     run = Segment(0, 8, 0, 0)
     dropout = None
     if "dropout" in options:
