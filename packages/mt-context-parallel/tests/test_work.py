@@ -26,6 +26,7 @@ from mt_context_parallel import (
     tiles,
     unshard,
 )
+from mt_parallel_state import CheckMode, ParallelLayout, ParallelState
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -101,6 +102,40 @@ def test_hierarchical_uses_the_groups_it_is_given(ranks) -> None:
         return bool(torch.allclose(out, expected, rtol=0, atol=1e-12))
 
     assert ranks(4, body) == [True] * 4
+
+
+def test_levels_that_do_not_meet_in_this_rank_alone_are_refused(ranks) -> None:
+    def body() -> list[str]:
+        world = dist.group.WORLD
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        own, other = pairs if dist.get_rank() < 2 else reversed(pairs)
+        HierarchicalGroups(inner=own, outer=None)
+        messages = []
+        for levels in ((world, world), (own, world), (own, own), (own, other)):
+            with pytest.raises((ValueError, TypeError)) as error:
+                HierarchicalGroups(inner=levels[0], outer=levels[1])
+            messages.append(str(error.value))
+        return messages
+
+    both, partly, twice, stranger = ranks(4, body)[0]
+    assert "with [0, 1, 2, 3] in common" in both
+    assert "inner has the ranks [0, 1] and outer [0, 1, 2, 3], with [0, 1] in common" in partly
+    assert "this rank alone, which is 0" in twice
+    assert "outer must be a process group that this rank is in" in stranger
+
+
+def test_the_levels_of_a_checked_state_are_checked(ranks) -> None:
+    def body() -> list[str]:
+        with ParallelState(ParallelLayout(cp=4), check=CheckMode()) as state:
+            inner, outer = state.level_groups("cp", (2, 2))
+            groups = HierarchicalGroups(inner=inner, outer=outer)
+            q, k, v = (shard(x, state.group("cp")) for x in _qkv(32))
+            out = context_parallel_attention(q, k, v, group=groups, algorithm="hierarchical")
+            expected = context_parallel_attention(*_qkv(32), group=None)
+            torch.testing.assert_close(unshard(out, state.group("cp")), expected)
+            return [type(group).__name__ for group in (inner, outer)]
+
+    assert ranks(4, body) == [["CheckedGroup"] * 2] * 4
 
 
 def test_bf16_is_as_exact_as_one_rank_in_bf16(ranks) -> None:

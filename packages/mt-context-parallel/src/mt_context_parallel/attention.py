@@ -33,17 +33,46 @@ Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 class HierarchicalGroups:
     """The two levels of a context group: rank = outer rank * inner size + inner rank.
 
+    Where there is a ``ParallelState``, its ``level_groups("cp", (inner_size, outer_size))`` are
+    these two, with its checks and backend options.
+
     Attributes:
         inner: neighbours, on one node, who swap tokens for heads; None for one rank.
         outer: the ranks with the same place in their inner groups, who form rings; None for one.
+
+    Raises:
+        TypeError: A level is no process group that this rank is in.
+        ValueError: The levels have more than this rank in common.
     """
 
     inner: dist.ProcessGroup | None
     outer: dist.ProcessGroup | None
 
+    def __post_init__(self) -> None:
+        levels = {"inner": self.inner, "outer": self.outer}
+        for name, group in levels.items():
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(
+                    f"{name} must be a process group that this rank is in, or None, got {group!r}"
+                )
+        inner, outer = (
+            [] if group is None else dist.get_process_group_ranks(group)
+            for group in levels.values()
+        )
+        common = sorted({*inner} & {*outer})
+        if inner and outer and common != [dist.get_rank()]:
+            raise ValueError(
+                f"inner has the ranks {inner} and outer {outer}, with {common} in common, but must "
+                f"meet in this rank alone, which is {dist.get_rank()}; make them with "
+                "HierarchicalGroups.create() or ParallelState.level_groups()"
+            )
+
     @staticmethod
     def create(group: dist.ProcessGroup, *, inner_size: int) -> HierarchicalGroups:
         """Makes both levels of ``group``. Collective over ``group`` alone.
+
+        These are plain groups with torch's default options, also where ``group`` has others or
+        is a checked one of a ``ParallelState``: use that state's ``level_groups`` then.
 
         Raises:
             ValueError: ``inner_size`` does not divide the group's size.
