@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,6 +82,22 @@ def test_wholly_masked_blocks_are_not_computed_and_zigzag_balances(
     if mask.causal and mask.window is None and cu_seqlens is None:
         # s^2 / (2 cp) entries each, plus the upper halves of the two diagonal blocks.
         assert work == [32 * 32 // 8 + 2 * 8] * 4
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
+def test_the_bounds_of_the_documents_are_read_once(ranks, algorithm) -> None:
+    def body() -> int:
+        read, qkv = [], [x.requires_grad_() for x in _qkv(8)]
+        with patch.object(torch.Tensor, "tolist", lambda x: read.append(x) or [0, 8, 16]):
+            context_parallel_attention(
+                *qkv,
+                group=dist.group.WORLD,
+                algorithm=algorithm,
+                cu_seqlens=torch.tensor([0, 8, 16]),
+            ).sum().backward()
+        return len(read)
+
+    assert ranks(2, body) == [1, 1]
 
 
 def test_hierarchical_uses_the_groups_it_is_given(ranks) -> None:
@@ -352,6 +369,12 @@ def _call(length=8, heads=4, groups=4, **kind):
     )
 
 
+def _heads(heads: torch.Tensor, total: int):
+    return lambda: AttentionDropout(
+        probability=0.1, key=1, sample_ids=torch.arange(1), heads=heads, num_heads=total
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -393,6 +416,38 @@ def _call(length=8, heads=4, groups=4, **kind):
             "flash: device cpu; sdpa-cpu: a window of 3.*ReferenceKernel",
         ),
         (lambda: ReferenceKernel(block=0), ValueError, "at least 1 token, got 0"),
+        (_call(heads=0, groups=0), ValueError, r"heads and head_dim must be at least 1, got q \(1"),
+        (_call(heads=4, groups=0), ValueError, r"at least 1, got .* k \(1, 8, 0, 8\)"),
+        (
+            lambda: context_parallel_attention(*torch.zeros(3, 1, 8, 4, 0), group=None),
+            ValueError,
+            r"heads and head_dim must be at least 1, got q \(1, 8, 4, 0\)",
+        ),
+        (
+            lambda: context_parallel_attention(*_qkv(8, dtype=torch.int64), group=None),
+            TypeError,
+            "one of .*torch.bfloat16.* got torch.int64",
+        ),
+        (
+            lambda: context_parallel_attention(*_qkv(8)[:2], _qkv(8)[2].to("meta"), group=None),
+            ValueError,
+            "on one device, got cpu, cpu, meta",
+        ),
+        (_call(sinks=torch.zeros(4, device="meta")), ValueError, "sinks is on meta, but q on cpu"),
+        (_call(cu_seqlens=[0, 4.5, 8]), TypeError, r"integers, got \[0, 4.5, 8\]"),
+        (
+            lambda: AttentionMask(documents=torch.zeros(8)),
+            TypeError,
+            "documents must be integers.* got torch.float32",
+        ),
+        (_heads(torch.arange(4), 2), ValueError, r"up to num_heads=2, got shape \(4,\)"),
+        (_heads(torch.tensor([1, 4]), 4), ValueError, r"in 0..3 for num_heads=4, got 1..4"),
+        (_heads(torch.zeros(2), 4), TypeError, "heads must be integers.* got torch.float32"),
+        (
+            lambda: AttentionDropout(probability=0.1, key=1, sample_ids=torch.zeros(1)),
+            TypeError,
+            "sample_ids must be integers.* got torch.float32",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_both_values(call, kind, message) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_context_parallel.local import LocalAttention, Partial
-from mt_context_parallel.splits import Segment, index_of
+from mt_context_parallel.splits import Segment, index_of, on_device
 
 __all__ = ["gathered_backward", "gathered_forward", "order_of", "sorted_runs"]
 
@@ -28,7 +28,8 @@ def sorted_runs(runs: Runs) -> list[Segment]:
 
 def order_of(runs: Runs, device: torch.device) -> Tensor:
     """Where in the ranks' concatenated shards the tokens of :func:`sorted_runs` are."""
-    return torch.cat([index_of(part, device) for part in runs]).argsort()
+    index = torch.cat([index_of(part) for part in runs])
+    return on_device(index.argsort(), device)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:

@@ -41,6 +41,13 @@ class AttentionMask:
             raise ValueError(
                 f"documents must be [S] or [B, S], got shape {tuple(self.documents.shape)}"
             )
+        if self.documents is not None:
+            _check_integers("documents", self.documents)
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be integers, such as int64, got {x.dtype}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,24 @@ class AttentionDropout:
                 f"heads and num_heads go together, got heads={self.heads} and "
                 f"num_heads={self.num_heads}"
             )
+        _check_integers("sample_ids", self.sample_ids)
+        if self.heads is not None and self.num_heads is not None:
+            self._check_heads(self.heads, self.num_heads)
+
+    @staticmethod
+    def _check_heads(heads: Tensor, total: int) -> None:
+        _check_integers("heads", heads)
+        if heads.dim() != 1 or len(heads) > total:
+            raise ValueError(
+                f"heads must be [H] with H up to num_heads={total}, got shape {tuple(heads.shape)}"
+            )
+        # Their values only where reading them waits for no device.
+        if heads.device.type == "cpu" and len(heads):
+            least, most = int(heads.min()), int(heads.max())
+            if least < 0 or most >= total:
+                raise ValueError(
+                    f"heads must be in 0..{total - 1} for num_heads={total}, got {least}..{most}"
+                )
 
     def of_heads(self, start: int, count: int, total: int) -> AttentionDropout:
         """For ``count`` of the ``total`` query heads here, from ``start``."""
