@@ -22,9 +22,11 @@ from mt_context_parallel import (
 )
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 BATCH, DIM = 2, 8
 KEY = hash_key("test", "dropout")
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,65 @@ def test_split_attention_is_the_attention_of_the_whole_sequence(ranks, world, al
         assert worst(case, result) < 1e-10, case
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bf16_is_exact_to_its_rounding(ranks, algorithm) -> None:
+    cases = [replace(case, dtype=torch.bfloat16) for case in MASKS]
+
+    def body() -> list[dict[str, Tensor]]:
+        return [split_run(case, algorithm) for case in cases]
+
+    for case, result in zip(cases, ranks(4, body)[0], strict=True):
+        assert worst(case, result) < BOUNDS[torch.bfloat16], case
+
+
+def attend_own(x: Tensor) -> Tensor:
+    """Ring attention of a whole [1, S, 4, 8] tensor to itself, of this rank's tokens."""
+    own = shard(x, dist.group.WORLD)
+    return context_parallel_attention(own, own.sin(), own.cos(), group=dist.group.WORLD)
+
+
+def out_and_grad(attend) -> tuple[Tensor, Tensor]:
+    """Of the sum over all ranks of a function of the output."""
+    whole = Case().draw()["q"].requires_grad_()
+    out = attend(whole)
+    out.sin().sum().backward()
+    return out.detach(), whole.grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_output_is_the_same(ranks, mode) -> None:
+    def body() -> bool:
+        with mode():
+            out = attend_own(Case().draw()["q"])
+        return torch.equal(out, out_and_grad(attend_own)[0]) and not out.requires_grad
+
+    assert ranks(2, body) == [True, True]
+
+
+def test_activation_checkpointing_changes_nothing(ranks) -> None:
+    def body() -> list[bool]:
+        pairs = zip(
+            out_and_grad(lambda x: checkpoint(attend_own, x, use_reentrant=False)),
+            out_and_grad(attend_own),
+            strict=True,
+        )
+        return [torch.equal(ours, plain) for ours, plain in pairs]
+
+    assert ranks(2, body) == [[True, True]] * 2
+
+
+def test_a_compiled_function_around_it_is_the_same(ranks) -> None:
+    def body() -> list[bool]:
+        compiled = torch.compile(lambda x: attend_own(x * 1.5) + 1, backend="eager")
+        found = out_and_grad(compiled)
+        expected = out_and_grad(lambda x: attend_own(x * 1.5) + 1)
+        return [
+            torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, expected, strict=True)
+        ]
+
+    assert ranks(2, body) == [[True, True]] * 2
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("world", [3, 5, 6, 8])
 def test_any_number_of_ranks_will_do(ranks, world, algorithm) -> None:
@@ -278,7 +339,6 @@ GRID = [
         (torch.float64, torch.float32),
     )
 ]
-BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
 def _check_cells(ranks, cells) -> None:

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from mt_context_parallel import (
     block_groups,
     context_parallel_attention,
+    pad_length,
     plan_dynamic,
     ranks_for,
     shard,
     unshard,
 )
+from mt_parallel_state import CheckMode, ParallelLayout, ParallelState
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,22 @@ from mt_context_parallel import (
 )
 def test_a_document_gets_the_least_power_of_two_that_holds_it(length, ranks) -> None:
     assert ranks_for(length, max_length=16) == ranks
+
+
+@given(length=st.integers(1, 500), max_length=st.integers(2, 40))
+def test_the_least_power_of_two_holds_the_padded_document(length, max_length) -> None:
+    sizes = [2**n for n in range(10)]
+    held = [n for n in sizes if pad_length(length, ranks=n) // n <= max_length]
+    assert ranks_for(length, max_length=max_length) == held[0]
+
+
+def test_padding_counts_where_ranks_are_planned() -> None:
+    # 60 tokens on 4 ranks are padded to 64: 16 each.
+    assert ranks_for(60, max_length=16) == 4
+    assert ranks_for(60, max_length=15) == 8
+    items = plan_dynamic([33, 8], ranks=4, max_length=16).items
+    assert [(i.length, i.padded_length, i.ranks) for i in items] == [(33, 40, 4), (8, 8, 1)]
+    assert items[0].work == 40 * 40 / 4
 
 
 @given(
@@ -42,9 +60,10 @@ def test_every_document_is_planned_once_in_an_aligned_block_and_the_loads_are_ev
         assert item.length == lengths[item.document]
         assert item.first_rank % item.ranks == 0
         assert item.first_rank + item.ranks <= ranks
-        assert item.length <= 16 * item.ranks
+        assert item.padded_length % (2 * item.ranks if item.ranks > 1 else 1) == 0
+        assert item.length <= item.padded_length <= 16 * item.ranks
     loads = plan.loads()
-    assert sum(loads) == pytest.approx(sum(n * n for n in lengths))
+    assert sum(loads) == pytest.approx(sum(i.padded_length**2 for i in plan.items))
     # Greedy: no rank is ahead of the mean by more than the largest piece of work.
     largest = max((item.work for item in plan.items), default=0.0)
     assert max(loads) <= sum(loads) / ranks + largest + 1e-9
@@ -75,6 +94,9 @@ def test_no_documents_and_fewer_documents_than_ranks_leave_ranks_idle() -> None:
     [
         (lambda: plan_dynamic([8], ranks=6, max_length=16), "got 6; the nearest is 4 or 8"),
         (lambda: plan_dynamic([8, 70], ranks=4, max_length=16), "document 1 has 70.*64.* to 18"),
+        (lambda: plan_dynamic([60], ranks=4, max_length=15), "60 tokens.* cut it to 56 .* to 16"),
+        (lambda: plan_dynamic([9], ranks=1, max_length=7), "9 tokens.* cut it to 7 .* to 9"),
+        (lambda: ranks_for(2, max_length=1), "max_length is 1.* 2 tokens.* use 2 or more"),
         (lambda: plan_dynamic([0], ranks=4, max_length=16), "at least 1, got 0 and 16"),
         (lambda: plan_dynamic([8], ranks=2, max_length=8).of_rank(2), "in 0..1, got 2"),
         (
@@ -89,7 +111,7 @@ def test_what_cannot_be_planned_is_refused(call, message) -> None:
 
 
 def test_documents_on_their_own_ranks_are_what_they_are_alone(ranks) -> None:
-    lengths = [8, 64, 24, 16, 32, 16]
+    lengths = [7, 61, 24, 16, 33, 17]  # most divide by nothing, and are padded
 
     def draw(document: int) -> list[torch.Tensor]:
         g = torch.Generator().manual_seed(document)
@@ -101,12 +123,13 @@ def test_documents_on_their_own_ranks_are_what_they_are_alone(ranks) -> None:
         plan = plan_dynamic(lengths, ranks=4, max_length=16)
 
         def step(item, block):
-            *qkv, dout = (shard(x, block) for x in draw(item.document))
+            padding = (0, 0, 0, 0, 0, item.padded_length - item.length)
+            *qkv, dout = (shard(F.pad(x, padding), block) for x in draw(item.document))
             qkv = [x.clone().requires_grad_() for x in qkv]
             out = context_parallel_attention(*qkv, group=block)
             out.backward(dout)
             parts = (out.detach(), *(x.grad for x in qkv))
-            return [unshard(x, block) for x in parts], item.ranks
+            return [unshard(x, block)[:, : item.length] for x in parts], item.ranks
 
         return plan.run(block_groups(group), dist.get_rank(), step)
 
@@ -144,3 +167,31 @@ def test_a_rank_waits_for_no_rank_it_shares_no_document_with(ranks) -> None:
     shared, other, slow, idle = ranks(4, body)
     assert slow >= 1.0
     assert max(shared, other, idle) < 0.9
+
+
+def test_blocks_of_a_group_that_is_no_power_of_two_are_refused(ranks) -> None:
+    def body() -> str:
+        with pytest.raises(ValueError, match="power of two") as error:
+            block_groups(dist.group.WORLD)
+        return str(error.value)
+
+    assert set(ranks(6, body)) == {"ranks must be a power of two, got 6; the nearest is 4 or 8"}
+
+
+def test_the_blocks_of_a_checked_state_are_checked(ranks) -> None:
+    def body() -> list[tuple[str, float]]:
+        with ParallelState(ParallelLayout(dp=4), check=CheckMode()) as state:
+            blocks = {n: state.block_group("dp-cp", n) for n in (1, 2, 4)}
+            plan = plan_dynamic([5, 13, 9], ranks=4, max_length=4)
+            x = torch.ones(1, 16, 2, 4)
+
+            def step(item, block):
+                own = shard(x[:, : item.padded_length], block)
+                out = context_parallel_attention(own, own, own, group=block)
+                return type(block).__name__, float(unshard(out, block).mean())
+
+            return list(plan.run(blocks, state.rank, step).values())
+
+    for found in ranks(4, body):
+        assert found
+        assert set(found) == {("CheckedGroup", 1.0)}

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mt_context_parallel import pad_length, positions, segments, shard, unshard
+from mt_context_parallel.gathered import order_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def _tokens(runs) -> list[int]:
@@ -101,6 +103,13 @@ def test_unshard_inverts_shard_and_its_backward_is_the_adjoint(
         (lambda: segments(8, ranks=2, rank=0, cu_seqlens=[0, 4]), "from 0 to .* 8, .* ends"),
         (lambda: segments(8, ranks=2, rank=0, cu_seqlens=[0, 4, 4, 8]), "document 1 goes from 4"),
         (lambda: shard(torch.zeros(1, 0), None), "has 0 tokens"),
+        (lambda: shard(torch.zeros(1, 8), None, split="snake"), "one of .*zigzag.*got 'snake'"),
+        (lambda: unshard(torch.zeros(1, 8), None, split="snake"), "one of .*zigzag.*got 'snake'"),
+        (lambda: unshard(torch.zeros(1, 8), None, cu_seqlens=[0, 4]), "from 0 to .* 8, .* ends"),
+        (
+            lambda: shard(torch.zeros(1, 8), None, cu_seqlens=torch.tensor([[0, 4, 8]])),
+            r"must be \[documents \+ 1\], got shape \(1, 3\)",
+        ),
     ],
 )
 def test_a_length_that_does_not_divide_is_refused_with_the_nearest(call, message) -> None:
@@ -112,3 +121,36 @@ def test_pad_length_is_the_least_length_that_splits() -> None:
     assert [pad_length(n, ranks=2) for n in (0, 1, 4, 5)] == [4, 4, 4, 8]
     assert [pad_length(n, ranks=3, split="contiguous") for n in (1, 3, 4)] == [3, 3, 6]
     assert pad_length(7, ranks=1) == 7
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 4.5, 8], torch.tensor([0.0, 4.0, 8.0]), [[0, 4, 8]], 8, ["0", "8"]], ids=str
+)
+@pytest.mark.parametrize("call", [shard, unshard])
+def test_bounds_that_are_no_integers_are_refused_and_not_rounded(bounds, call) -> None:
+    with pytest.raises(TypeError, match="cu_seqlens must be a sequence of integers, got"):
+        call(torch.zeros(1, 8), None, cu_seqlens=bounds)
+
+
+class CopiesTo(TorchDispatchMode):
+    """Notes the operators whose output is on a device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.names = device, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type == self.device:
+            self.names.append(func.__name__)
+        return out
+
+
+def test_an_index_of_many_documents_reaches_the_device_in_one_copy() -> None:
+    kind = {"ranks": 2, "cu_seqlens": range(0, 65, 4)}
+    runs = [segments(64, rank=rank, **kind) for rank in range(2)]
+    with CopiesTo("meta") as noted:
+        order = order_of(runs, torch.device("meta"))
+        where = positions(64, rank=0, device="meta", **kind)
+    assert noted.names == ["_to_copy.default"] * 2
+    assert (order.shape, where.shape) == ((64,), (32,))

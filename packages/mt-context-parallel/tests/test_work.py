@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from mt_context_parallel import (
     context_parallel_attention,
     default_kernels,
     merge,
+    segments,
     shard,
+    tiles,
     unshard,
 )
+from mt_parallel_state import CheckMode, ParallelLayout, ParallelState
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -80,6 +84,22 @@ def test_wholly_masked_blocks_are_not_computed_and_zigzag_balances(
         assert work == [32 * 32 // 8 + 2 * 8] * 4
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
+def test_the_bounds_of_the_documents_are_read_once(ranks, algorithm) -> None:
+    def body() -> int:
+        read, qkv = [], [x.requires_grad_() for x in _qkv(8)]
+        with patch.object(torch.Tensor, "tolist", lambda x: read.append(x) or [0, 8, 16]):
+            context_parallel_attention(
+                *qkv,
+                group=dist.group.WORLD,
+                algorithm=algorithm,
+                cu_seqlens=torch.tensor([0, 8, 16]),
+            ).sum().backward()
+        return len(read)
+
+    assert ranks(2, body) == [1, 1]
+
+
 def test_hierarchical_uses_the_groups_it_is_given(ranks) -> None:
     def body() -> bool:
         # Rank 2 * outer + inner of the layout is not the world's order: groups by (0 2) and (1 3)
@@ -99,6 +119,40 @@ def test_hierarchical_uses_the_groups_it_is_given(ranks) -> None:
         return bool(torch.allclose(out, expected, rtol=0, atol=1e-12))
 
     assert ranks(4, body) == [True] * 4
+
+
+def test_levels_that_do_not_meet_in_this_rank_alone_are_refused(ranks) -> None:
+    def body() -> list[str]:
+        world = dist.group.WORLD
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        own, other = pairs if dist.get_rank() < 2 else reversed(pairs)
+        HierarchicalGroups(inner=own, outer=None)
+        messages = []
+        for levels in ((world, world), (own, world), (own, own), (own, other)):
+            with pytest.raises((ValueError, TypeError)) as error:
+                HierarchicalGroups(inner=levels[0], outer=levels[1])
+            messages.append(str(error.value))
+        return messages
+
+    both, partly, twice, stranger = ranks(4, body)[0]
+    assert "with [0, 1, 2, 3] in common" in both
+    assert "inner has the ranks [0, 1] and outer [0, 1, 2, 3], with [0, 1] in common" in partly
+    assert "this rank alone, which is 0" in twice
+    assert "outer must be a process group that this rank is in" in stranger
+
+
+def test_the_levels_of_a_checked_state_are_checked(ranks) -> None:
+    def body() -> list[str]:
+        with ParallelState(ParallelLayout(cp=4), check=CheckMode()) as state:
+            inner, outer = state.level_groups("cp", (2, 2))
+            groups = HierarchicalGroups(inner=inner, outer=outer)
+            q, k, v = (shard(x, state.group("cp")) for x in _qkv(32))
+            out = context_parallel_attention(q, k, v, group=groups, algorithm="hierarchical")
+            expected = context_parallel_attention(*_qkv(32), group=None)
+            torch.testing.assert_close(unshard(out, state.group("cp")), expected)
+            return [type(group).__name__ for group in (inner, outer)]
+
+    assert ranks(4, body) == [["CheckedGroup"] * 2] * 4
 
 
 def test_bf16_is_as_exact_as_one_rank_in_bf16(ranks) -> None:
@@ -175,6 +229,27 @@ REASONS = [
     (FlashKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
     (FlashKernel(), 60, 4, torch.bfloat16, {}, "head_dim 60, not a multiple of 8 up to 256"),
     (FlashKernel(), 64, 4, torch.bfloat16, {"window": 3}, "a window of 3"),
+    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (8, 0)}, None),
+    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
+    (
+        FlashKernel(),
+        64,
+        4,
+        torch.bfloat16,
+        {"flash": False},
+        "a torch built without flash attention",
+    ),
+    (FlashKernel(), 224, 4, torch.bfloat16, {}, None),
+    (FlashKernel(), 192, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
+    (FlashKernel(), 256, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
+    *[
+        (
+            *(FlashKernel(), width, 4, torch.float16, {"gpu": gpu}),
+            f"head_dim {width} in backward on compute capability {gpu}",
+        )
+        for width, gpu in [(200, (8, 6)), (224, (8, 9)), (224, (12, 0))]
+    ],
+    (CudnnKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
     (CudnnKernel(), 136, 4, torch.bfloat16, {}, "head_dim 136, not a multiple of 8 up to 128"),
     (CudnnKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
     (FlexKernel(), 64, 2, torch.bfloat16, {"window": 3}, None),
@@ -187,7 +262,12 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("kernel", "width", "groups", "dtype", "options", "reason"), REASONS)
-def test_a_kernel_says_why_it_cannot(kernel, width, groups, dtype, options, reason) -> None:
+def test_a_kernel_says_why_it_cannot(
+    kernel, width, groups, dtype, options, reason, monkeypatch
+) -> None:
+    gpu, flash = options.get("gpu", (9, 0)), options.get("flash", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
     run = Segment(0, 8, 0, 0)
     dropout = None
     if "dropout" in options:
@@ -200,6 +280,39 @@ def test_a_kernel_says_why_it_cannot(kernel, width, groups, dtype, options, reas
         q = torch.empty(1, 8, 4, width, dtype=dtype, device="cuda")
         k = torch.empty(1, 8, groups, width, dtype=dtype, device="cuda")
         assert kernel.supports(q, k, k, tile) == reason
+
+
+def test_flex_is_compiled_for_every_size_however_many(ranks) -> None:
+    def body() -> tuple[int, int]:
+        graphs, calls = [], []
+
+        def recording(graph, _):
+            graphs.append(graph)
+            return lambda *inputs: calls.append(graph) or graph(*inputs)
+
+        kernel = FlexKernel()
+        kernel._backend = recording
+        for length in (2, 3, 4, 5, 2, 3, 4, 5):
+            q, k, v = _qkv(length, heads=2, groups=1)
+            run = Segment(0, length, 0, 0)
+            tile = Tile(
+                q=run, kv=run, causal=True, window=None, documents=None, length=length,
+                dropout=None, scale=0.3,
+            )  # fmt: skip
+            found = kernel.forward(q, k, v, tile)
+            for ours, plain in zip(found, ReferenceKernel().forward(q, k, v, tile), strict=True):
+                torch.testing.assert_close(ours, plain)
+        return len(graphs), len(calls)
+
+    def limited() -> tuple[int, int]:
+        # As after the 8 sizes that torch compiles by default: what it compiles no more it runs as
+        # it is, with no more than a warning.
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=2):
+            return body()
+
+    assert ranks(1, limited) == [(4, 8)]
 
 
 def test_fused_kernels_come_first() -> None:
@@ -256,6 +369,12 @@ def _call(length=8, heads=4, groups=4, **kind):
     )
 
 
+def _heads(heads: torch.Tensor, total: int):
+    return lambda: AttentionDropout(
+        probability=0.1, key=1, sample_ids=torch.arange(1), heads=heads, num_heads=total
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -297,6 +416,38 @@ def _call(length=8, heads=4, groups=4, **kind):
             "flash: device cpu; sdpa-cpu: a window of 3.*ReferenceKernel",
         ),
         (lambda: ReferenceKernel(block=0), ValueError, "at least 1 token, got 0"),
+        (_call(heads=0, groups=0), ValueError, r"heads and head_dim must be at least 1, got q \(1"),
+        (_call(heads=4, groups=0), ValueError, r"at least 1, got .* k \(1, 8, 0, 8\)"),
+        (
+            lambda: context_parallel_attention(*torch.zeros(3, 1, 8, 4, 0), group=None),
+            ValueError,
+            r"heads and head_dim must be at least 1, got q \(1, 8, 4, 0\)",
+        ),
+        (
+            lambda: context_parallel_attention(*_qkv(8, dtype=torch.int64), group=None),
+            TypeError,
+            "one of .*torch.bfloat16.* got torch.int64",
+        ),
+        (
+            lambda: context_parallel_attention(*_qkv(8)[:2], _qkv(8)[2].to("meta"), group=None),
+            ValueError,
+            "on one device, got cpu, cpu, meta",
+        ),
+        (_call(sinks=torch.zeros(4, device="meta")), ValueError, "sinks is on meta, but q on cpu"),
+        (_call(cu_seqlens=[0, 4.5, 8]), TypeError, r"integers, got \[0, 4.5, 8\]"),
+        (
+            lambda: AttentionMask(documents=torch.zeros(8)),
+            TypeError,
+            "documents must be integers.* got torch.float32",
+        ),
+        (_heads(torch.arange(4), 2), ValueError, r"up to num_heads=2, got shape \(4,\)"),
+        (_heads(torch.tensor([1, 4]), 4), ValueError, r"in 0..3 for num_heads=4, got 1..4"),
+        (_heads(torch.zeros(2), 4), TypeError, "heads must be integers.* got torch.float32"),
+        (
+            lambda: AttentionDropout(probability=0.1, key=1, sample_ids=torch.zeros(1)),
+            TypeError,
+            "sample_ids must be integers.* got torch.float32",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_both_values(call, kind, message) -> None:
@@ -331,3 +482,38 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks) -> None:
     assert "HierarchicalGroups.create" in groups
     assert "inner_size is 3" in inner
     assert "[1, 2]" in inner
+
+
+def test_the_tiles_examined_are_linear_in_documents_and_found_once(monkeypatch) -> None:
+    examined = []
+    make = tiles._tile
+    monkeypatch.setattr(tiles, "_tile", lambda *parts: examined.append(parts) or make(*parts))
+    counts = []
+    for documents in (16, 64):
+        whole = [x.requires_grad_() for x in _qkv(2 * documents)]
+        bounds = range(0, 2 * documents + 1, 2)
+        out = context_parallel_attention(
+            *whole, group=None, cu_seqlens=bounds, kernels=(ReferenceKernel(),)
+        )
+        forward = len(examined)
+        out.sum().backward()
+        assert len(examined) == forward
+        counts.append(forward)
+        examined.clear()
+    assert counts[1] == 4 * counts[0]
+
+
+def test_the_keys_of_other_documents_are_not_looked_at(monkeypatch) -> None:
+    kind = {"ranks": 8, "cu_seqlens": range(0, 513, 16)}
+    shards = [segments(512, rank=rank, **kind) for rank in range(8)]
+    run = shards[0][0]
+    whole = Tile(
+        q=run, kv=run, causal=True, window=None, documents=None, length=512, dropout=None, scale=1.0
+    )
+    examined = []
+    make = tiles._tile
+    monkeypatch.setattr(tiles, "_tile", lambda *parts: examined.append(parts) or make(*parts))
+    found = [tile for shard in shards for tile in tiles.tiles_of(whole, shards[3], shard)]
+    assert all(tile.q.document == tile.kv.document for tile in found)
+    # A document has 2 runs of queries and meets 2 runs of keys of each of the 8 ranks.
+    assert len(examined) <= 32 * 2 * 2 * 8

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from mt_context_parallel.kernels import (
     SdpaCpuKernel,
 )
 from mt_context_parallel.local import LocalAttention
-from mt_context_parallel.splits import Segment, Split, segments
+from mt_context_parallel.splits import Segment, Split, document_bounds, segments
 from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
 
 __all__ = ["Algorithm", "HierarchicalGroups", "context_parallel_attention", "default_kernels"]
@@ -33,17 +34,46 @@ Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 class HierarchicalGroups:
     """The two levels of a context group: rank = outer rank * inner size + inner rank.
 
+    Where there is a ``ParallelState``, its ``level_groups("cp", (inner_size, outer_size))`` are
+    these two, with its checks and backend options.
+
     Attributes:
         inner: neighbours, on one node, who swap tokens for heads; None for one rank.
         outer: the ranks with the same place in their inner groups, who form rings; None for one.
+
+    Raises:
+        TypeError: A level is no process group that this rank is in.
+        ValueError: The levels have more than this rank in common.
     """
 
     inner: dist.ProcessGroup | None
     outer: dist.ProcessGroup | None
 
+    def __post_init__(self) -> None:
+        levels = {"inner": self.inner, "outer": self.outer}
+        for name, group in levels.items():
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(
+                    f"{name} must be a process group that this rank is in, or None, got {group!r}"
+                )
+        inner, outer = (
+            [] if group is None else dist.get_process_group_ranks(group)
+            for group in levels.values()
+        )
+        common = sorted({*inner} & {*outer})
+        if inner and outer and common != [dist.get_rank()]:
+            raise ValueError(
+                f"inner has the ranks {inner} and outer {outer}, with {common} in common, but must "
+                f"meet in this rank alone, which is {dist.get_rank()}; make them with "
+                "HierarchicalGroups.create() or ParallelState.level_groups()"
+            )
+
     @staticmethod
     def create(group: dist.ProcessGroup, *, inner_size: int) -> HierarchicalGroups:
         """Makes both levels of ``group``. Collective over ``group`` alone.
+
+        These are plain groups with torch's default options, also where ``group`` has others or
+        is a checked one of a ``ParallelState``: use that state's ``level_groups`` then.
 
         Raises:
             ValueError: ``inner_size`` does not divide the group's size.
@@ -85,6 +115,19 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
 ) -> Tensor:
     """Attention of this rank's tokens to those of the whole group, forward and backward exact.
 
+    Collective over the group of N ranks, in forward and in backward:
+
+    - ring: N - 1 sends and receives of keys and values; backward the same again, and N of their
+      gradients.
+    - all_gather: an all-gather of the keys and one of the values; backward the same again, and a
+      reduce-scatter of the gradient of each.
+    - ulysses: an all-to-all each of q, k, v and the output; backward of the four gradients.
+    - hierarchical: that of ulysses in the inner group, that of ring in the outer.
+
+    Tiles are merged, and gradients summed over tiles and ranks, in fp32 (fp64 for fp64), in which
+    the gradients of keys and values also travel round a ring or into a reduce-scatter; everything
+    else travels in its own dtype. A fused kernel rounds each tile to the dtype of q.
+
     Args:
         q: Queries of this rank's tokens, as :func:`shard` gives them.
         k: Keys of the same tokens. Fewer heads than queries: neighbouring query heads share one.
@@ -97,7 +140,8 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         mask: Who sees whom; causal where None.
         split: How the sequence was split.
         cu_seqlens: Starts of the packed documents and the end of the last, in the whole sequence.
-            Documents do not see each other.
+            Documents do not see each other. A list or a CPU tensor: a CUDA tensor is read back,
+            which waits for the device once a call.
         sinks: A logit per query head that takes part in the softmax and has no value. Its gradient
             is this rank's part of a sum over the group.
         dropout: Of the attention weights.
@@ -108,7 +152,10 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
 
     Raises:
-        ValueError: Shapes, sizes or options do not fit; the message has the nearest that do.
+        TypeError: A dtype is wrong or differs, ``cu_seqlens`` are no integers, or ``group`` is of
+            the wrong kind for the algorithm.
+        ValueError: Shapes, sizes, devices or options do not fit, or no kernel can compute a tile;
+            the message has the nearest that do.
     """
     mask = AttentionMask() if mask is None else mask
     inner, outer = _levels(group, algorithm)
@@ -117,8 +164,9 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     _check(q, k, v, mask=mask, length=length, sinks=sinks, dropout=dropout)
     # torch's kernels for the CPU read other strides of queries wrongly, without an error.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    bounds = document_bounds(length, cu_seqlens)  # once: a CUDA tensor is read back for it
     runs = [
-        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
+        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
         for rank in range(ranks)
     ]
     documents = mask.documents
@@ -135,11 +183,12 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     chosen = default_kernels() if kernels is None else kernels
     if inner is not None:
         return _over_heads(q, k, v, sinks, (inner, outer), (whole, runs, chosen))
+    gather = outer is not None and algorithm == "all_gather"
+    shards = [sorted_runs(runs)] if gather else runs
     return SplitAttention(
-        local=LocalAttention(whole=whole, q_runs=runs[own], kernels=chosen),
-        runs=runs,
+        local=LocalAttention(whole=whole, q_runs=runs[own], shards=shards, kernels=chosen),
         group=outer,
-        gather=algorithm == "all_gather",
+        order=order_of(runs, q.device) if gather else None,
     )(q, k, v, sinks)
 
 
@@ -170,16 +219,19 @@ def _over_heads(
         whole = replace(whole, dropout=whole.dropout.of_heads(first, count, heads))
     blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
     own = blocks[_rank(outer)]
-    joined = [sorted_runs(block) for block in blocks]
+    shards = [sorted_runs(block) for block in blocks]
     order = order_of(own, q.device)
     q, k, v = (tokens_to_heads(x, inner).index_select(1, order) for x in (q, k, v))
     out = SplitAttention(
-        local=LocalAttention(whole=whole, q_runs=joined[_rank(outer)], kernels=kernels),
-        runs=joined,
+        local=LocalAttention(
+            whole=whole, q_runs=shards[_rank(outer)], shards=shards, kernels=kernels
+        ),
         group=outer,
-        gather=False,
     )(q, k, v, None if sinks is None else sinks[first : first + count])
     return heads_to_tokens(out.index_select(1, order.argsort()), inner)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -225,24 +277,11 @@ def _check(
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
 ) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be [B, S, heads, head_dim], got {shapes}")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]):
-        raise ValueError(
-            f"q, k and v must have the same B and S, and k and v the same heads: {shapes}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
-    heads, groups = q.shape[2], k.shape[2]
-    if not groups or heads % groups:
-        nearest = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(
-            f"{heads} query heads cannot share {groups} key heads evenly; {heads} heads can share "
-            f"{min(nearest, key=lambda n: abs(n - groups))}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    _check_qkv(q, k, v)
+    heads, tensors = q.shape[2], {"sinks": sinks, "mask.documents": mask.documents}
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q on {q.device}; use one device")
     if mask.window is not None and length and mask.window > length:
         raise ValueError(
             f"window is {mask.window}, but the sequence has {length} tokens; use at most {length}, "
@@ -264,4 +303,33 @@ def _check(
     if dropout is not None and dropout.heads is not None and len(dropout.heads) != heads:
         raise ValueError(
             f"dropout.heads must name the {heads} query heads here, got {len(dropout.heads)}"
+        )
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be [B, S, heads, head_dim], got {shapes}")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]):
+        raise ValueError(
+            f"q, k and v must have the same B and S, and k and v the same heads: {shapes}"
+        )
+    if not min(*q.shape[2:], *k.shape[2:], *v.shape[2:]):
+        raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+    heads, groups = q.shape[2], k.shape[2]
+    if heads % groups:
+        nearest = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"{heads} query heads cannot share {groups} key heads evenly; {heads} heads can share "
+            f"{min(nearest, key=lambda n: abs(n - groups))}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q, k and v must be one of {_DTYPES}, got {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
         )

@@ -2,7 +2,8 @@
 
 A batch of documents of very different lengths, all split over all ranks, sends the keys of short
 documents round for nothing. Here a document of L tokens gets the least power of two of ranks that
-holds it, and documents are packed so that the ranks' work, L^2 / ranks each, is even.
+holds it, padded to P tokens that divide by 2 * ranks, and documents are packed so that the ranks'
+work, P^2 / ranks each, is even.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch.distributed as dist
+
+from mt_context_parallel.splits import pad_length
 
 __all__ = ["DynamicItem", "DynamicPlan", "block_groups", "plan_dynamic", "ranks_for"]
 
@@ -25,7 +28,7 @@ class DynamicItem:
 
     Attributes:
         document: index in the list that was planned.
-        length: its tokens.
+        length: its own tokens; the ranks share ``padded_length``.
         first_rank: of the block of ranks that shares it.
         ranks: size of the block, a power of two; blocks are aligned to their size.
     """
@@ -36,9 +39,14 @@ class DynamicItem:
     ranks: int
 
     @property
+    def padded_length(self) -> int:
+        """The tokens to pad it to, at its end, so that both splits divide."""
+        return pad_length(self.length, ranks=self.ranks)
+
+    @property
     def work(self) -> float:
         """Score entries per rank, up to a constant."""
-        return self.length**2 / self.ranks
+        return self.padded_length**2 / self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,8 @@ class DynamicPlan:
         Args:
             groups: The blocks this rank is in, by size; :func:`block_groups` makes them.
             rank: This rank.
-            step: Computes this rank's part of a document, for example its attention.
+            step: Pads a document to ``item.padded_length`` and computes this rank's part of it,
+                for example its attention.
 
         Returns:
             What ``step`` returned, by document.
@@ -98,35 +107,55 @@ class DynamicPlan:
 
 
 def ranks_for(length: int, *, max_length: int) -> int:
-    """max(1, 2^ceil(log2(length / max_length))): the least power of two that holds a document."""
+    """The least power of two of ranks that holds a document.
+
+    Split over several ranks, each has two equal chunks, so an even number of tokens:
+    2^ceil(log2(length / max_length)) for an even ``max_length``, or the even number below it.
+
+    Raises:
+        ValueError: A size below 1, or no number of ranks is enough: ``max_length`` is 1.
+    """
     if length < 1 or max_length < 1:
         raise ValueError(f"length and max_length must be at least 1, got {length} and {max_length}")
-    return 1 << max(0, (-(-length // max_length) - 1).bit_length())
+    if length <= max_length:
+        return 1
+    if max_length == 1:
+        raise ValueError(
+            f"max_length is 1, but a document of {length} tokens that is split gives each rank at "
+            "least 2; use 2 or more"
+        )
+    held = max_length // 2 * 2
+    return 1 << (-(-length // held) - 1).bit_length()
+
+
+def _check_power_of_two(ranks: int) -> None:
+    if ranks < 1 or ranks & (ranks - 1):
+        below = 1 << max(0, ranks.bit_length() - 1) if ranks > 0 else 1
+        nearest = f"{below} or {2 * below}" if ranks > 0 else "1"
+        raise ValueError(f"ranks must be a power of two, got {ranks}; the nearest is {nearest}")
 
 
 def plan_dynamic(lengths: Sequence[int], *, ranks: int, max_length: int) -> DynamicPlan:
     """Gives every document its block of ranks, the largest work first, to the least loaded block.
 
     Args:
-        lengths: Tokens of each document; may be empty.
+        lengths: Tokens of each document, not padded; may be empty.
         ranks: Ranks to plan for, a power of two.
-        max_length: Tokens of one document that one rank can hold.
+        max_length: Tokens of one document, padding included, that one rank can hold.
 
     Raises:
         ValueError: ``ranks`` is no power of two, or a document is too long for all of them.
     """
-    if ranks < 1 or ranks & (ranks - 1):
-        below = 1 << max(0, ranks.bit_length() - 1) if ranks > 0 else 1
-        nearest = f"{below} or {2 * below}" if ranks > 0 else "1"
-        raise ValueError(f"ranks must be a power of two, got {ranks}; the nearest is {nearest}")
+    _check_power_of_two(ranks)
+    held = max_length if ranks == 1 else max_length // 2 * 2
     wanted = []
     for document, length in enumerate(lengths):
         size = ranks_for(length, max_length=max_length)
         if size > ranks:
             raise ValueError(
                 f"document {document} has {length} tokens, more than {ranks} ranks of "
-                f"{max_length} tokens hold; cut it to {ranks * max_length} or raise max_length to "
-                f"{-(-length // ranks)}"
+                f"{max_length} tokens hold; cut it to {ranks * held} or raise max_length to "
+                f"{pad_length(length, ranks=ranks) // ranks}"
             )
         wanted.append(DynamicItem(document=document, length=length, first_rank=0, ranks=size))
     # Larger blocks first: they can only be placed aligned, and the small ones fill what they leave.
@@ -146,10 +175,19 @@ def plan_dynamic(lengths: Sequence[int], *, ranks: int, max_length: int) -> Dyna
 
 
 def block_groups(group: Group) -> dict[int, Group]:
-    """This rank's aligned blocks of 1, 2, 4, ... ranks of a group, by size. Collective, once."""
+    """This rank's aligned blocks of 1, 2, 4, ... ranks of a group, by size. Collective, once.
+
+    The blocks below the whole are plain groups with torch's default options, also where ``group``
+    has others or is a checked one of a ``ParallelState``. With a state, the same blocks with its
+    checks and options are ``{n: state.block_group("dp-cp", n) for n in (1, 2, 4, ...)}``.
+
+    Raises:
+        ValueError: The size of ``group`` is no power of two.
+    """
     blocks: dict[int, Group] = {1: None}
     if group is None or group.size() == 1:
         return blocks
+    _check_power_of_two(group.size())
     members, rank, size = dist.get_process_group_ranks(group), group.rank(), 2
     while size < group.size():
         start = rank // size * size

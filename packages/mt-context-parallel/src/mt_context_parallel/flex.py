@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ __all__ = ["FlexKernel"]
 
 class FlexKernel:
     """torch's ``flex_attention``, compiled: every mask, no dropout.
+
+    Every size of a tile is compiled once, in the process and not the kernel, however many there
+    are: torch's ``recompile_limit``, past which it would run the unfused form with all scores in
+    memory, does not hold here. Each new size costs a compilation, so give packed documents few
+    different lengths.
 
     flex takes no log-sum-exp from outside, so backward makes the tile's own output and log-sum-exp
     anew and differentiates them with the weight that the tile has in the whole: one more forward
@@ -34,6 +39,7 @@ class FlexKernel:
             raise ValueError(f"block must be at least 1 token, got {block}")
         self.block: int | None = block
         self.fused = fused
+        self._backend: Any = "inductor"
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See :class:`Kernel`."""
@@ -73,24 +79,38 @@ class FlexKernel:
         return TileGrads(*grads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = _block_mask(tile, q.shape[0], q.device)
+        if not self.fused:
+            out, lse = _flex_attention(q, k, v, mask, tile.scale)
+            return out.transpose(1, 2), lse
+        from torch._dynamo import config
 
-        attend: Any = _compiled_flex_attention() if self.fused else flex_attention
-        out, aux = attend(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            block_mask=_block_mask(tile, q.shape[0], q.device),
-            scale=tile.scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-            return_aux=AuxRequest(lse=True),
-        )
-        return out.transpose(1, 2), aux.lse
+        # With fullgraph torch raises at the limit, and without it runs what is not compiled.
+        with config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+            out, lse = _compiled(self._backend)(q, k, v, mask, tile.scale)
+        return out.transpose(1, 2), lse
+
+
+_NO_LIMIT = 2**31 - 1
 
 
 @cache
-def _compiled_flex_attention() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def _compiled(backend: Any) -> Any:
+    return torch.compile(_flex_attention, dynamic=False, fullgraph=True, backend=backend)
 
-    return torch.compile(flex_attention, dynamic=False)
+
+# A function of its own: torch counts compilations by code, and flex_attention's is everyone's.
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    gqa = q.shape[1] != k.shape[1]
+    out, aux = cast(Any, flex_attention)(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
 
 
 def _block_mask(tile: Tile, batch: int, device: torch.device) -> Any:

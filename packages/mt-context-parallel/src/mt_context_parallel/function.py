@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from mt_context_parallel.gathered import gathered_backward, gathered_forward
 from mt_context_parallel.local import LocalAttention, Partial
 from mt_context_parallel.ring import ring_backward, ring_forward
-from mt_context_parallel.splits import Segment
 
 __all__ = ["SplitAttention"]
 
@@ -27,15 +25,13 @@ class SplitAttention:
 
     Attributes:
         local: what this rank computes.
-        runs: what each rank of the group holds.
         group: the ranks that share the keys; None for this one alone.
-        gather: get all keys at once rather than one rank's after another.
+        order: where to put the gathered keys, to get all of them at once; None for a ring.
     """
 
     local: LocalAttention
-    runs: Sequence[Sequence[Segment]]
     group: dist.ProcessGroup | None
-    gather: bool
+    order: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The attention output.
@@ -47,21 +43,23 @@ class SplitAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, without sinks."""
-        if self.group is None:
-            partial = Partial(q, v.shape[-1])
-            self.local.forward(partial, q, k, v, self.runs[0])
-            return partial.result()
-        algorithm = gathered_forward if self.gather else ring_forward
-        return algorithm(self.local, q, k, v, self.group, self.runs)
+        if self.group is not None and self.order is not None:
+            return gathered_forward(self.local, q, k, v, self.group, self.order)
+        if self.group is not None:
+            return ring_forward(self.local, q, k, v, self.group)
+        partial = Partial(q, v.shape[-1])
+        self.local.forward(partial, q, k, v, 0)
+        return partial.result()
 
     def backward(self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]) -> Triple:
         """Gradients of queries, keys and values from (dout, out, lse, delta)."""
+        if self.group is not None and self.order is not None:
+            return gathered_backward(self.local, qkv, of_queries, self.group, self.order)
         if self.group is not None:
-            algorithm = gathered_backward if self.gather else ring_backward
-            return algorithm(self.local, qkv, of_queries, self.group, self.runs)
+            return ring_backward(self.local, qkv, of_queries, self.group)
         q, k, v = qkv
         dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        dkv = self.local.backward(qkv, self.runs[0], of_queries, dq)
+        dkv = self.local.backward(qkv, 0, of_queries, dq)
         return (dq, *(dkv or (torch.zeros_like(k), torch.zeros_like(v))))
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_context_parallel.local import LocalAttention, Partial
-from mt_context_parallel.splits import Segment, index_of
+from mt_context_parallel.splits import Segment, index_of, on_device
 
-__all__ = ["gathered_backward", "gathered_forward", "sorted_runs"]
+__all__ = ["gathered_backward", "gathered_forward", "order_of", "sorted_runs"]
 
 Runs = Sequence[Sequence[Segment]]
 
@@ -28,7 +28,8 @@ def sorted_runs(runs: Runs) -> list[Segment]:
 
 def order_of(runs: Runs, device: torch.device) -> Tensor:
     """Where in the ranks' concatenated shards the tokens of :func:`sorted_runs` are."""
-    return torch.cat([index_of(part, device) for part in runs]).argsort()
+    index = torch.cat([index_of(part) for part in runs])
+    return on_device(index.argsort(), device)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
@@ -50,12 +51,25 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tenso
 
 
 def gathered_forward(
-    local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, runs: Runs
+    local: LocalAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    order: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp. Keys and values of the whole sequence are held meanwhile."""
-    partial, order = Partial(q, v.shape[-1]), order_of(runs, q.device)
-    whole = _gather(k, group, order), _gather(v, group, order)
-    local.forward(partial, q, *whole, sorted_runs(runs))
+    """Output and log-sum-exp. Keys and values of the whole sequence are held meanwhile.
+
+    Args:
+        local: This rank's part; its one shard of keys is the whole sequence.
+        q: Queries.
+        k: Keys of this rank.
+        v: Values of this rank.
+        group: The ranks that share the sequence.
+        order: From :func:`order_of`.
+    """
+    partial = Partial(q, v.shape[-1])
+    local.forward(partial, q, _gather(k, group, order), _gather(v, group, order), 0)
     return partial.result()
 
 
@@ -64,14 +78,13 @@ def gathered_backward(
     qkv: tuple[Tensor, Tensor, Tensor],
     of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
     group: dist.ProcessGroup,
-    runs: Runs,
+    order: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values; keys are gathered again rather than kept."""
     q, k, v = qkv
-    order = order_of(runs, q.device)
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     whole = _gather(k, group, order), _gather(v, group, order)
-    dkv = local.backward((q, *whole), sorted_runs(runs), of_queries, dq)
+    dkv = local.backward((q, *whole), 0, of_queries, dq)
     if dkv is None:  # a collective follows: the other ranks wait for this one's zeros
         dkv = torch.zeros_like(whole[0], dtype=dq.dtype), torch.zeros_like(whole[1], dtype=dq.dtype)
     dk, dv = (_reduce_scatter(x, group, order) for x in dkv)

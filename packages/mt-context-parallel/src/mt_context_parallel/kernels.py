@@ -190,9 +190,16 @@ class FlashKernel:
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See :class:`Kernel`."""
-        if not hasattr(torch.ops.aten, "_flash_attention_forward"):
+        reason = _plain_half_precision(q, v, tile, largest=256)
+        if reason is not None:
+            return reason
+        if not torch.backends.cuda.is_flash_attention_available():
             return "a torch built without flash attention"
-        return _plain_half_precision(q, v, tile, largest=256)
+        # torch's own choice of kernels rules this out for training, since backward raises.
+        small = _capability(q) in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+        if small and 192 < q.shape[-1] <= 224:
+            return f"head_dim {q.shape[-1]} in backward on compute capability {_capability(q)}"
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
@@ -231,8 +238,6 @@ class CudnnKernel:
             return reason
         if not torch.backends.cudnn.is_available() or (torch.backends.cudnn.version() or 0) < 90000:
             return f"cuDNN {torch.backends.cudnn.version()}, older than 9"
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return f"compute capability {torch.cuda.get_device_capability(q.device)}, below 8.0"
         if q.shape[2] != k.shape[2]:
             return f"{k.shape[2]} key heads for {q.shape[2]} query heads"
         return None
@@ -269,7 +274,14 @@ def _plain_half_precision(q: Tensor, v: Tensor, tile: Tile, *, largest: int) -> 
         return f"dtype {q.dtype}"
     if q.shape[-1] > largest or q.shape[-1] % 8:
         return f"head_dim {q.shape[-1]}, not a multiple of 8 up to {largest}"
-    return _plain_causal(q, v, tile)
+    reason = _plain_causal(q, v, tile)
+    if reason is None and _capability(q) < (8, 0):
+        return f"compute capability {_capability(q)}, below 8.0"
+    return reason
+
+
+def _capability(q: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(q.device)
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:

@@ -63,28 +63,37 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAttention:
-    """What this rank computes: its queries, the masks, and the kernels to choose from."""
+    """What this rank computes: its queries, the masks, and the kernels to choose from.
+
+    It lives from forward to backward, and so do the tiles of each shard, which are found once.
+
+    Attributes:
+        whole: masks, dropout and scale.
+        q_runs: this rank's queries.
+        shards: the keys that come by, one shard at a time.
+        kernels: to choose from.
+    """
 
     whole: Tile
     q_runs: Sequence[Segment]
+    shards: Sequence[Sequence[Segment]]
     kernels: tuple[Kernel, ...]
+    _found: dict[int, list[tuple[Tile, Kernel]]] = field(default_factory=dict, init=False)
 
-    def forward(
-        self, into: Partial, q: Tensor, k: Tensor, v: Tensor, kv_runs: Sequence[Segment]
-    ) -> None:
-        """Adds the attention to the keys of ``kv_runs``.
+    def forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, shard: int) -> None:
+        """Adds the attention to the keys of ``shards[shard]``.
 
         Shape:
-            q: [B, S, H, D]; k, v: [B, K, G, D] with the tokens of ``kv_runs``.
+            q: [B, S, H, D]; k, v: [B, K, G, D] with the tokens of the shard.
         """
-        for tile, kernel in self._work(q, k, v, kv_runs):
+        for tile, kernel in self._work(q, k, v, shard):
             rows = q[:, tile.q_rows], k[:, tile.kv_rows], v[:, tile.kv_rows]
             into.add(tile, *kernel.forward(*rows, tile))
 
     def backward(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
-        kv_runs: Sequence[Segment],
+        shard: int,
         of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
         dq: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
@@ -96,7 +105,7 @@ class LocalAttention:
         q, k, v = qkv
         dout, out, lse, delta = of_queries
         dkv: tuple[Tensor, Tensor] | None = None
-        for tile, kernel in self._work(q, k, v, kv_runs):
+        for tile, kernel in self._work(q, k, v, shard):
             rows, keys = tile.q_rows, tile.kv_rows
             grads: TileGrads = kernel.backward(
                 q[:, rows],
@@ -115,11 +124,10 @@ class LocalAttention:
             dkv[1][:, keys] += grads.v
         return dkv
 
-    def _work(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_runs: Sequence[Segment]
-    ) -> list[tuple[Tile, Kernel]]:
-        work = []
-        for tile in tiles_of(self.whole, self.q_runs, kv_runs):
-            kernel = kernel_for(q, k, v, tile, self.kernels)
-            work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
-        return work
+    def _work(self, q: Tensor, k: Tensor, v: Tensor, shard: int) -> list[tuple[Tile, Kernel]]:
+        if shard not in self._found:
+            work = self._found[shard] = []
+            for tile in tiles_of(self.whole, self.q_runs, self.shards[shard]):
+                kernel = kernel_for(q, k, v, tile, self.kernels)
+                work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
+        return self._found[shard]

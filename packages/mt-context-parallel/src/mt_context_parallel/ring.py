@@ -5,18 +5,13 @@ Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mt_context_parallel.local import LocalAttention, Partial
-from mt_context_parallel.splits import Segment
 
 __all__ = ["ring_backward", "ring_forward"]
-
-Runs = Sequence[Sequence[Segment]]
 
 
 class _Hop:
@@ -51,7 +46,7 @@ def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ring_forward(
-    local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, runs: Runs
+    local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the next rank's keys arrive while these are attended to.
 
@@ -60,15 +55,14 @@ def ring_forward(
         q: Queries.
         k: Keys of this rank.
         v: Values of this rank.
-        group: The ring.
-        runs: What each rank of the group holds.
+        group: The ring, in the order of ``local.shards``.
     """
     rank, ranks = group.rank(), group.size()
     partial = Partial(q, v.shape[-1])
     message = _packed(k, v)
     for step in range(ranks):
         hop = _Hop(message, group) if step < ranks - 1 else None
-        local.forward(partial, q, *_unpacked(message, k, v), runs[(rank - step) % ranks])
+        local.forward(partial, q, *_unpacked(message, k, v), (rank - step) % ranks)
         if hop is not None:
             message = hop.wait()
     return partial.result()
@@ -79,7 +73,6 @@ def ring_backward(
     qkv: tuple[Tensor, Tensor, Tensor],
     of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
     group: dist.ProcessGroup,
-    runs: Runs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values.
 
@@ -93,9 +86,7 @@ def ring_backward(
     message, gradients = _packed(k, v), list[_Hop]()
     for step in range(ranks):
         hop = _Hop(message, group) if step < ranks - 1 else None
-        dkv = local.backward(
-            (q, *_unpacked(message, k, v)), runs[(rank - step) % ranks], of_queries, dq
-        )
+        dkv = local.backward((q, *_unpacked(message, k, v)), (rank - step) % ranks, of_queries, dq)
         gradient = message.new_zeros(message.shape, dtype=dtype) if dkv is None else _packed(*dkv)
         if gradients:
             gradient += gradients.pop().wait()

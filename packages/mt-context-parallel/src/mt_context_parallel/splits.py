@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
@@ -53,14 +54,22 @@ def document_bounds(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> l
     A CUDA tensor is read back, which waits for the device; a list or a CPU tensor is not.
 
     Raises:
-        ValueError: The bounds do not rise from 0 to ``length``, or the sequence is empty.
+        TypeError: The bounds are no integers.
+        ValueError: They do not rise from 0 to ``length``, or the sequence is empty.
     """
     if length < 1:
         raise ValueError(f"the sequence has {length} tokens; at least 1 is needed")
     if cu_seqlens is None:
         return [0, length]
-    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    bounds = [int(n) for n in values]
+    values = cu_seqlens
+    if isinstance(values, Tensor):
+        if values.dim() != 1:
+            raise ValueError(f"cu_seqlens must be [documents + 1], got shape {tuple(values.shape)}")
+        values = values.tolist()
+    try:
+        bounds = [index(n) for n in values]
+    except TypeError:
+        raise TypeError(f"cu_seqlens must be a sequence of integers, got {values!r}") from None
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length:
         ends = (bounds[0], bounds[-1]) if bounds else ()
         raise ValueError(
@@ -98,6 +107,7 @@ def segments(
         cu_seqlens: Starts of the packed documents and the end of the last; None for one document.
 
     Raises:
+        TypeError: ``cu_seqlens`` are no integers.
         ValueError: A document's length does not divide; the message has the nearest that do.
     """
     parts = parts_of(split, ranks)
@@ -125,9 +135,16 @@ def segments(
     return found
 
 
-def index_of(runs: Sequence[Segment], device: torch.device | str = "cpu") -> Tensor:
-    """Index in the whole sequence of every token of a shard. Returns [S] of int64."""
-    return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in runs])
+def index_of(runs: Sequence[Segment]) -> Tensor:
+    """Index in the whole sequence of every token of a shard. Returns [S] of int64, on the CPU."""
+    return torch.cat([torch.arange(s.start, s.start + s.length) for s in runs])
+
+
+def on_device(index: Tensor, device: torch.device | str) -> Tensor:
+    """A copy of a CPU tensor, in one transfer that the host does not wait for."""
+    if torch.device(device).type != "cuda":
+        return index.to(device)
+    return index.pin_memory().to(device, non_blocking=True)
 
 
 def positions(
@@ -143,12 +160,16 @@ def positions(
 
     Shape:
         Returns [length / ranks] of int64.
+
+    Raises:
+        TypeError: ``cu_seqlens`` are no integers.
+        ValueError: The sequence, or a document of it, does not divide.
     """
     bounds = document_bounds(length, cu_seqlens)
-    runs = segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
-    return torch.cat(
-        [torch.arange(s.length, device=device) + (s.start - bounds[s.document]) for s in runs]
-    )
+    runs = segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
+    starts = [s.start - bounds[s.document] for s in runs]
+    parts = [torch.arange(n, n + s.length) for n, s in zip(starts, runs, strict=True)]
+    return on_device(torch.cat(parts), device)
 
 
 def shard(
@@ -162,35 +183,36 @@ def shard(
     """This rank's tokens of ``x``, which every rank holds whole.
 
     Shape:
-        x: [..., S, ...] at ``dim``. Returns [..., S / ranks, ...].
+        x: [..., S, ...] at ``dim``. Returns [..., S / ranks, ...]; ``x`` itself for one rank.
 
     Raises:
+        TypeError: ``cu_seqlens`` are no integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
-    if group is None or group.size() == 1:
-        document_bounds(x.shape[dim], cu_seqlens)
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    runs = segments(x.shape[dim], ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
+    if ranks == 1:
         return x
-    runs = segments(
-        x.shape[dim], ranks=group.size(), rank=group.rank(), split=split, cu_seqlens=cu_seqlens
-    )
     return torch.cat([x.narrow(dim, s.start, s.length) for s in runs], dim=dim)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, indices: list[Tensor]) -> Tensor:
+    def forward(
+        ctx: object, x: Tensor, group: dist.ProcessGroup, own: Tensor, order: Tensor
+    ) -> Tensor:
         """Gathers [S, ...] shards and puts every token where it belongs."""
-        ctx.group, ctx.own = group, indices[group.rank()]  # type: ignore[attr-defined]
+        ctx.group, ctx.own = group, own  # type: ignore[attr-defined]
         out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return torch.empty_like(out).index_copy_(0, torch.cat(indices), out)
+        return torch.empty_like(out).index_copy_(0, order, out)
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Sums what the ranks did with the whole and keeps the own tokens."""
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
-        return total.index_select(0, ctx.own), None, None  # type: ignore[attr-defined]
+        return total.index_select(0, ctx.own), None, None, None  # type: ignore[attr-defined]
 
 
 def unshard(
@@ -201,22 +223,28 @@ def unshard(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """The whole of what :func:`shard` split, on every rank. Collective.
+    """The whole of what :func:`shard` split, on every rank.
 
-    The backward sums the ranks' gradients: it is the adjoint for ranks that use the whole for
-    different work. Where all compute the same loss from it, divide that loss by the group's size.
+    Forward is an all-gather over the group, backward an all-reduce that sums the ranks' gradients:
+    it is the adjoint for ranks that use the whole for different work. Where all compute the same
+    loss from it, divide that loss by the group's size.
 
     Shape:
-        x: [..., S / ranks, ...] at ``dim``. Returns [..., S, ...].
+        x: [..., S / ranks, ...] at ``dim``. Returns [..., S, ...]; ``x`` itself for one rank.
+
+    Raises:
+        TypeError: ``cu_seqlens`` are no integers.
+        ValueError: The whole sequence, or a document of it, does not divide.
     """
-    if group is None or group.size() == 1:
-        return x
-    ranks = group.size()
-    indices = [
-        index_of(
-            segments(x.shape[dim] * ranks, ranks=ranks, rank=r, split=split, cu_seqlens=cu_seqlens),
-            x.device,
-        )
-        for r in range(ranks)
+    ranks = 1 if group is None else group.size()
+    length = x.shape[dim] * ranks
+    bounds = document_bounds(length, cu_seqlens)
+    runs = [
+        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
+        for rank in range(ranks)
     ]
-    return cast(Tensor, _Unshard.apply(x.movedim(dim, 0), group, indices)).movedim(0, dim)
+    if group is None or ranks == 1:
+        return x
+    own = on_device(index_of(runs[group.rank()]), x.device)
+    order = on_device(index_of([run for part in runs for run in part]), x.device)
+    return cast(Tensor, _Unshard.apply(x.movedim(dim, 0), group, own, order)).movedim(0, dim)

@@ -41,6 +41,13 @@ class AttentionMask:
             raise ValueError(
                 f"documents must be [S] or [B, S], got shape {tuple(self.documents.shape)}"
             )
+        if self.documents is not None:
+            _check_integers("documents", self.documents)
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be integers, such as int64, got {x.dtype}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,24 @@ class AttentionDropout:
                 f"heads and num_heads go together, got heads={self.heads} and "
                 f"num_heads={self.num_heads}"
             )
+        _check_integers("sample_ids", self.sample_ids)
+        if self.heads is not None and self.num_heads is not None:
+            self._check_heads(self.heads, self.num_heads)
+
+    @staticmethod
+    def _check_heads(heads: Tensor, total: int) -> None:
+        _check_integers("heads", heads)
+        if heads.dim() != 1 or len(heads) > total:
+            raise ValueError(
+                f"heads must be [H] with H up to num_heads={total}, got shape {tuple(heads.shape)}"
+            )
+        # Their values only where reading them waits for no device.
+        if heads.device.type == "cpu" and len(heads):
+            least, most = int(heads.min()), int(heads.max())
+            if least < 0 or most >= total:
+                raise ValueError(
+                    f"heads must be in 0..{total - 1} for num_heads={total}, got {least}..{most}"
+                )
 
     def of_heads(self, start: int, count: int, total: int) -> AttentionDropout:
         """For ``count`` of the ``total`` query heads here, from ``start``."""
@@ -84,7 +109,7 @@ class AttentionDropout:
         return replace(self, heads=heads[start : start + count], num_heads=self.num_heads or total)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """A run of queries against a run of keys.
 
@@ -196,15 +221,21 @@ def _joined(runs: Sequence[Segment]) -> list[Segment]:
 def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment]) -> list[Tile]:
     """The tiles with at least one visible pair, by positions; each has only the masks it needs.
 
+    Runs of different documents are never paired: the work grows with the documents, not with
+    their square.
+
     Args:
         whole: Carries mask, dropout and scale; its own runs do not matter.
         q_runs: The queries of a shard.
         kv_runs: The keys of a shard.
     """
+    keys: dict[int, list[Segment]] = {}
+    for run in _joined(kv_runs):
+        keys.setdefault(run.document, []).append(run)
     return [
         tile
         for q in _joined(q_runs)
-        for run in _joined(kv_runs)
+        for run in keys.get(q.document, ())
         for kv in (_cut_at(run, q) if whole.causal else [run])
         if (tile := _tile(whole, q, kv)) is not None
     ]
@@ -221,8 +252,7 @@ def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
 
 
 def _tile(whole: Tile, q: Segment, kv: Segment) -> Tile | None:
-    if q.document != kv.document:
-        return None
+    """The tile of two runs of one document; None where no pair is visible."""
     least = q.start - (kv.start + kv.length - 1)  # of the distances query - key
     most = q.start + q.length - 1 - kv.start
     if whole.causal and most < 0:
