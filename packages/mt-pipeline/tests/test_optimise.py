@@ -43,13 +43,28 @@ PROFILES = {
 }
 
 
-def named(costs: Costs, cap: float) -> dict[str, float]:
-    """The makespans of the named schedules that keep to the cap."""
-    found = {}
+def options_of(name: str, ranks: int, microbatches: int, chunks: int) -> list[dict]:
+    """Every set of options of a named schedule that it may take, and some that it does not."""
+    if name == "bfs":
+        return [{"chunks": each} for each in range(1, chunks + 1)]
+    if name != "interleaved":
+        return [{}]
+    groups = [None, *range(ranks, microbatches + 1)]
+    return [{"chunks": v, "group": n} for v in range(1, chunks + 1) for n in groups]
+
+
+def named(costs: Costs, cap: float, microbatches: int = MICROBATCHES) -> dict[str, float]:
+    """The least makespans of the named schedules that keep to the cap, over all their options."""
+    found: dict[str, float] = {}
     for name in GENERATORS:
-        simulated = simulate(make_schedule(name, RANKS, MICROBATCHES), costs=costs)
-        if max(simulated.peak_bytes) <= cap:
-            found[name] = simulated.makespan
+        for options in options_of(name, RANKS, microbatches, PIECES // RANKS):
+            try:
+                schedule = make_schedule(name, RANKS, microbatches, **options)
+            except ValueError:  # no valid group
+                continue
+            simulated = simulate(schedule, costs=costs)
+            if max(simulated.peak_bytes) <= cap:
+                found[name] = min(simulated.makespan, found.get(name, simulated.makespan))
     return found
 
 
@@ -81,6 +96,15 @@ def test_it_beats_every_named_schedule_where_none_is_made_for_the_costs():
     assert simulate(best, costs=costs).makespan < min(named(costs, 11.0).values())
 
 
+def test_it_is_no_slower_than_interleaved_1f1b_with_the_best_group():
+    costs = profile(weight=[0.0] * PIECES, latency=2.0)
+    interleaved = simulate(make_schedule("interleaved", RANKS, 16, group=16), costs=costs)
+    assert (interleaved.makespan, max(interleaved.peak_bytes)) == (123.0, 23.0)
+    assert named(costs, 23.0, 16)["interleaved"] <= 123.0
+    best = optimise(costs, 23.0, ranks=RANKS, microbatches=16, trials=0)
+    assert simulate(best, costs=costs).makespan <= min(named(costs, 23.0, 16).values())
+
+
 def test_less_memory_takes_longer_and_is_kept_on_each_rank():
     makespans = []
     for cap in (16.0, 8.0, 6.0, 4.0):
@@ -96,9 +120,15 @@ def test_less_memory_takes_longer_and_is_kept_on_each_rank():
     assert all(size <= cap for size, cap in zip(sizes, caps, strict=True))
 
 
-def test_costs_that_are_one_number_mean_two_pieces_on_each_rank():
-    best = optimise(Costs(), ranks=3, microbatches=6, trials=20)
-    assert simulate(best, costs=Costs(forward=[1.0] * 6)).makespan <= 6 * 6 + 2
+def test_costs_that_are_one_number_do_not_say_how_large_a_piece_is():
+    with pytest.raises(ValueError, match=r"single numbers.* forward=\[1.0\] \* 6 for two pieces"):
+        optimise(Costs(latency=0.5), ranks=3, microbatches=6)
+    # Beside a sequence a number is the cost of each piece, here as in `simulate`.
+    costs = Costs(forward=[1.0] * 6, activation_bytes=1.0)
+    best = optimise(costs, ranks=3, microbatches=6, trials=20)
+    simulated = simulate(best, costs=costs)
+    assert simulated == simulate(best, costs=costs.spread(6))
+    assert simulated.makespan <= 6 * 6 + 2
 
 
 def test_the_same_arguments_give_the_same_schedule():

@@ -58,12 +58,17 @@ def interleaved(
     )
 
 
-def _group(stages: int, microbatches: int, group: int | None) -> int:
-    valid = [
+def group_sizes(stages: int, microbatches: int) -> list[int]:
+    """The groups that `interleaved` takes: N from p to m whose last group is none or at least p."""
+    return [
         size
         for size in range(stages, microbatches + 1)
         if microbatches % size == 0 or microbatches % size >= stages
     ]
+
+
+def _group(stages: int, microbatches: int, group: int | None) -> int:
+    valid = group_sizes(stages, microbatches)
     if group is None:
         return valid[0] if valid else microbatches
     require_positive("group", group)
