@@ -122,6 +122,10 @@ def test_the_command_draws_and_shows(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert str(make_schedule("interleaved", 2, 4, group=4)) in shown
     assert "right; makespan 27, peak activations 7, 5" in shown
+    main(["show", "1f1b", "--stages", "1", "--microbatches", "3", "--overlap"])
+    assert "F0 F1&B0 F2&B1 B2" in capsys.readouterr().out
+    main(["draw", "1f1b", "--stages", "1", "--overlap", "--pair-share", "0.8"])
+    assert "makespan 19.8" in capsys.readouterr().out  # 3 + 7 * 0.8 * 3
     main(["show", "1f1b", "--stages", "2", "--json"])
     text = capsys.readouterr().out
     assert Schedule.from_json(text) == make_schedule("1f1b", 2)

@@ -1,5 +1,8 @@
 """The search finds right schedules that fit the memory and are no slower than the named ones."""
 
+import dataclasses
+import itertools
+
 import pytest
 from mt_pipeline import (
     GENERATORS,
@@ -45,12 +48,16 @@ PROFILES = {
 
 def options_of(name: str, ranks: int, microbatches: int, chunks: int) -> list[dict]:
     """Every set of options of a named schedule that it may take, and some that it does not."""
+    splits = [{"chunks": each} for each in range(1, chunks + 1)]
     if name == "bfs":
-        return [{"chunks": each} for each in range(1, chunks + 1)]
-    if name != "interleaved":
+        return splits
+    if name not in ("1f1b", "interleaved"):
         return [{}]
-    groups = [None, *range(ranks, microbatches + 1)]
-    return [{"chunks": v, "group": n} for v in range(1, chunks + 1) for n in groups]
+    overlaps = [{"overlap": overlap} for overlap in (False, True)]
+    if name == "1f1b":
+        return overlaps
+    groups = [{"group": n} for n in (None, *range(ranks, microbatches + 1))]
+    return [a | b | c for a, b, c in itertools.product(splits, groups, overlaps)]
 
 
 def named(costs: Costs, cap: float, microbatches: int = MICROBATCHES) -> dict[str, float]:
@@ -103,6 +110,15 @@ def test_it_is_no_slower_than_interleaved_1f1b_with_the_best_group():
     assert named(costs, 23.0, 16)["interleaved"] <= 123.0
     best = optimise(costs, 23.0, ranks=RANKS, microbatches=16, trials=0)
     assert simulate(best, costs=costs).makespan <= min(named(costs, 23.0, 16).values())
+
+
+def test_it_overlaps_forwards_and_backwards_where_that_is_faster():
+    costs = dataclasses.replace(profile(), overlap=0.7)
+    best = optimise(costs, 16.0, ranks=RANKS, microbatches=8, trials=0, two_copies=False)
+    assert best.overlaps
+    others = named(costs, 16.0, 8)
+    others.pop("dualpipe", None)
+    assert simulate(best, costs=costs).makespan <= min(others.values())
 
 
 def test_less_memory_takes_longer_and_is_kept_on_each_rank():

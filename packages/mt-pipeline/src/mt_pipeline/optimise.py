@@ -122,13 +122,15 @@ def _options(
     name: str, ranks: int, microbatches: int, splits: Sequence[int]
 ) -> Iterator[Mapping[str, Any]]:
     """Every set of options of a named schedule."""
-    if name == "bfs":
+    if name == "1f1b":
+        yield from ({"overlap": overlap} for overlap in (False, True))
+    elif name == "bfs":
         yield from ({"chunks": chunks} for chunks in splits)
     elif name == "interleaved":
-        groups = group_sizes(ranks, microbatches)
-        for chunks in splits:  # a single chunk is visited in the same order whatever the group
-            for group in groups if groups and chunks > 1 else [None]:
-                yield {"chunks": chunks, "group": group}
+        groups = group_sizes(ranks, microbatches) or [None]
+        for chunks, group, overlap in itertools.product(splits, groups, (False, True)):
+            if chunks > 1 or group == groups[0]:  # a single chunk is visited in one order only
+                yield {"chunks": chunks, "group": group, "overlap": overlap}
     else:
         yield {}
 
