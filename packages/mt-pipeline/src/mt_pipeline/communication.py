@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mt_pipeline.action import Action, Op
 from mt_pipeline.costs import Costs
 from mt_pipeline.ir import Schedule
-from mt_pipeline.simulator import simulate
+from mt_pipeline.simulator import action_times, simulate
 
 
 def insert_communication(
@@ -37,19 +37,21 @@ def insert_communication(
         schedule: Without messages. A schedule that already communicates is returned as it is.
         forward: Time of one forward, above 0. The times only decide where receives are placed.
         backward: Time of one backward, above 0; half of it for each of I and W.
-        costs: Times of each stage, in the place of these two.
+        costs: Times of each stage, in the place of these two. They may be 0: an F, B or I is then
+            given a millionth of the longest time, so that what it sends comes after it.
 
     Returns:
         The same schedule with communication.
 
     Raises:
-        ValueError: A time is not above 0, or the schedule cannot complete (`check` says why).
+        ValueError: `forward` or `backward` is not above 0, the costs do not fit the stages, or the
+            schedule cannot complete (`check` says why).
     """
     if schedule.has_communication:
         return schedule
     if forward <= 0 or backward <= 0:
         raise ValueError(f"forward is {forward} and backward {backward}: both must be above 0")
-    costs = costs or Costs(forward=forward, backward=backward)
+    costs = _lasting(schedule, costs or Costs(forward=forward, backward=backward))
     # Sorted by time, messages before the computation that starts with them, then by the pair of
     # ranks, so that both ends of a message agree on the order of all messages between them.
     events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
@@ -71,6 +73,21 @@ def insert_communication(
     ranks = (sorted(listed, key=lambda event: event[0]) for listed in events)
     return dataclasses.replace(
         schedule, ranks=tuple(tuple(action for _, action in listed) for listed in ranks)
+    )
+
+
+def _lasting(schedule: Schedule, costs: Costs) -> Costs:
+    """The costs of the schedule's stages, where nothing that sends ends when it begins."""
+    own, times = costs.merged(schedule.depth), action_times(schedule, costs)
+    stages = range(schedule.depth)
+    transfer = max(own.message_bytes) / own.bandwidth  # pyright: ignore[reportArgumentType]
+    least = 1e-6 * max(own.latency, transfer, *times[Op.F], *times[Op.B]) or 1.0
+    inputs = [max(times[Op.I][stage], least) for stage in stages]
+    return dataclasses.replace(
+        own,
+        forward=[max(times[Op.F][stage], least) for stage in stages],
+        backward=[inputs[stage] + times[Op.W][stage] for stage in stages],
+        overlap=max(own.overlap, 0.1),
     )
 
 
