@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from mt_pipeline import (
@@ -13,6 +14,7 @@ from mt_pipeline import (
     optimise,
     simulate,
 )
+from mt_pipeline.optimise import _improve
 
 RANKS, MICROBATCHES, PIECES = 4, 12, 8
 
@@ -119,6 +121,17 @@ def test_it_overlaps_forwards_and_backwards_where_that_is_faster():
     others = named(costs, 16.0, 8)
     others.pop("dualpipe", None)
     assert simulate(best, costs=costs).makespan <= min(others.values())
+
+
+def test_exchanges_do_not_part_overlapped_pairs():
+    costs = dataclasses.replace(profile(), latency=0.2)
+    best = optimise(costs, ranks=2, microbatches=4, trials=300)
+    assert check(best) == []
+    pairs = make_schedule("dualpipe-v", 2, 4)
+    for trials in (100, 200):
+        changed = _improve(pairs, costs, [math.inf] * 2, trials)
+        assert changed.ranks != pairs.ranks
+        assert check(changed) == []
 
 
 def test_less_memory_takes_longer_and_is_kept_on_each_rank():

@@ -45,6 +45,16 @@ def test_what_is_offloaded_takes_no_memory():
     assert simulate(offloaded, costs=Costs(activation_bytes=4.0)).peak_bytes == (8.0,)
 
 
+def test_what_is_recomputed_and_offloaded_counts_as_recomputed():
+    schedule = make_schedule("gpipe", 2, 16)
+    costs = Costs(activation_bytes=10.0, message_bytes=1.0)
+    # The order of a set depends on what is in it: with many, each order is there.
+    forwards = [Action(Op.F, 1, number) for number in range(16)]
+    marks = frozenset((mark, f) for mark in (Mark.OFFLOAD, Mark.RECOMPUTE) for f in forwards)
+    simulated = simulate(dataclasses.replace(schedule, marks=marks), costs=costs)
+    assert simulated.peak_bytes == (160.0, 16.0)
+
+
 def test_measured_times_of_single_actions_come_first():
     schedule = make_schedule("1f1b", 2, 2)
     slow = {Action(Op.F, 1, 1): 6.0}

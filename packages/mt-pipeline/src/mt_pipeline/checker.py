@@ -74,6 +74,8 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     if not found:
         found += _stuck(schedule, places) or _deadlocks(schedule, places, buffers)
     found += _over_peak(schedule, places)
+    found += _ill_paired(schedule, places)
+    found += _ill_marked(schedule, places)
     return sorted(found, key=lambda violation: (violation.rank, violation.index))
 
 
@@ -277,3 +279,36 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
             yield Violation(
                 rank, index, f"{count} live activations, but the schedule declares {peak}"
             )
+
+
+def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    """Overlapped pairs that nobody could run as one."""
+    paired: set[Action] = set()
+    for first, second in sorted(schedule.overlaps):
+        for action in (first, second):
+            if action not in places:
+                sentence = f"{action} is in an overlapped pair, but not in the schedule"
+                yield _violation(schedule, places, action, sentence)
+            elif action in paired:
+                sentence = f"{action} is in two overlapped pairs"
+                yield _violation(schedule, places, action, sentence)
+            paired.add(action)
+        if first in places and second in places:
+            rank, index = schedule.stage_ranks[first.stage], places[first]
+            if schedule.ranks[rank][index + 1 : index + 2] != (second,):
+                sentence = f"{first} cannot overlap {second}: they are not neighbours"
+                yield Violation(rank, index, sentence)
+
+
+def _ill_marked(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    for mark, action in sorted(schedule.marks):
+        if action not in places:
+            sentence = f"{action} is marked {mark.value}, but not in the schedule"
+            yield _violation(schedule, places, action, sentence)
+
+
+def _violation(schedule: Schedule, places: _Places, action: Action, sentence: str) -> Violation:
+    """A violation where an action is, or at the end of the list in which it would be."""
+    exists = 0 <= action.stage < schedule.stages
+    rank = schedule.stage_ranks[action.stage] if exists else 0
+    return Violation(rank, places.get(action, len(schedule.ranks[rank])), sentence)

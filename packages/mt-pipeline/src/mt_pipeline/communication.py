@@ -103,7 +103,7 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
 
     Args:
         schedule: With or without communication.
-        gather: Whether GATHER actions are wanted.
+        gather: Whether GATHER actions are wanted. None comes between the two of an overlapped pair.
         reduce: Whether REDUCE actions are wanted.
 
     Raises:
@@ -119,9 +119,10 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
         for stage in schedule.stages_of(rank):
             used = [place for place in computes if actions[place].stage == stage]
             if gather and used:
-                before[computes[max(0, computes.index(used[0]) - 1)]].append(
-                    Action(Op.GATHER, stage)
-                )
+                place = computes[max(0, computes.index(used[0]) - 1)]
+                if place and actions[place - 1 : place + 1] in schedule.overlaps:
+                    place -= 1  # nothing lies between the two of a pair
+                before[place].append(Action(Op.GATHER, stage))
             if reduce and used and actions[used[-1]].op is not Op.F:
                 after[used[-1]].append(Action(Op.REDUCE, stage))
         ranks.append(

@@ -173,7 +173,13 @@ def _improve(schedule: Schedule, costs: Costs, caps: Sequence[float], trials: in
         to = min(place + chance.choice((1, 1, 2, 3)), len(actions) - 1)
         actions.insert(to, actions.pop(place))
         ranks = (*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :])
-        changed = dataclasses.replace(schedule, ranks=ranks, peak_activations=None)
+        neighbours = {pair for actions in ranks for pair in itertools.pairwise(actions)}
+        changed = dataclasses.replace(
+            schedule,
+            ranks=ranks,
+            peak_activations=None,
+            overlaps=schedule.overlaps & neighbours,  # others could not run as one any more
+        )
         try:
             simulated = simulate(changed, costs=costs)
         except ValueError:  # it deadlocks

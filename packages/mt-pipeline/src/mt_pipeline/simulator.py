@@ -307,7 +307,10 @@ def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
     """For each rank the most live activations, and the most bytes that they keep."""
     kept = _listed(costs, "activation_bytes", schedule)
     inputs = _input_bytes(schedule, costs)
-    marks = {action[1:]: mark for mark, action in schedule.marks if mark is not Mark.DEFER}
+    recomputed, offloaded = (
+        {action[1:] for mark, action in schedule.marks if mark is wanted}
+        for wanted in (Mark.RECOMPUTE, Mark.OFFLOAD)
+    )
     found = []
     for actions in schedule.ranks:
         live = peak = 0
@@ -316,9 +319,10 @@ def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
             if op not in _LIVES:
                 continue
             own = kept[stage]
-            if marks and (stage, microbatch) in marks:
-                is_recomputed = marks[stage, microbatch] is Mark.RECOMPUTE
-                own = inputs[stage] if is_recomputed else 0.0
+            if recomputed and (stage, microbatch) in recomputed:
+                own = inputs[stage]
+            elif offloaded and (stage, microbatch) in offloaded:
+                own = 0.0
             if op is Op.F:
                 live += 1
                 size += own
