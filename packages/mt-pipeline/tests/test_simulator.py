@@ -109,7 +109,7 @@ def test_values_with_everything_survive_json():
         ),
         (
             {"marks": frozenset({(Mark.DEFER, Action(Op.F, 0, 0))})},
-            "F0 of stage 0 cannot be marked defer: only a W can",
+            "F0 of stage 0 cannot be marked defer: only a B or a W can",
         ),
         (
             {"marks": frozenset({(Mark.OFFLOAD, Action(Op.B, 0, 0))})},

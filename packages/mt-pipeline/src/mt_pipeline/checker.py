@@ -10,6 +10,7 @@ from typing import TypeAlias
 from mt_pipeline.action import Action, Op
 from mt_pipeline.communication import steps
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import advance, source_of
 
@@ -48,7 +49,8 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     out of order or mismatched, as it would be their consequence.
 
     Args:
-        schedule: With or without communication.
+        schedule: With or without communication. Of one with DEFER marks it is the order of
+            `defer_weights` that is checked, and that indices are of.
         buffers: How many messages from one rank to another may be under way after their send has
             ended. 0: sends block until they are received, the strictest case.
 
@@ -57,6 +59,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     """
     if buffers < 0:
         raise ValueError(f"buffers is {buffers}: expected 0 or more")
+    schedule = defer_weights(schedule)
     places: dict[Action, int] = {}
     found: list[Violation] = []
     for rank, index, action in schedule:

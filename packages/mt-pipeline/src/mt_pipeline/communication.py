@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from mt_pipeline.action import Action, Op
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import action_times, simulate
 
@@ -34,7 +35,8 @@ def insert_communication(
     between the two actions of an overlapped pair.
 
     Args:
-        schedule: Without messages. A schedule that already communicates is returned as it is.
+        schedule: Without messages. A schedule that already communicates is returned as it is,
+            `defer_weights` apart.
         forward: Time of one forward, above 0. The times only decide where receives are placed.
         backward: Time of one backward, above 0; half of it for each of I and W.
         costs: Times of each stage, in the place of these two. They may be 0: an F, B or I is then
@@ -47,6 +49,7 @@ def insert_communication(
         ValueError: `forward` or `backward` is not above 0, the costs do not fit the stages, or the
             schedule cannot complete (`check` says why).
     """
+    schedule = defer_weights(schedule)
     if schedule.has_communication:
         return schedule
     if forward <= 0 or backward <= 0:

@@ -108,8 +108,8 @@ class Schedule:
             if first.op is not Op.F or second.op not in (Op.B, Op.I):
                 raise ValueError(f"{first} cannot overlap {second}: it takes an F and a B or I")
         for mark, action in self.marks:
-            if action.op is not (Op.W if mark is Mark.DEFER else Op.F):
-                wanted = "a W" if mark is Mark.DEFER else "an F"
+            if action.op not in ((Op.B, Op.W) if mark is Mark.DEFER else (Op.F,)):
+                wanted = "a B or a W" if mark is Mark.DEFER else "an F"
                 raise ValueError(f"{action} cannot be marked {mark.value}: only {wanted} can")
 
     @cached_property

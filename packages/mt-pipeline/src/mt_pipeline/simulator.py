@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mt_pipeline.action import Action, Mark, Op
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
 
 
@@ -103,7 +104,8 @@ def simulate(
     has arrived. Transfers overlap with computation.
 
     Args:
-        schedule: With or without communication; only its compute actions count.
+        schedule: With or without communication; only its compute actions count, in the order of
+            `defer_weights`.
         forward: Time of one forward, for all stages or one for each. With two directions: for
             each stage of the model.
         backward: Time of one backward (input and weight gradients together), likewise.
@@ -121,6 +123,7 @@ def simulate(
         costs = costs.spread(schedule.depth)
     elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
         raise ValueError("costs is given beside single times: give the one or the others")
+    schedule = defer_weights(schedule)
     timeline = advance(schedule, costs, measured or {})
     ranks = range(len(schedule.ranks))
     if any(timeline.stuck_at(rank) for rank in ranks):
