@@ -149,12 +149,24 @@ def test_the_command_says_what_is_wrong(capsys, arguments, message):
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_the_command_exits_with_one_and_names_what_is_wrong_with_a_file(tmp_path, capsys):
-    text = make_schedule("1f1b", 2, 1).to_json().replace('[["F", 0, 0], ', "[")
-    (tmp_path / "broken.json").write_text(text)
+@pytest.mark.parametrize("command", ["show", "draw"])
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('[["F", 0, 0], ', "[", "rank 0, action 0: F0 of stage 0 is missing on this rank"),
+        ('["F", 0, 0]', '["F", 9, 0]', "rank 0, action 0: F0 of stage 9: there are stages 0..1"),
+    ],
+)
+def test_the_command_exits_with_one_and_names_what_is_wrong_with_a_file(
+    tmp_path, capsys, command, old, new, sentence
+):
+    text = make_schedule("1f1b", 2, 1).to_json()
+    (tmp_path / "broken.json").write_text(text.replace(old, new))
     with pytest.raises(SystemExit, match="1"):
-        main(["show", str(tmp_path / "broken.json")])
-    assert "rank 0, action 0: F0 of stage 0 is missing on this rank" in capsys.readouterr().err
+        main([command, str(tmp_path / "broken.json")])
+    written = capsys.readouterr()
+    assert sentence in written.err
+    assert "makespan" not in written.out
 
 
 def test_missing_tyro_says_how_to_install_it(monkeypatch, capsys):

@@ -61,6 +61,33 @@ def test_measured_times_of_single_actions_come_first():
     assert simulate(schedule, measured=slow).makespan == 9.0 + 5.0
 
 
+@pytest.mark.parametrize(
+    "astray", [Action(Op.F, 7, 0), Action(Op.B, -1, 0), Action(Op.F, 0, 2), Action(Op.F, 1, -1)]
+)
+def test_an_action_of_no_stage_or_microbatch_points_to_check(astray):
+    schedule = make_schedule("1f1b", 2, 2)
+    ranks = (schedule.ranks[0], (*schedule.ranks[1], astray))
+    broken = dataclasses.replace(schedule, ranks=ranks)
+    for refuses in (simulate, insert_communication):
+        with pytest.raises(ValueError, match=r"there is no such .*check\(schedule\) says"):
+            refuses(broken)
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({Action(Op.F, 0, 0): -5.0}, "F0 of stage 0 is measured at -5.0: expected a time of 0"),
+        ({Action(Op.F, 0, 0): float("nan")}, "is measured at nan"),
+        ({Action(Op.F, 0, 0): float("inf")}, "is measured at inf"),
+        ({Action(Op.F, 0, 2): 1.0}, "F2 of stage 0 is measured, but not in schedule '1f1b'"),
+        ({Action(Op.W, 0, 0): 1.0}, "W0 of stage 0 is measured, but not in schedule '1f1b'"),
+    ],
+)
+def test_measured_times_that_cannot_be_are_refused(measured, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(make_schedule("1f1b", 2, 2), measured=measured)
+
+
 def test_an_overlapped_pair_starts_with_both_inputs_and_ends_as_one():
     schedule = make_schedule("dualpipe-v", 2, 4)
     simulated = simulate(schedule, costs=Costs(overlap=0.5))

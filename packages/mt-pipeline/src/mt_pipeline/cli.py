@@ -50,7 +50,7 @@ class _Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw(_Chosen):
-    """Simulate a schedule and draw when each rank does what.
+    """Simulate a schedule and draw when each rank does what; or say what is wrong with it.
 
     Attributes:
         schedule: A name such as 1f1b or zb-v, or a .json file that `Schedule.to_json` wrote.
@@ -79,6 +79,7 @@ class Draw(_Chosen):
     def run(self) -> None:
         """Run the command."""
         schedule = self.made()
+        _require_right(schedule)
         costs = Costs(
             forward=self.forward,
             backward=self.backward,
@@ -114,11 +115,7 @@ class Show(_Chosen):
         """Run the command."""
         schedule = self.made()
         _say(schedule.to_json() if self.json else str(schedule))
-        violations = check(schedule)
-        for violation in violations:
-            _say(str(violation), stream=sys.stderr)
-        if violations:
-            raise SystemExit(1)
+        _require_right(schedule)
         if not self.json:
             simulated = simulate(schedule)
             _say(
@@ -147,6 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _say(f"mt-pipeline: {_sentence(error)}", stream=sys.stderr)
         raise SystemExit(USAGE_ERROR) from None
+
+
+def _require_right(schedule: Schedule) -> None:
+    """Name what is wrong with a schedule, and exit with 1 if something is."""
+    violations = check(schedule)
+    for violation in violations:
+        _say(str(violation), stream=sys.stderr)
+    if violations:
+        raise SystemExit(1)
 
 
 def _sentence(error: Exception) -> str:

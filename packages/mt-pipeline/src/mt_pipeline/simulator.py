@@ -113,10 +113,11 @@ def simulate(
         latency: Time between the end of an action and its result's arrival on another rank.
         costs: All of these at once, with bandwidth and bytes; takes the place of the four above.
             Of more pieces than the model has stages neighbouring ones are joined.
-        measured: Times of single actions, which come before the others.
+        measured: Times of single actions of the schedule, which come before the others.
 
     Raises:
-        ValueError: A time is negative, or the schedule cannot complete (`check` says why).
+        ValueError: A time is negative or not finite, a measured action is not in the schedule, or
+            the schedule cannot complete (`check` says why).
     """
     if costs is None:
         costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
@@ -124,6 +125,9 @@ def simulate(
     elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
         raise ValueError("costs is given beside single times: give the one or the others")
     schedule = defer_weights(schedule)
+    _require_places(schedule)
+    if measured:
+        _require_measured(schedule, measured)
     timeline = advance(schedule, costs, measured or {})
     ranks = range(len(schedule.ranks))
     if any(timeline.stuck_at(rank) for rank in ranks):
@@ -139,6 +143,28 @@ def simulate(
         peak_bytes=tuple(size for _, size in memory),
         _timeline=timeline,
     )
+
+
+def _require_places(schedule: Schedule) -> None:
+    stages, microbatches = schedule.stages, schedule.microbatches
+    for rank, _, action in schedule:
+        if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
+            raise ValueError(
+                f"schedule {schedule.name!r} has {action} on rank {rank}, but there is no such "
+                f"stage or micro-batch; check(schedule) says all that is wrong"
+            )
+
+
+def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> None:
+    present = {action for _, _, action in schedule}
+    for action, time in measured.items():
+        if action not in present:
+            raise ValueError(
+                f"{action} is measured, but not in schedule {schedule.name!r}: give times of "
+                "actions that it has"
+            )
+        if not 0 <= time < math.inf:
+            raise ValueError(f"{action} is measured at {time}: expected a time of 0 or more")
 
 
 def advance(
