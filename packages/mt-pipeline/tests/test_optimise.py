@@ -196,6 +196,19 @@ def test_costs_that_cannot_be_are_refused(options, message):
         Costs(**options)
 
 
+def test_a_weight_that_is_not_given_stays_half_of_the_backward():
+    costs = dataclasses.replace(Costs(), backward=4.0)
+    assert costs.weight is None
+    assert costs == Costs(backward=4.0)
+    assert costs.spread(2).weight == costs.merged(2).weight == (2.0, 2.0)
+    uneven = dataclasses.replace(costs, backward=[2.0, 3.0])
+    assert (uneven.spread(2).weight, uneven.merged(1).weight) == ((1.0, 1.5), (2.5,))
+    # Half of 4.0: I and W take 2 each. A W of 1.0 would leave 3.
+    schedule = make_schedule("zb-h1", 2, 1)
+    assert simulate(schedule, costs=costs).makespan == simulate(schedule, backward=4.0).makespan
+    assert simulate(schedule, costs=costs).makespan == 1 + 1 + 2 + 2 + 2
+
+
 def test_costs_are_joined_for_fewer_stages():
     costs = Costs(forward=[1, 2, 3, 4], message_bytes=[5, 6, 7, 8], activation_bytes=2.0)
     joined = costs.merged(2)
