@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -174,6 +176,16 @@ def test_a_mistake_in_a_layout_is_pointed_at(text, position, reason):
     line, caret = str(caught.value).splitlines()[-2:]
     if position < len(text) and len(text) < 100:
         assert line[caret.index("^")] == text[position]
+
+
+def test_a_layout_error_survives_pickling():
+    # As between the processes of a data loader, a launcher or a test run.
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("Et|tx|tL")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), again.position) == (LayoutError, str(caught.value), 4)
+    copied = copy.copy(caught.value)
+    assert (str(copied), copied.position) == (str(caught.value), 4)
 
 
 def test_another_number_of_layers_or_stages_is_named():
