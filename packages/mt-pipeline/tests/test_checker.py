@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from mt_pipeline import (
     Action,
+    Mark,
     Op,
     Schedule,
     Violation,
@@ -232,3 +233,93 @@ def test_an_overlapped_pair_whose_second_depends_on_its_first_is_a_deadlock(pars
     violations = check(dataclasses.replace(schedule, overlaps=frozenset({pair})))
     assert violations
     assert all("deadlock" in v.sentence for v in violations)
+
+
+def with_wishes(*, overlaps=(), marks=(), base=BASE) -> Schedule:
+    return dataclasses.replace(base, overlaps=frozenset(overlaps), marks=frozenset(marks))
+
+
+def f(stage, number):
+    return Action(Op.F, stage, number)
+
+
+def b(stage, number):
+    return Action(Op.B, stage, number)
+
+
+APART = "rank {}, action {}: {} cannot overlap {}: they are not neighbours"
+ABSENT = "rank {}, action 8: {} is in an overlapped pair, but not in the schedule"
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "wanted"),
+    [  # rank 1: F0 F1 B0 F2 B1 F3 B2 B3
+        ([(f(1, 1), b(1, 0)), (f(1, 2), b(1, 1))], []),
+        ([(f(1, 9), b(1, 0))], [ABSENT.format(1, f(1, 9))]),
+        ([(f(7, 0), b(7, 0))], [ABSENT.format(0, f(7, 0)), ABSENT.format(0, b(7, 0))]),
+        ([(f(1, 1), b(1, 1))], [APART.format(1, 1, f(1, 1), b(1, 1))]),
+        ([(f(0, 2), b(1, 0))], [APART.format(0, 2, f(0, 2), b(1, 0))]),
+        (
+            [(f(1, 1), b(1, 0)), (f(1, 1), b(1, 1))],
+            [
+                "rank 1, action 1: F1 of stage 1 is in two overlapped pairs",
+                APART.format(1, 1, f(1, 1), b(1, 1)),
+            ],
+        ),
+        (
+            [(f(1, 1), b(1, 0)), (f(1, 2), b(1, 0))],
+            [
+                "rank 1, action 2: B0 of stage 1 is in two overlapped pairs",
+                APART.format(1, 3, f(1, 2), b(1, 0)),
+            ],
+        ),
+    ],
+)
+def test_overlapped_pairs_that_cannot_be_are_named(overlaps, wanted):
+    assert [str(v) for v in check(with_wishes(overlaps=overlaps))] == wanted
+
+
+def test_marks_on_what_is_not_there_are_named():
+    there = {(Mark.OFFLOAD, f(1, 2)), (Mark.RECOMPUTE, f(2, 0))}
+    assert check(with_wishes(marks=there)) == []
+    wrong = {(Mark.OFFLOAD, f(1, 4)), (Mark.RECOMPUTE, f(-1, 0)), (Mark.DEFER, Action(Op.W, 2, 0))}
+    assert [str(v) for v in check(with_wishes(marks={*there, *wrong}))] == [
+        "rank 0, action 8: F0 of stage -1 is marked recompute, but not in the schedule",
+        "rank 1, action 8: F4 of stage 1 is marked offload, but not in the schedule",
+        "rank 2, action 8: W0 of stage 2 is marked defer, but not in the schedule",
+    ]
+
+
+def test_a_message_between_an_overlapped_pair_parts_it(parse):
+    text = """
+    F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1
+    RECV_F0 F0 RECV_F1 F1 B0 SEND_B0 B1 SEND_B1
+    """
+    schedule = parse(text, stages=2, microbatches=2)
+    assert check(with_wishes(overlaps=[(f(1, 1), b(1, 0))], base=schedule)) == []
+    apart = with_wishes(overlaps=[(f(0, 1), b(0, 0))], base=schedule)
+    assert [v.sentence for v in check(apart)] == [
+        "F1 of stage 0 cannot overlap B0 of stage 0: they are not neighbours"
+    ]
+
+
+def test_a_deadlock_is_found_beside_a_pair_that_cannot_be(parse):
+    schedule = parse("F0 B0 F1 B1\nF0 F1 B0 B1", stages=2, microbatches=2)
+    violations = check(with_wishes(overlaps=[(f(0, 0), b(0, 1))], base=schedule))
+    assert ["deadlock" in v.sentence for v in violations] == [False, True, True]
+
+
+def test_hooks_do_not_part_an_overlapped_pair():
+    order = (f(0, 0), f(0, 1), b(0, 0), f(1, 2), b(1, 2), b(0, 1), f(1, 3), b(1, 3))
+    schedule = Schedule(
+        name="two models on one rank",
+        stages=2,
+        directions=2,
+        microbatches=4,
+        ranks=(order,),
+        overlaps=frozenset({(f(0, 1), b(0, 0))}),
+    )
+    assert check(schedule) == []
+    hooked = insert_hooks(schedule)
+    assert check(hooked) == []
+    assert str(hooked).endswith(": GATHERa F0a GATHERb F1a&B0a F2b B2b B1a REDUCEa F3b B3b REDUCEb")

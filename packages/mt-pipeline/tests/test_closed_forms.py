@@ -133,6 +133,46 @@ GRID = [
 ]
 
 
+def assert_overlapped_closed_forms(p: int, m: int, v: int, n: int) -> None:
+    """Interleaved 1F1B in groups of n, and of one chunk 1F1B, whose pairs gain up to all of F."""
+    options = {"chunks": v, "group": n if n >= p else None}
+    schedules = [make_schedule("interleaved", p, m, overlap=True, **options)]
+    if v == 1:
+        schedules.append(make_schedule("1f1b", p, m, overlap=True))
+    for schedule in schedules:
+        assert check(schedule) == []
+        peaks = tuple(min(2 * (p - r - 1) + (v - 1) * n + 2, m * v) for r in range(p))
+        assert schedule.peak_activations == peaks
+        for share in (1.0, 0.8, 2 / 3):
+            simulated = simulate(schedule, costs=Costs(overlap=share))
+            pairs = max(0, v * m - (v - 1) * n - 1)
+            makespan = looped(p, m, v) - (1 - share) * 3 * pairs
+            assert simulated.makespan == pytest.approx(makespan)
+            assert simulated.peak_activations == peaks
+
+
+OVERLAPPED = [
+    (p, m, v, n)
+    for p in range(1, 9)
+    for m in range(1, 33)
+    for v in range(1, 5)
+    for n in ([n for n in range(p, m + 1) if m % n == 0 or m % n >= p] or [m])
+]
+
+
+def test_a_sample_of_overlapped_pairs_has_the_closed_forms():
+    for row in random.Random(0).sample(OVERLAPPED, 30):
+        assert_overlapped_closed_forms(*row)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("p", range(1, 9))
+def test_all_overlapped_pairs_have_the_closed_forms(p):
+    for row in OVERLAPPED:
+        if row[0] == p:
+            assert_overlapped_closed_forms(*row)
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 def test_a_sample_of_the_grid_has_the_closed_forms(name):
     rows = [row for row in GRID if row[0] == name]

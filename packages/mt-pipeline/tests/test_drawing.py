@@ -122,6 +122,10 @@ def test_the_command_draws_and_shows(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert str(make_schedule("interleaved", 2, 4, group=4)) in shown
     assert "right; makespan 27, peak activations 7, 5" in shown
+    main(["show", "1f1b", "--stages", "1", "--microbatches", "3", "--overlap"])
+    assert "F0 F1&B0 F2&B1 B2" in capsys.readouterr().out
+    main(["draw", "1f1b", "--stages", "1", "--overlap", "--pair-share", "0.8"])
+    assert "makespan 19.8" in capsys.readouterr().out  # 3 + 7 * 0.8 * 3
     main(["show", "1f1b", "--stages", "2", "--json"])
     text = capsys.readouterr().out
     assert Schedule.from_json(text) == make_schedule("1f1b", 2)
@@ -145,12 +149,24 @@ def test_the_command_says_what_is_wrong(capsys, arguments, message):
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_the_command_exits_with_one_and_names_what_is_wrong_with_a_file(tmp_path, capsys):
-    text = make_schedule("1f1b", 2, 1).to_json().replace('[["F", 0, 0], ', "[")
-    (tmp_path / "broken.json").write_text(text)
+@pytest.mark.parametrize("command", ["show", "draw"])
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('[["F", 0, 0], ', "[", "rank 0, action 0: F0 of stage 0 is missing on this rank"),
+        ('["F", 0, 0]', '["F", 9, 0]', "rank 0, action 0: F0 of stage 9: there are stages 0..1"),
+    ],
+)
+def test_the_command_exits_with_one_and_names_what_is_wrong_with_a_file(
+    tmp_path, capsys, command, old, new, sentence
+):
+    text = make_schedule("1f1b", 2, 1).to_json()
+    (tmp_path / "broken.json").write_text(text.replace(old, new))
     with pytest.raises(SystemExit, match="1"):
-        main(["show", str(tmp_path / "broken.json")])
-    assert "rank 0, action 0: F0 of stage 0 is missing on this rank" in capsys.readouterr().err
+        main([command, str(tmp_path / "broken.json")])
+    written = capsys.readouterr()
+    assert sentence in written.err
+    assert "makespan" not in written.out
 
 
 def test_missing_tyro_says_how_to_install_it(monkeypatch, capsys):

@@ -229,6 +229,31 @@ def test_overlapped_pairs_across_ranks_change_no_gradient(ranks, world, name):
     ranks(world, body)
 
 
+OVERLAPPED = [("1f1b", {}), ("interleaved", {"chunks": 2}), ("interleaved", {"chunks": 3})]
+
+
+@pytest.mark.parametrize(("name", "options"), OVERLAPPED)
+@pytest.mark.parametrize("world", [1, 2])
+def test_overlapped_1f1b_gives_the_gradients_of_1f1b(ranks, world, name, options):
+    def body():
+        results = []
+        for overlap in (False, True):
+            schedule = make_schedule(name, world, 5, overlap=overlap, **options)
+            log = []
+            mine = [MoE(stage, log) for stage in schedule.stages_of(dist.get_rank())]
+            group = dist.group.WORLD if world > 1 else None
+            executor = Executor(schedule, mine, group=group, activation=spec)
+            outputs = executor.run(make_batches(5), objective=objective)
+            gradients = [p.grad for stage in mine for p in stage.parameters()]
+            results.append([*outputs, *gradients])
+            alternates = ("start dispatch", "B start combine") in itertools.pairwise(log)
+            assert alternates == overlap
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(world, body)
+
+
 class DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer):

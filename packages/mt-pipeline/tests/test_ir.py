@@ -3,7 +3,18 @@
 import json
 
 import pytest
-from mt_pipeline import Action, Op, Schedule, insert_communication, make_schedule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mt_pipeline import (
+    GENERATORS,
+    Action,
+    Costs,
+    Op,
+    Schedule,
+    check,
+    insert_communication,
+    make_schedule,
+)
 
 
 def test_print_is_the_papers_notation():
@@ -46,6 +57,39 @@ def test_receives_are_placed_when_their_message_is_made():
 def test_times_that_cannot_place_receives_are_refused():
     with pytest.raises(ValueError, match=r"forward is 0 and backward 2.0: both must be above 0"):
         insert_communication(make_schedule("1f1b"), forward=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "costs"),
+    [
+        ("1f1b", Costs(forward=[0, 1, 1, 1])),
+        ("1f1b", Costs(forward=0.0, backward=0.0)),
+        ("1f1b", Costs(forward=[1.0, 1e-18, 1.0, 1e18])),
+        ("zb-h1", Costs(weight=2.0)),  # so I takes no time
+        ("zb-h1", Costs(weight=0.0, latency=1e20)),
+        ("dualpipe-v", Costs(backward=0.0, overlap=1e-30)),
+    ],
+)
+def test_a_message_comes_after_its_computation_even_where_that_takes_no_time(name, costs):
+    schedule = make_schedule(name, stages=4, microbatches=8)
+    full = insert_communication(schedule, costs=costs)
+    assert check(full) == []
+    kept = [tuple(a for a in actions if not a.op.is_message) for actions in full.ranks]
+    assert tuple(kept) == schedule.ranks
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(list(GENERATORS)),
+    times=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.5, 1.0]), min_size=24, max_size=24),
+    latency=st.sampled_from([0.0, 1.0, 1e9]),
+)
+def test_communication_is_right_for_any_times(name, times, latency):
+    schedule = make_schedule(name, stages=4, microbatches=8)
+    forward, inputs, weight = (times[i : i + schedule.depth] for i in (0, 8, 16))
+    backward = [a + b for a, b in zip(inputs, weight, strict=True)]
+    costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
+    assert check(insert_communication(schedule, costs=costs)) == []
 
 
 def test_stages_on_one_rank_do_not_communicate(parse):

@@ -1,5 +1,9 @@
 """The search finds right schedules that fit the memory and are no slower than the named ones."""
 
+import dataclasses
+import itertools
+import math
+
 import pytest
 from mt_pipeline import (
     GENERATORS,
@@ -10,6 +14,7 @@ from mt_pipeline import (
     optimise,
     simulate,
 )
+from mt_pipeline.optimise import _improve
 
 RANKS, MICROBATCHES, PIECES = 4, 12, 8
 
@@ -43,13 +48,32 @@ PROFILES = {
 }
 
 
-def named(costs: Costs, cap: float) -> dict[str, float]:
-    """The makespans of the named schedules that keep to the cap."""
-    found = {}
+def options_of(name: str, ranks: int, microbatches: int, chunks: int) -> list[dict]:
+    """Every set of options of a named schedule that it may take, and some that it does not."""
+    splits = [{"chunks": each} for each in range(1, chunks + 1)]
+    if name == "bfs":
+        return splits
+    if name not in ("1f1b", "interleaved"):
+        return [{}]
+    overlaps = [{"overlap": overlap} for overlap in (False, True)]
+    if name == "1f1b":
+        return overlaps
+    groups = [{"group": n} for n in (None, *range(ranks, microbatches + 1))]
+    return [a | b | c for a, b, c in itertools.product(splits, groups, overlaps)]
+
+
+def named(costs: Costs, cap: float, microbatches: int = MICROBATCHES) -> dict[str, float]:
+    """The least makespans of the named schedules that keep to the cap, over all their options."""
+    found: dict[str, float] = {}
     for name in GENERATORS:
-        simulated = simulate(make_schedule(name, RANKS, MICROBATCHES), costs=costs)
-        if max(simulated.peak_bytes) <= cap:
-            found[name] = simulated.makespan
+        for options in options_of(name, RANKS, microbatches, PIECES // RANKS):
+            try:
+                schedule = make_schedule(name, RANKS, microbatches, **options)
+            except ValueError:  # no valid group
+                continue
+            simulated = simulate(schedule, costs=costs)
+            if max(simulated.peak_bytes) <= cap:
+                found[name] = min(simulated.makespan, found.get(name, simulated.makespan))
     return found
 
 
@@ -81,6 +105,35 @@ def test_it_beats_every_named_schedule_where_none_is_made_for_the_costs():
     assert simulate(best, costs=costs).makespan < min(named(costs, 11.0).values())
 
 
+def test_it_is_no_slower_than_interleaved_1f1b_with_the_best_group():
+    costs = profile(weight=[0.0] * PIECES, latency=2.0)
+    interleaved = simulate(make_schedule("interleaved", RANKS, 16, group=16), costs=costs)
+    assert (interleaved.makespan, max(interleaved.peak_bytes)) == (123.0, 23.0)
+    assert named(costs, 23.0, 16)["interleaved"] <= 123.0
+    best = optimise(costs, 23.0, ranks=RANKS, microbatches=16, trials=0)
+    assert simulate(best, costs=costs).makespan <= min(named(costs, 23.0, 16).values())
+
+
+def test_it_overlaps_forwards_and_backwards_where_that_is_faster():
+    costs = dataclasses.replace(profile(), overlap=0.7)
+    best = optimise(costs, 16.0, ranks=RANKS, microbatches=8, trials=0, two_copies=False)
+    assert best.overlaps
+    others = named(costs, 16.0, 8)
+    others.pop("dualpipe", None)
+    assert simulate(best, costs=costs).makespan <= min(others.values())
+
+
+def test_exchanges_do_not_part_overlapped_pairs():
+    costs = dataclasses.replace(profile(), latency=0.2)
+    best = optimise(costs, ranks=2, microbatches=4, trials=300)
+    assert check(best) == []
+    pairs = make_schedule("dualpipe-v", 2, 4)
+    for trials in (100, 200):
+        changed = _improve(pairs, costs, [math.inf] * 2, trials)
+        assert changed.ranks != pairs.ranks
+        assert check(changed) == []
+
+
 def test_less_memory_takes_longer_and_is_kept_on_each_rank():
     makespans = []
     for cap in (16.0, 8.0, 6.0, 4.0):
@@ -96,9 +149,15 @@ def test_less_memory_takes_longer_and_is_kept_on_each_rank():
     assert all(size <= cap for size, cap in zip(sizes, caps, strict=True))
 
 
-def test_costs_that_are_one_number_mean_two_pieces_on_each_rank():
-    best = optimise(Costs(), ranks=3, microbatches=6, trials=20)
-    assert simulate(best, costs=Costs(forward=[1.0] * 6)).makespan <= 6 * 6 + 2
+def test_costs_that_are_one_number_do_not_say_how_large_a_piece_is():
+    with pytest.raises(ValueError, match=r"single numbers.* forward=\[1.0\] \* 6 for two pieces"):
+        optimise(Costs(latency=0.5), ranks=3, microbatches=6)
+    # Beside a sequence a number is the cost of each piece, here as in `simulate`.
+    costs = Costs(forward=[1.0] * 6, activation_bytes=1.0)
+    best = optimise(costs, ranks=3, microbatches=6, trials=20)
+    simulated = simulate(best, costs=costs)
+    assert simulated == simulate(best, costs=costs.spread(6))
+    assert simulated.makespan <= 6 * 6 + 2
 
 
 def test_the_same_arguments_give_the_same_schedule():
@@ -135,6 +194,19 @@ def test_what_cannot_be_is_refused(costs, cap, message):
 def test_costs_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Costs(**options)
+
+
+def test_a_weight_that_is_not_given_stays_half_of_the_backward():
+    costs = dataclasses.replace(Costs(), backward=4.0)
+    assert costs.weight is None
+    assert costs == Costs(backward=4.0)
+    assert costs.spread(2).weight == costs.merged(2).weight == (2.0, 2.0)
+    uneven = dataclasses.replace(costs, backward=[2.0, 3.0])
+    assert (uneven.spread(2).weight, uneven.merged(1).weight) == ((1.0, 1.5), (2.5,))
+    # Half of 4.0: I and W take 2 each. A W of 1.0 would leave 3.
+    schedule = make_schedule("zb-h1", 2, 1)
+    assert simulate(schedule, costs=costs).makespan == simulate(schedule, backward=4.0).makespan
+    assert simulate(schedule, costs=costs).makespan == 1 + 1 + 2 + 2 + 2
 
 
 def test_costs_are_joined_for_fewer_stages():

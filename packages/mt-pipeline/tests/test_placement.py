@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -96,6 +98,20 @@ def test_balanced_layers_have_the_cheapest_dearest_stage(costs, stages, ends):
     assert dearest(parts) == min(map(dearest, every))
 
 
+@pytest.mark.parametrize("cost", [1.0, 0.1, 1 / 3, 1e-300, 1e300])
+@pytest.mark.parametrize(("layers", "stages"), [(10, 4), (23, 6), (100, 8)])
+def test_layers_of_any_equal_cost_are_balanced_alike(cost, layers, stages):
+    wanted = balance_layers([1] * layers, stages)
+    assert balance_layers([cost] * layers, stages) == wanted
+    assert len(wanted[-1]) == layers - (stages - 1) * -(-layers // stages)
+
+
+def test_layers_and_ends_of_fractions_are_balanced_by_their_exact_sums():
+    assert lengths(balance_layers([0.1] * 10, 4)) == [3, 3, 3, 1]
+    assert lengths(balance_layers([0.1] * 10, 4, loss=0.2)) == [3, 3, 3, 1]
+    assert lengths(balance_layers([0.1] * 10, 4, embedding=0.2)) == [1, 3, 3, 3]
+
+
 def test_balance_refuses_what_is_no_cost():
     with pytest.raises(ValueError, match="numbers of 0 or more"):
         balance_layers([1.0, -1.0], 1)
@@ -160,6 +176,16 @@ def test_a_mistake_in_a_layout_is_pointed_at(text, position, reason):
     line, caret = str(caught.value).splitlines()[-2:]
     if position < len(text) and len(text) < 100:
         assert line[caret.index("^")] == text[position]
+
+
+def test_a_layout_error_survives_pickling():
+    # As between the processes of a data loader, a launcher or a test run.
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("Et|tx|tL")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), again.position) == (LayoutError, str(caught.value), 4)
+    copied = copy.copy(caught.value)
+    assert (str(copied), copied.position) == (str(caught.value), 4)
 
 
 def test_another_number_of_layers_or_stages_is_named():

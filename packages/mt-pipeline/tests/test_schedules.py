@@ -1,5 +1,6 @@
 """1F1B against the closed forms of the papers and against torch's own."""
 
+import itertools
 import re
 
 import pytest
@@ -61,6 +62,57 @@ def test_interleaved_warm_up_is_megatrons(p, m, v, data):
         assert ops.index(Op.B) == min(warmup + 1, m * v)
         assert schedule.peak_activations[rank] == min(warmup + 1, m * v)
         assert schedule.stages_of(rank) == [chunk * p + rank for chunk in range(v)]
+
+
+def overlapped(schedule):
+    """The orders without their head, where `F1&B0` is a pair."""
+    return [line.split(": ")[1] for line in str(schedule).splitlines()[1:]]
+
+
+def test_overlap_on_one_rank_is_one_microbatch_ahead():
+    # Megatron-LM's combined 1F1B without a pipeline.
+    assert overlapped(make_schedule("1f1b", 1, 4, overlap=True)) == ["F0 F1&B0 F2&B1 F3&B2 B3"]
+    assert overlapped(make_schedule("1f1b", 1, 1, overlap=True)) == ["F0 B0"]
+
+
+def test_overlapped_1f1b_is_far_enough_ahead_that_no_pair_waits():
+    schedule = make_schedule("1f1b", 3, 6, overlap=True)
+    assert overlapped(schedule) == [
+        "F0 F1 F2 F3 F4 F5&B0 B1 B2 B3 B4 B5",
+        "F0 F1 F2 F3&B0 F4&B1 F5&B2 B3 B4 B5",
+        "F0 F1&B0 F2&B1 F3&B2 F4&B3 F5&B4 B5",
+    ]
+    assert schedule.peak_activations == (6, 4, 2)
+    for rank in range(3):
+        spans = [s for s in simulate(schedule).timeline[rank] if s.action.op is Op.B]
+        assert {b.start - a.start for a, b in itertools.pairwise(spans)} <= {2.0, 3.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**sizes, v=st.integers(1, 4), data=st.data())
+def test_overlap_adds_one_to_interleaved_warm_up_and_peak(p, m, v, data):
+    valid = [n for n in range(p, m + 1) if m % n == 0 or m % n >= p]
+    group = data.draw(st.sampled_from(valid)) if valid else None
+    schedule = make_schedule("interleaved", p, m, chunks=v, group=group, overlap=True)
+    plain = make_schedule("interleaved", p, m, chunks=v, group=group)
+    assert check(schedule) == check(insert_communication(schedule)) == []
+    pairs = 0
+    for rank, actions in enumerate(schedule.ranks):
+        warmup = min(2 * (p - rank - 1) + (v - 1) * (group or m) + 1, m * v)
+        ops = [action.op for action in actions]
+        assert ops.index(Op.B) == min(warmup + 1, m * v)
+        assert schedule.peak_activations[rank] == min(plain.peak_activations[rank] + 1, m * v)
+        steady = list(zip(actions[warmup::2], actions[warmup + 1 :: 2], strict=False))
+        steady = steady[: m * v - warmup]
+        assert set(steady) <= schedule.overlaps
+        pairs += len(steady)
+        orders = [
+            [a for a in each if a.op is op]
+            for each in (actions, plain.ranks[rank])
+            for op in (Op.F, Op.B)
+        ]
+        assert orders[:2] == orders[2:]
+    assert len(schedule.overlaps) == pairs
 
 
 def test_without_a_group_the_smallest_that_fits_is_taken():
@@ -201,7 +253,8 @@ def test_simulation_refuses_bad_times(options, message):
         (("zzz",), {}, "unknown schedule 'zzz'. Known: gpipe, 1f1b"),
         (("1f1b", 0), {}, "stages is 0: expected a whole number of at least 1"),
         (("1f1b", 2, 2.5), {}, "microbatches is 2.5"),
-        (("1f1b",), {"chunks": 2}, "schedule '1f1b' has no option 'chunks'; its options: none"),
+        (("gpipe",), {"chunks": 2}, "schedule 'gpipe' has no option 'chunks'; its options: none"),
+        (("1f1b",), {"chunks": 2}, "schedule '1f1b' has no option 'chunks'; its options: overlap"),
         (("zbv",), {}, "unknown schedule 'zbv'. Did you mean 'zb-v'\\?"),
         (("bfs",), {"group": 2}, "'bfs' has no option 'group'; its options: chunks"),
         (("bfs",), {"chunks": 0}, "chunks is 0: expected a whole number of at least 1"),

@@ -45,10 +45,47 @@ def test_what_is_offloaded_takes_no_memory():
     assert simulate(offloaded, costs=Costs(activation_bytes=4.0)).peak_bytes == (8.0,)
 
 
+def test_what_is_recomputed_and_offloaded_counts_as_recomputed():
+    schedule = make_schedule("gpipe", 2, 16)
+    costs = Costs(activation_bytes=10.0, message_bytes=1.0)
+    # The order of a set depends on what is in it: with many, each order is there.
+    forwards = [Action(Op.F, 1, number) for number in range(16)]
+    marks = frozenset((mark, f) for mark in (Mark.OFFLOAD, Mark.RECOMPUTE) for f in forwards)
+    simulated = simulate(dataclasses.replace(schedule, marks=marks), costs=costs)
+    assert simulated.peak_bytes == (160.0, 16.0)
+
+
 def test_measured_times_of_single_actions_come_first():
     schedule = make_schedule("1f1b", 2, 2)
     slow = {Action(Op.F, 1, 1): 6.0}
     assert simulate(schedule, measured=slow).makespan == 9.0 + 5.0
+
+
+@pytest.mark.parametrize(
+    "astray", [Action(Op.F, 7, 0), Action(Op.B, -1, 0), Action(Op.F, 0, 2), Action(Op.F, 1, -1)]
+)
+def test_an_action_of_no_stage_or_microbatch_points_to_check(astray):
+    schedule = make_schedule("1f1b", 2, 2)
+    ranks = (schedule.ranks[0], (*schedule.ranks[1], astray))
+    broken = dataclasses.replace(schedule, ranks=ranks)
+    for refuses in (simulate, insert_communication):
+        with pytest.raises(ValueError, match=r"there is no such .*check\(schedule\) says"):
+            refuses(broken)
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({Action(Op.F, 0, 0): -5.0}, "F0 of stage 0 is measured at -5.0: expected a time of 0"),
+        ({Action(Op.F, 0, 0): float("nan")}, "is measured at nan"),
+        ({Action(Op.F, 0, 0): float("inf")}, "is measured at inf"),
+        ({Action(Op.F, 0, 2): 1.0}, "F2 of stage 0 is measured, but not in schedule '1f1b'"),
+        ({Action(Op.W, 0, 0): 1.0}, "W0 of stage 0 is measured, but not in schedule '1f1b'"),
+    ],
+)
+def test_measured_times_that_cannot_be_are_refused(measured, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(make_schedule("1f1b", 2, 2), measured=measured)
 
 
 def test_an_overlapped_pair_starts_with_both_inputs_and_ends_as_one():
@@ -99,7 +136,7 @@ def test_values_with_everything_survive_json():
         ),
         (
             {"marks": frozenset({(Mark.DEFER, Action(Op.F, 0, 0))})},
-            "F0 of stage 0 cannot be marked defer: only a W can",
+            "F0 of stage 0 cannot be marked defer: only a B or a W can",
         ),
         (
             {"marks": frozenset({(Mark.OFFLOAD, Action(Op.B, 0, 0))})},

@@ -5,6 +5,7 @@ from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, pla
 from mt_pipeline.checker import Violation, check
 from mt_pipeline.communication import forward_only, insert_communication, insert_hooks
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.executor import Executor
 from mt_pipeline.gantt import Panel, draw_text
 from mt_pipeline.ir import Schedule
@@ -59,6 +60,7 @@ __all__ = [
     "balance_layers",
     "batch_boxes",
     "check",
+    "defer_weights",
     "draw_svg",
     "draw_text",
     "forward_only",

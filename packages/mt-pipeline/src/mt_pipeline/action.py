@@ -68,9 +68,11 @@ class Mark(StrEnum):
     RECOMPUTE = "recompute"
     """On an F: keep its input only, and run it again before its backward."""
     OFFLOAD = "offload"
-    """On an F: what is kept for its backward waits in host memory."""
+    """On an F: what is kept for its backward waits in host memory. Of an F that has both marks the
+    simulator counts the input that RECOMPUTE keeps."""
     DEFER = "defer"
-    """On a W: it may run later than it stands, while the rank would wait, but before REDUCE."""
+    """On a B or a W: the weight gradients wait for the rank's end, or its stage's REDUCE
+    (`defer_weights`)."""
 
 
 class Action(NamedTuple):

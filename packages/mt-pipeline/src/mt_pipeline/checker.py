@@ -10,6 +10,7 @@ from typing import TypeAlias
 from mt_pipeline.action import Action, Op
 from mt_pipeline.communication import steps
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
 from mt_pipeline.simulator import advance, source_of
 
@@ -48,7 +49,8 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     out of order or mismatched, as it would be their consequence.
 
     Args:
-        schedule: With or without communication.
+        schedule: With or without communication. Of one with DEFER marks it is the order of
+            `defer_weights` that is checked, and that indices are of.
         buffers: How many messages from one rank to another may be under way after their send has
             ended. 0: sends block until they are received, the strictest case.
 
@@ -57,6 +59,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     """
     if buffers < 0:
         raise ValueError(f"buffers is {buffers}: expected 0 or more")
+    schedule = defer_weights(schedule)
     places: dict[Action, int] = {}
     found: list[Violation] = []
     for rank, index, action in schedule:
@@ -74,6 +77,8 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     if not found:
         found += _stuck(schedule, places) or _deadlocks(schedule, places, buffers)
     found += _over_peak(schedule, places)
+    found += _ill_paired(schedule, places)
+    found += _ill_marked(schedule, places)
     return sorted(found, key=lambda violation: (violation.rank, violation.index))
 
 
@@ -277,3 +282,36 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
             yield Violation(
                 rank, index, f"{count} live activations, but the schedule declares {peak}"
             )
+
+
+def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    """Overlapped pairs that nobody could run as one."""
+    paired: set[Action] = set()
+    for first, second in sorted(schedule.overlaps):
+        for action in (first, second):
+            if action not in places:
+                sentence = f"{action} is in an overlapped pair, but not in the schedule"
+                yield _violation(schedule, places, action, sentence)
+            elif action in paired:
+                sentence = f"{action} is in two overlapped pairs"
+                yield _violation(schedule, places, action, sentence)
+            paired.add(action)
+        if first in places and second in places:
+            rank, index = schedule.stage_ranks[first.stage], places[first]
+            if schedule.ranks[rank][index + 1 : index + 2] != (second,):
+                sentence = f"{first} cannot overlap {second}: they are not neighbours"
+                yield Violation(rank, index, sentence)
+
+
+def _ill_marked(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    for mark, action in sorted(schedule.marks):
+        if action not in places:
+            sentence = f"{action} is marked {mark.value}, but not in the schedule"
+            yield _violation(schedule, places, action, sentence)
+
+
+def _violation(schedule: Schedule, places: _Places, action: Action, sentence: str) -> Violation:
+    """A violation where an action is, or at the end of the list in which it would be."""
+    exists = 0 <= action.stage < schedule.stages
+    rank = schedule.stage_ranks[action.stage] if exists else 0
+    return Violation(rank, places.get(action, len(schedule.ranks[rank])), sentence)

@@ -29,6 +29,7 @@ class _Chosen:
         microbatches: Number of micro-batches.
         chunks: Stages on each rank, of interleaved and bfs.
         group: Micro-batches that visit a chunk before the next, of interleaved.
+        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
     """
 
     schedule: str
@@ -36,19 +37,20 @@ class _Chosen:
     microbatches: int = 8
     chunks: int | None = None
     group: int | None = None
+    overlap: bool = False
 
     def made(self) -> Schedule:
         """The schedule that is meant."""
         if self.schedule.endswith(".json"):
             return Schedule.from_json(Path(self.schedule).read_text(encoding="utf-8"))
-        given = {"chunks": self.chunks, "group": self.group}
+        given = {"chunks": self.chunks, "group": self.group, "overlap": self.overlap or None}
         options = {name: value for name, value in given.items() if value is not None}
         return make_schedule(self.schedule, self.stages, self.microbatches, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw(_Chosen):
-    """Simulate a schedule and draw when each rank does what.
+    """Simulate a schedule and draw when each rank does what; or say what is wrong with it.
 
     Attributes:
         schedule: A name such as 1f1b or zb-v, or a .json file that `Schedule.to_json` wrote.
@@ -56,12 +58,13 @@ class Draw(_Chosen):
         microbatches: Number of micro-batches.
         chunks: Stages on each rank, of interleaved and bfs.
         group: Micro-batches that visit a chunk before the next, of interleaved.
+        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
         output: An .svg file to write, also -o. Left out, the drawing is printed in characters.
         forward: Time of a stage's forward.
         backward: Time of a stage's backward.
         weight: Its part for the weights. Left out, half of it.
         latency: Time of a transfer between two ranks.
-        overlap: Time of an overlapped pair, as a share of its two times.
+        pair_share: Time of an overlapped pair, as a share of its two times.
         width: Width in pixels, or in characters.
     """
 
@@ -70,18 +73,19 @@ class Draw(_Chosen):
     backward: float = 2.0
     weight: float | None = None
     latency: float = 0.0
-    overlap: float = 1.0
+    pair_share: float = 1.0
     width: int | None = None
 
     def run(self) -> None:
         """Run the command."""
         schedule = self.made()
+        _require_right(schedule)
         costs = Costs(
             forward=self.forward,
             backward=self.backward,
             weight=self.weight,
             latency=self.latency,
-            overlap=self.overlap,
+            overlap=self.pair_share,
         )
         panel = Panel.of(schedule, simulate(schedule, costs=costs))
         if self.output is None:
@@ -101,6 +105,7 @@ class Show(_Chosen):
         microbatches: Number of micro-batches.
         chunks: Stages on each rank, of interleaved and bfs.
         group: Micro-batches that visit a chunk before the next, of interleaved.
+        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
         json: Print the JSON that can be edited and read again instead.
     """
 
@@ -110,11 +115,7 @@ class Show(_Chosen):
         """Run the command."""
         schedule = self.made()
         _say(schedule.to_json() if self.json else str(schedule))
-        violations = check(schedule)
-        for violation in violations:
-            _say(str(violation), stream=sys.stderr)
-        if violations:
-            raise SystemExit(1)
+        _require_right(schedule)
         if not self.json:
             simulated = simulate(schedule)
             _say(
@@ -143,6 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _say(f"mt-pipeline: {_sentence(error)}", stream=sys.stderr)
         raise SystemExit(USAGE_ERROR) from None
+
+
+def _require_right(schedule: Schedule) -> None:
+    """Name what is wrong with a schedule, and exit with 1 if something is."""
+    violations = check(schedule)
+    for violation in violations:
+        _say(str(violation), stream=sys.stderr)
+    if violations:
+        raise SystemExit(1)
 
 
 def _sentence(error: Exception) -> str:

@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from mt_pipeline.action import Action, Op
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
-from mt_pipeline.simulator import simulate
+from mt_pipeline.simulator import action_times, simulate
 
 
 def insert_communication(
@@ -34,22 +35,26 @@ def insert_communication(
     between the two actions of an overlapped pair.
 
     Args:
-        schedule: Without messages. A schedule that already communicates is returned as it is.
+        schedule: Without messages. A schedule that already communicates is returned as it is,
+            `defer_weights` apart.
         forward: Time of one forward, above 0. The times only decide where receives are placed.
         backward: Time of one backward, above 0; half of it for each of I and W.
-        costs: Times of each stage, in the place of these two.
+        costs: Times of each stage, in the place of these two. They may be 0: an F, B or I is then
+            given a millionth of the longest time, so that what it sends comes after it.
 
     Returns:
         The same schedule with communication.
 
     Raises:
-        ValueError: A time is not above 0, or the schedule cannot complete (`check` says why).
+        ValueError: `forward` or `backward` is not above 0, the costs do not fit the stages, or the
+            schedule cannot complete (`check` says why).
     """
+    schedule = defer_weights(schedule)
     if schedule.has_communication:
         return schedule
     if forward <= 0 or backward <= 0:
         raise ValueError(f"forward is {forward} and backward {backward}: both must be above 0")
-    costs = costs or Costs(forward=forward, backward=backward)
+    costs = _lasting(schedule, costs or Costs(forward=forward, backward=backward))
     # Sorted by time, messages before the computation that starts with them, then by the pair of
     # ranks, so that both ends of a message agree on the order of all messages between them.
     events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
@@ -74,6 +79,21 @@ def insert_communication(
     )
 
 
+def _lasting(schedule: Schedule, costs: Costs) -> Costs:
+    """The costs of the schedule's stages, where nothing that sends ends when it begins."""
+    own, times = costs.merged(schedule.depth), action_times(schedule, costs)
+    stages = range(schedule.depth)
+    transfer = max(own.message_bytes) / own.bandwidth  # pyright: ignore[reportArgumentType]
+    least = 1e-6 * max(own.latency, transfer, *times[Op.F], *times[Op.B]) or 1.0
+    inputs = [max(times[Op.I][stage], least) for stage in stages]
+    return dataclasses.replace(
+        own,
+        forward=[max(times[Op.F][stage], least) for stage in stages],
+        backward=[inputs[stage] + times[Op.W][stage] for stage in stages],
+        overlap=max(own.overlap, 0.1),
+    )
+
+
 _SENDS = MappingProxyType({Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B})
 
 
@@ -86,7 +106,7 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
 
     Args:
         schedule: With or without communication.
-        gather: Whether GATHER actions are wanted.
+        gather: Whether GATHER actions are wanted. None comes between the two of an overlapped pair.
         reduce: Whether REDUCE actions are wanted.
 
     Raises:
@@ -102,9 +122,10 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
         for stage in schedule.stages_of(rank):
             used = [place for place in computes if actions[place].stage == stage]
             if gather and used:
-                before[computes[max(0, computes.index(used[0]) - 1)]].append(
-                    Action(Op.GATHER, stage)
-                )
+                place = computes[max(0, computes.index(used[0]) - 1)]
+                if place and actions[place - 1 : place + 1] in schedule.overlaps:
+                    place -= 1  # nothing lies between the two of a pair
+                before[place].append(Action(Op.GATHER, stage))
             if reduce and used and actions[used[-1]].op is not Op.F:
                 after[used[-1]].append(Action(Op.REDUCE, stage))
         ranks.append(

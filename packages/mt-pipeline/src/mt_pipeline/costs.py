@@ -18,7 +18,8 @@ class Costs:
     Attributes:
         forward: Time of one F.
         backward: Time of one B: input and weight gradients together.
-        weight: Time of one W, the part of `backward` that is not I. None: half of it.
+        weight: Time of one W, the part of `backward` that is not I. None: half of it, also after
+            `dataclasses.replace(costs, backward=...)`; `spread` and `merged` give the numbers.
         activation_bytes: What a stage keeps of one micro-batch between its forward and the end of
             its backward.
         message_bytes: Size of a stage's output for one micro-batch, and of its gradient.
@@ -42,13 +43,11 @@ class Costs:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.weight is None:
-            halves = self.backward
-            half = halves / 2 if isinstance(halves, int | float) else [b / 2 for b in halves]
-            object.__setattr__(self, "weight", half)
         lengths: dict[str, int] = {}
         for what in _PER_STAGE:
             given = getattr(self, what)
+            if what == "weight" and given is None:
+                continue
             numbers = (given,) if isinstance(given, int | float) else tuple(given)
             if any(not 0 <= number < math.inf for number in numbers):
                 raise ValueError(f"{what} is {given}: expected numbers of 0 or more")
@@ -113,4 +112,6 @@ class Costs:
 
     def _listed(self, what: str, stages: int) -> list[float]:
         value = getattr(self, what)
+        if value is None:  # the weight, where it is not given
+            return [time / 2 for time in self._listed("backward", stages)]
         return [float(value)] * stages if isinstance(value, int | float) else list(value)

@@ -52,8 +52,9 @@ class Schedule:
         directions: Number of copies of the model that data flows through.
         overlaps: Pairs of an F and the B or I that follows it on the same rank, to be run as one:
             both inputs are needed at its start, and both outputs leave at its end. Taking the two
-            in order is right too, so who cannot overlap need not look at this.
-        marks: Wishes about single actions.
+            in order is right too, so who cannot overlap need not look at this. `check` wants the
+            two to be neighbours, and in no other pair.
+        marks: Wishes about single actions, which `check` wants to be in the schedule.
 
     Raises:
         ValueError: A size is below 1, a per-rank or per-stage tuple does not fit, or an overlap or
@@ -107,8 +108,8 @@ class Schedule:
             if first.op is not Op.F or second.op not in (Op.B, Op.I):
                 raise ValueError(f"{first} cannot overlap {second}: it takes an F and a B or I")
         for mark, action in self.marks:
-            if action.op is not (Op.W if mark is Mark.DEFER else Op.F):
-                wanted = "a W" if mark is Mark.DEFER else "an F"
+            if action.op not in ((Op.B, Op.W) if mark is Mark.DEFER else (Op.F,)):
+                wanted = "a B or a W" if mark is Mark.DEFER else "an F"
                 raise ValueError(f"{action} cannot be marked {mark.value}: only {wanted} can")
 
     @cached_property

@@ -18,12 +18,16 @@ class LayoutError(ValueError):
     """
 
     def __init__(self, text: str, position: int, reason: str) -> None:
+        super().__init__(text, position, reason)  # what pickle makes it from again
         self.position = position
+
+    def __str__(self) -> str:
+        text, position, reason = self.args
         shown = text.replace("\n", " ")
         start = max(0, position - 60)
         piece = ("..." if start else "") + shown[start : position + 60]
         caret = " " * (position - start + (3 if start else 0)) + "^"
-        super().__init__(f"layout, character {position}: {reason}\n  {piece}\n  {caret}")
+        return f"layout, character {position}: {reason}\n  {piece}\n  {caret}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mt_pipeline.action import require_positive
 from mt_pipeline.costs import Costs
@@ -14,9 +15,9 @@ from mt_pipeline.greedy import Policy, schedule_greedily
 from mt_pipeline.ir import Schedule
 from mt_pipeline.placement import place_stages
 from mt_pipeline.schedules import GENERATORS, make_schedule
+from mt_pipeline.schedules.looped import group_sizes
 from mt_pipeline.simulator import simulate
 
-_LOOPED = ("interleaved", "bfs")
 _PATIENCE = (0.0, 0.5, 1.0)
 _SHARES = (1.0, 0.75, 0.5)
 
@@ -32,16 +33,18 @@ def optimise(
 ) -> Schedule:
     """Search the schedule with the least simulated makespan for given costs.
 
-    Candidates are every schedule that `make_schedule` knows, greedy ones with split backwards for
-    looped and V-shaped placement under several policies, and what comes from the best of them by
-    `trials` random exchanges of neighbouring actions that do not make it slower. So the result is
-    never slower than the best named schedule that keeps the limit. The same arguments give the same
-    result.
+    Candidates are every schedule that `make_schedule` knows with each of its options, greedy ones
+    with split backwards for looped and V-shaped placement under several policies, and what comes
+    from the best of them by `trials` random exchanges of neighbouring actions that do not make it
+    slower. So the result is never slower than the best named schedule that keeps the limit. The
+    same arguments give the same result.
 
     Args:
         costs: Costs of the pieces of the model in the data's order: as many as there are stages on
-            all ranks, or a multiple. A schedule with fewer, longer stages joins neighbouring
-            pieces: `costs.merged(schedule.depth)` are its costs, which `simulate` finds by itself.
+            all ranks, or a multiple. At least one of them is a sequence, as how many pieces there
+            are is read from its length; a single number beside it is the cost of each piece. A
+            schedule with fewer, longer stages joins neighbouring pieces:
+            `costs.merged(schedule.depth)` are its costs, which `simulate` finds by itself.
         memory_cap: The most bytes that the activations of a rank may take, one number or one for
             each rank. Parameters are not counted.
         ranks: Number of pipeline ranks.
@@ -53,11 +56,18 @@ def optimise(
         The fastest schedule found, with its peak declared; its name says where it comes from.
 
     Raises:
-        ValueError: The pieces do not share out over the ranks, or no schedule keeps the limit.
+        ValueError: All costs are single numbers, the pieces do not share out over the ranks, or no
+            schedule keeps the limit.
     """
     require_positive("ranks", ranks)
     require_positive("microbatches", microbatches)
-    pieces = costs.stages or 2 * ranks
+    pieces = costs.stages
+    if pieces is None:
+        raise ValueError(
+            "costs are single numbers, which do not say of how large a piece of the model: give "
+            f"one number for each piece, for example forward=[{costs.forward}] * {2 * ranks} for "
+            f"two pieces on each of {ranks} ranks"
+        )
     if pieces % ranks:
         raise ValueError(
             f"costs are of {pieces} pieces of the model, which {ranks} ranks do not share evenly: "
@@ -95,8 +105,7 @@ def _candidates(
     chunks = (costs.stages or ranks) // ranks
     splits = [each for each in range(1, chunks + 1) if chunks % each == 0]
     for name in GENERATORS:
-        for each in splits if name in _LOOPED else (1,):
-            options = {"chunks": each} if name in _LOOPED else {}
+        for options in _options(name, ranks, microbatches, splits):
             try:
                 schedule = make_schedule(name, ranks, microbatches, **options)
             except ValueError:  # it cannot take this many
@@ -107,6 +116,23 @@ def _candidates(
         for v_shape in (False, True) if each > 1 else (False,):
             placement = place_stages(ranks, each, v_shape=v_shape)
             yield from _greedy(costs, caps, placement, microbatches)
+
+
+def _options(
+    name: str, ranks: int, microbatches: int, splits: Sequence[int]
+) -> Iterator[Mapping[str, Any]]:
+    """Every set of options of a named schedule."""
+    if name == "1f1b":
+        yield from ({"overlap": overlap} for overlap in (False, True))
+    elif name == "bfs":
+        yield from ({"chunks": chunks} for chunks in splits)
+    elif name == "interleaved":
+        groups = group_sizes(ranks, microbatches) or [None]
+        for chunks, group, overlap in itertools.product(splits, groups, (False, True)):
+            if chunks > 1 or group == groups[0]:  # a single chunk is visited in one order only
+                yield {"chunks": chunks, "group": group, "overlap": overlap}
+    else:
+        yield {}
 
 
 def _greedy(
@@ -147,7 +173,13 @@ def _improve(schedule: Schedule, costs: Costs, caps: Sequence[float], trials: in
         to = min(place + chance.choice((1, 1, 2, 3)), len(actions) - 1)
         actions.insert(to, actions.pop(place))
         ranks = (*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :])
-        changed = dataclasses.replace(schedule, ranks=ranks, peak_activations=None)
+        neighbours = {pair for actions in ranks for pair in itertools.pairwise(actions)}
+        changed = dataclasses.replace(
+            schedule,
+            ranks=ranks,
+            peak_activations=None,
+            overlaps=schedule.overlaps & neighbours,  # others could not run as one any more
+        )
         try:
             simulated = simulate(changed, costs=costs)
         except ValueError:  # it deadlocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from mt_pipeline.action import require_positive
@@ -114,6 +115,8 @@ def balance_layers(
 ) -> list[range]:
     """Cut a list of layers into contiguous stages whose dearest is as cheap as can be.
 
+    Sums are exact, so layers of equal costs are cut alike whatever the cost.
+
     Args:
         costs: Cost of each layer, measured or estimated, in any unit: its time, for example.
         stages: Number of stages; every stage has a layer.
@@ -132,12 +135,13 @@ def balance_layers(
         [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
     """
     split_layers(len(costs), stages)  # says what is wrong with the sizes
-    sums = list(itertools.accumulate(costs, initial=0.0))
     if not all(0 <= cost < math.inf for cost in (*costs, embedding, loss)):
         raise ValueError("costs are numbers of 0 or more, one for each layer")
+    first, last, *layers = _whole((embedding, loss, *costs))
+    sums = list(itertools.accumulate(layers, initial=0))
 
-    def cost(start: int, stop: int) -> float:
-        ends = (embedding if start == 0 else 0.0) + (loss if stop == len(costs) else 0.0)
+    def cost(start: int, stop: int) -> int:
+        ends = (first if start == 0 else 0) + (last if stop == len(costs) else 0)
         return sums[stop] - sums[start] + ends
 
     # best[stop]: the dearest stage, and where the last of them begins, of the layers before `stop`.
@@ -158,6 +162,13 @@ def balance_layers(
         result.append(range(best[stop][1], stop))
         stop = best[stop][1]
     return result[::-1]
+
+
+def _whole(numbers: Sequence[float]) -> list[int]:
+    """The numbers in a unit of which each has a whole number."""
+    exact = [Fraction(float(number)) for number in numbers]
+    unit = math.lcm(*(number.denominator for number in exact))
+    return [int(number * unit) for number in exact]
 
 
 def place_stages(ranks: int, chunks: int = 1, *, v_shape: bool = False) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mt_pipeline.action import Action, Mark, Op
 from mt_pipeline.costs import Costs
+from mt_pipeline.deferral import defer_weights
 from mt_pipeline.ir import Schedule
 
 
@@ -103,7 +104,8 @@ def simulate(
     has arrived. Transfers overlap with computation.
 
     Args:
-        schedule: With or without communication; only its compute actions count.
+        schedule: With or without communication; only its compute actions count, in the order of
+            `defer_weights`.
         forward: Time of one forward, for all stages or one for each. With two directions: for
             each stage of the model.
         backward: Time of one backward (input and weight gradients together), likewise.
@@ -111,16 +113,21 @@ def simulate(
         latency: Time between the end of an action and its result's arrival on another rank.
         costs: All of these at once, with bandwidth and bytes; takes the place of the four above.
             Of more pieces than the model has stages neighbouring ones are joined.
-        measured: Times of single actions, which come before the others.
+        measured: Times of single actions of the schedule, which come before the others.
 
     Raises:
-        ValueError: A time is negative, or the schedule cannot complete (`check` says why).
+        ValueError: A time is negative or not finite, a measured action is not in the schedule, or
+            the schedule cannot complete (`check` says why).
     """
     if costs is None:
         costs = Costs(forward=forward, backward=backward, weight=weight, latency=latency)
         costs = costs.spread(schedule.depth)
     elif (forward, backward, weight, latency) != (1.0, 2.0, None, 0.0):
         raise ValueError("costs is given beside single times: give the one or the others")
+    schedule = defer_weights(schedule)
+    _require_places(schedule)
+    if measured:
+        _require_measured(schedule, measured)
     timeline = advance(schedule, costs, measured or {})
     ranks = range(len(schedule.ranks))
     if any(timeline.stuck_at(rank) for rank in ranks):
@@ -136,6 +143,28 @@ def simulate(
         peak_bytes=tuple(size for _, size in memory),
         _timeline=timeline,
     )
+
+
+def _require_places(schedule: Schedule) -> None:
+    stages, microbatches = schedule.stages, schedule.microbatches
+    for rank, _, action in schedule:
+        if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
+            raise ValueError(
+                f"schedule {schedule.name!r} has {action} on rank {rank}, but there is no such "
+                f"stage or micro-batch; check(schedule) says all that is wrong"
+            )
+
+
+def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> None:
+    present = {action for _, _, action in schedule}
+    for action, time in measured.items():
+        if action not in present:
+            raise ValueError(
+                f"{action} is measured, but not in schedule {schedule.name!r}: give times of "
+                "actions that it has"
+            )
+        if not 0 <= time < math.inf:
+            raise ValueError(f"{action} is measured at {time}: expected a time of 0 or more")
 
 
 def advance(
@@ -307,7 +336,10 @@ def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
     """For each rank the most live activations, and the most bytes that they keep."""
     kept = _listed(costs, "activation_bytes", schedule)
     inputs = _input_bytes(schedule, costs)
-    marks = {action[1:]: mark for mark, action in schedule.marks if mark is not Mark.DEFER}
+    recomputed, offloaded = (
+        {action[1:] for mark, action in schedule.marks if mark is wanted}
+        for wanted in (Mark.RECOMPUTE, Mark.OFFLOAD)
+    )
     found = []
     for actions in schedule.ranks:
         live = peak = 0
@@ -316,9 +348,10 @@ def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
             if op not in _LIVES:
                 continue
             own = kept[stage]
-            if marks and (stage, microbatch) in marks:
-                is_recomputed = marks[stage, microbatch] is Mark.RECOMPUTE
-                own = inputs[stage] if is_recomputed else 0.0
+            if recomputed and (stage, microbatch) in recomputed:
+                own = inputs[stage]
+            elif offloaded and (stage, microbatch) in offloaded:
+                own = 0.0
             if op is Op.F:
                 live += 1
                 size += own

@@ -47,7 +47,8 @@ def make_schedule(name: str, stages: int = 4, microbatches: int = 8, **options: 
             stages than this.
         microbatches: Number of micro-batches of one optimizer step.
         **options: Further arguments of the named generator: `chunks` (stages on each rank) of
-            `interleaved` and `bfs`, `group` of `interleaved`.
+            `interleaved` and `bfs`, `group` of `interleaved`, `overlap` (pairs of a forward and a
+            backward that hide the all-to-alls of experts) of `1f1b` and `interleaved`.
 
     Returns:
         The schedule, without communication.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from mt_pipeline.action import Action, Op, require_positive
 from mt_pipeline.ir import Schedule
-from mt_pipeline.schedules.one_pass import alternating
+from mt_pipeline.schedules.one_pass import alternating, steady
 
 
 def interleaved(
-    stages: int, microbatches: int, chunks: int = 2, group: int | None = None
+    stages: int,
+    microbatches: int,
+    chunks: int = 2,
+    group: int | None = None,
+    *,
+    overlap: bool = False,
 ) -> Schedule:
     """Interleaved 1F1B: v chunks of the model on each rank, visited by groups of N micro-batches.
 
@@ -19,12 +24,18 @@ def interleaved(
     It takes `(vm + p - 1)(t_F + t_B)` with times of a chunk, and where m < p
     `(vp + m - 1)(t_F + t_B)`.
 
+    With `overlap` each forward is one with the backward after it, as in Megatron-LM's combined
+    1F1B, which hides the all-to-alls of experts. The last rank's first pair would wait for itself,
+    so the warm-up has one forward more, and a rank holds one activation more. Each of the last
+    rank's pairs, `vm - (v - 1)N - 1`, takes t_F&B from the whole rather than t_F + t_B.
+
     Args:
         stages: Number of ranks, p. Chunk c of rank r is stage `c * p + r`.
         microbatches: Number of micro-batches, m.
         chunks: Number of stages on each rank, v.
         group: Micro-batches that visit a chunk before the next chunk's turn, N. None: p, or the
             smallest number above it that fits m, or m where m < p.
+        overlap: Whether forwards and backwards are overlapped pairs.
 
     Returns:
         The schedule, with its peak declared.
@@ -40,30 +51,37 @@ def interleaved(
         for chunk in range(chunks)
         for number in range(first, min(first + group, microbatches))
     ]
-    ranks, peaks = [], []
+    ranks, peaks, pairs = [], [], []
     for rank in range(stages):
-        warmup = min(2 * (stages - rank - 1) + (chunks - 1) * group, len(visits))
+        warmup = min(2 * (stages - rank - 1) + (chunks - 1) * group + overlap, len(visits))
         forwards = [Action(Op.F, chunk * stages + rank, number) for chunk, number in visits]
         backwards = [
             Action(Op.B, (chunks - 1 - chunk) * stages + rank, number) for chunk, number in visits
         ]
         ranks.append(alternating(forwards, backwards, warmup=warmup))
         peaks.append(min(warmup + 1, len(visits)))
+        pairs += steady(forwards, backwards, warmup=warmup)
     return Schedule(
         name="interleaved",
         stages=stages * chunks,
         microbatches=microbatches,
         ranks=tuple(ranks),
         peak_activations=tuple(peaks),
+        overlaps=frozenset(pairs) if overlap else frozenset(),
     )
 
 
-def _group(stages: int, microbatches: int, group: int | None) -> int:
-    valid = [
+def group_sizes(stages: int, microbatches: int) -> list[int]:
+    """The groups that `interleaved` takes: N from p to m whose last group is none or at least p."""
+    return [
         size
         for size in range(stages, microbatches + 1)
         if microbatches % size == 0 or microbatches % size >= stages
     ]
+
+
+def _group(stages: int, microbatches: int, group: int | None) -> int:
+    valid = group_sizes(stages, microbatches)
     if group is None:
         return valid[0] if valid else microbatches
     require_positive("group", group)
