@@ -361,3 +361,44 @@ def test_a_stage_error_can_be_sent_between_processes():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert vars(again) == vars(error)
+
+
+class InParts(Stage):
+    """Two parts, of which the second may raise, in the forward or in the backward."""
+
+    def parts(self, batch):
+        return [torch.tanh if self.number else lambda x: batch, lambda x: self(x, batch)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_failure_in_one_half_of_an_overlapped_pair_ends_the_other_half(ranks, backward):
+    schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)
+    pairs = {a: pair for pair in schedule.overlaps for a in pair}
+
+    def make():
+        mine = [InParts(stage) for stage in schedule.stages_of(dist.get_rank())]
+        return mine, Executor(schedule, mine, group=dist.group.WORLD, activation=spec)
+
+    def body():
+        mine, executor = make()
+        seen = []
+        for stage in range(4):
+            for microbatch in range(6):
+                if Action(Op.B if backward else Op.F, stage, microbatch) in pairs:
+                    for part in mine:
+                        part.faults = [(stage, microbatch, backward, "out of luck")]
+                    seen.append(failure_of(lambda: executor.run(batches(6), objective=objective)))
+        for part in mine:
+            part.faults = ()
+            part.zero_grad()
+        again, fresh = make()
+        for each in (executor, fresh):
+            each.run(batches(6), objective=objective)
+        for part, other in zip(mine, again, strict=True):
+            assert torch.equal(part.layer.weight.grad, other.layer.weight.grad)
+        return [(text, where) for text, where, _ in seen]
+
+    first, second = ranks(2, body)
+    assert first == second
+    assert first
+    assert all(text.endswith("ArithmeticError: out of luck") for text, _ in first)

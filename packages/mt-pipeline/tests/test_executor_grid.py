@@ -393,10 +393,9 @@ def test_tied_embeddings_get_the_gradient_of_one_shared_parameter(ranks, world):
         groups = {(0, world - 1): dist.new_group([0, world - 1])}
         for name, options in SCHEDULES:
             takes_few = not name.startswith("dualpipe")
-            for number, (one, in_hooks) in itertools.product(
-                (1, 5) if takes_few else (2 * world,),
-                [(False, False), (False, True), (True, True)],
-            ):
+            sizes = (1, 5)[world // 4 :] if takes_few else (2 * world,)
+            ways = [(False, True), (True, True), (False, False)][: 3 if world == 2 else 2]
+            for number, (one, in_hooks) in itertools.product(sizes, ways):
                 schedule = make_schedule(name, stages=world, microbatches=number, **options)
                 if one and {0, schedule.depth - 1} - set(schedule.stages_of(0)):
                     continue  # no rank has both ends
