@@ -12,8 +12,6 @@ from mt_tensor_parallel import (
     Gemm,
     RowParallelLinear,
     TorchGemm,
-    WgradStore,
-    defer_weight_gradients,
     functional,
     gather_from_group,
     parallel_linear,
@@ -309,95 +307,6 @@ def test_settings_out_of_range_are_named() -> None:
         RowParallelLinear(8, 0)
 
 
-def test_gathered_output_is_the_dense_one(ranks) -> None:
-    def body() -> None:
-        torch.manual_seed(0)
-        dense = ColumnParallelLinear(4, (3, 8), shard_dim=1, bias=True, dtype=torch.float64)
-        torch.manual_seed(0)
-        split = ColumnParallelLinear(
-            4, (3, 8), shard_dim=1, bias=True, dtype=torch.float64,
-            group=dist.group.WORLD, gather_output=True,
-        )  # fmt: skip
-        x = torch.randn(2, 5, 4, dtype=torch.float64)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        whole, same = dense(a), split(b)
-        torch.testing.assert_close(same, whole, rtol=1e-12, atol=1e-12)
-        whole.square().sum().backward()
-        same.square().sum().backward()
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-12)
-        own = dense.weight.grad.chunk(2, 1)[dist.get_rank()]
-        torch.testing.assert_close(split.weight.grad, own, rtol=1e-12, atol=1e-12)
-
-    ranks(2, body)
-
-
-def test_a_skipped_bias_and_a_foreign_weight() -> None:
-    layer = RowParallelLinear((2, 3), 4, bias=True, skip_bias_add=True)
-    x = torch.randn(1, 5, 2, 3)
-    y, bias = layer(x)
-    assert bias is layer.bias
-    torch.testing.assert_close(y, F.linear(x.flatten(-2), layer.weight.flatten(1)))
-    other = torch.randn(4, 2, 3, requires_grad=True)
-    y, _ = layer(x, other)
-    y.sum().backward()
-    assert other.grad is not None
-    assert layer.weight.grad is None
-
-
-def test_a_skipped_bias_is_gathered_with_the_output(ranks) -> None:
-    def body() -> None:
-        options = {"shard_dim": 1, "bias": True, "dtype": F64}
-        torch.manual_seed(0)
-        dense = ColumnParallelLinear(4, (3, 2), **options)
-        torch.manual_seed(0)
-        options |= {"group": dist.group.WORLD, "gather_output": True, "skip_bias_add": True}
-        split = ColumnParallelLinear(4, (3, 2), **options)  # a local bias [3, 1] would broadcast
-        x = torch.randn(2, 5, 4, dtype=F64)
-        whole = dense(x)
-        y, bias = split(x)
-        _close(y + bias, whole)
-        whole.square().sum().backward()
-        (y + bias).square().sum().backward()
-        _close(split.bias.grad, dense.bias.grad.chunk(2, 1)[dist.get_rank()])
-
-    ranks(2, body)
-
-
-def test_an_expert_layer_leaves_communication_to_its_caller(ranks) -> None:
-    def body() -> None:
-        group = dist.group.WORLD
-        layers = [
-            RowParallelLinear(8, 4, group=group, axis="etp", communicate=False),
-            ColumnParallelLinear(4, 8, group=group, axis="etp", communicate=False),
-        ]
-        for layer in layers:
-            shape = (2, 3, 4)
-            x = torch.randn(shape, requires_grad=True)
-            torch.testing.assert_close(layer(x), F.linear(x, layer.weight))
-            assert sharding_of(layer.weight).spec.axes == {"etp"}
-
-    ranks(2, body)
-    with pytest.raises(ValueError, match="sequence_parallel=True needs communicate=True"):
-        ColumnParallelLinear(4, 8, sequence_parallel=True, communicate=False)
-    with pytest.raises(ValueError, match="gather_output=True needs communicate=True"):
-        ColumnParallelLinear(4, 8, gather_output=True, communicate=False)
-    with pytest.raises(ValueError, match=r"added on every rank.*; use skip_bias_add=True"):
-        RowParallelLinear(8, 4, bias=True, communicate=False)
-
-
-def test_an_experts_bias_is_added_once_after_the_callers_sum(ranks) -> None:
-    def body() -> None:
-        group = dist.group.WORLD
-        layer = RowParallelLinear(
-            8, 4, group=group, bias=True, communicate=False, skip_bias_add=True
-        )
-        y, bias = layer(torch.zeros(2, 4))
-        dist.all_reduce(y)
-        assert torch.equal(y + bias, layer.bias.expand(2, 4))
-
-    ranks(2, body)
-
-
 def test_a_frozen_weight_keeps_no_input_and_computes_no_gradient(ranks) -> None:
     def body() -> None:
         gemm = DoublingGemm()
@@ -410,53 +319,6 @@ def test_a_frozen_weight_keeps_no_input_and_computes_no_gradient(ranks) -> None:
         assert gemm.calls == ["forward", "dgrad"]
 
     ranks(2, body)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_deferred_weight_gradients_are_those_of_backward(ranks, sequence_parallel: bool) -> None:
-    def body() -> None:
-        group = dist.group.WORLD
-        options = {"group": group, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
-        results = []
-        for store in (None, WgradStore()):
-            torch.manual_seed(0)
-            up = ColumnParallelLinear(4, (2, 6), shard_dim=1, bias=True, **options)
-            down = RowParallelLinear((2, 6), 4, shard_dim=1, bias=True, **options)
-            net = torch.nn.Sequential(up, down)
-            hooked = []
-            for param in net.parameters():
-                param.register_post_accumulate_grad_hook(lambda p, to=hooked: to.append(p.shape))
-            torch.manual_seed(dist.get_rank() if sequence_parallel else 5)
-            x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
-            for _ in range(2):
-                y = net(x)
-                defer_weight_gradients(net, store)  # after the forward is early enough
-                y.square().sum().backward()
-            if store is not None:
-                assert len(store) == 4
-                assert up.weight.grad is None
-                assert down.weight.grad is None
-                hooked.clear()
-                store.run(1)
-                store.run()
-                assert len(store) == 0
-                assert len(hooked) == 4  # as a gradient buffer needs
-            results.append([x.grad, *(param.grad for param in net.parameters())])
-        for plain, deferred in zip(*results, strict=True):
-            torch.testing.assert_close(deferred, plain, rtol=1e-12, atol=1e-12)
-
-    ranks(2, body)
-
-
-def test_a_limited_store_runs_the_oldest_when_it_is_full() -> None:
-    store, done = WgradStore(limit=2), []
-    for name in "abc":
-        store.put(lambda name=name: done.append(name))
-    assert done == ["a"]
-    store.run()
-    assert done == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="limit=0 must be at least 1, or None"):
-        WgradStore(limit=0)
 
 
 def test_mixed_dtypes_are_named() -> None:

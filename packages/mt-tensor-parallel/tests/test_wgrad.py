@@ -101,6 +101,53 @@ def test_sums_in_place_are_those_of_autograd(
     ranks(world, body)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_deferred_weight_gradients_are_those_of_backward(ranks, sequence_parallel: bool) -> None:
+    def body() -> None:
+        group = dist.group.WORLD
+        options = {"group": group, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+        results = []
+        for store in (None, WgradStore()):
+            torch.manual_seed(0)
+            up = ColumnParallelLinear(4, (2, 6), shard_dim=1, bias=True, **options)
+            down = RowParallelLinear((2, 6), 4, shard_dim=1, bias=True, **options)
+            net = torch.nn.Sequential(up, down)
+            hooked = []
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(lambda p, to=hooked: to.append(p.shape))
+            torch.manual_seed(dist.get_rank() if sequence_parallel else 5)
+            x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+            for _ in range(2):
+                y = net(x)
+                defer_weight_gradients(net, store)  # after the forward is early enough
+                y.square().sum().backward()
+            if store is not None:
+                assert len(store) == 4
+                assert up.weight.grad is None
+                assert down.weight.grad is None
+                hooked.clear()
+                store.run(1)
+                store.run()
+                assert len(store) == 0
+                assert len(hooked) == 4  # as a gradient buffer needs
+            results.append([x.grad, *(param.grad for param in net.parameters())])
+        for plain, deferred in zip(*results, strict=True):
+            torch.testing.assert_close(deferred, plain, rtol=1e-12, atol=1e-12)
+
+    ranks(2, body)
+
+
+def test_a_limited_store_runs_the_oldest_when_it_is_full() -> None:
+    store, done = WgradStore(limit=2), []
+    for name in "abc":
+        store.put(lambda name=name: done.append(name))
+    assert done == ["a"]
+    store.run()
+    assert done == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="limit=0 must be at least 1, or None"):
+        WgradStore(limit=0)
+
+
 def test_bf16_products_are_summed_in_fp32() -> None:
     x = torch.randn(8, 3, 4, 6, dtype=torch.bfloat16)
     (up, down), _ = grads(Pair(None, dtype=torch.bfloat16), x, torch.float32)
