@@ -19,7 +19,8 @@ __all__ = ["SplitAttention"]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+# Alike by identity: torch.compile of torch 2.11 hashes the object before it has its fields.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SplitAttention:
     """Attention of this rank's queries to the keys of a group.
 

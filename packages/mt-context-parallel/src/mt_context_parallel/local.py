@@ -61,7 +61,7 @@ class Partial:
         return self.out, self.lse
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LocalAttention:
     """What this rank computes: its queries, the masks, and the kernels to choose from.
 
