@@ -224,7 +224,9 @@ def draw(chance: random.Random) -> Schedule:
     stages, microbatches = chance.randint(2, 4), chance.randint(1, 9)
     if name.startswith("dualpipe"):
         stages, microbatches = chance.choice([(2, 4), (2, 6), (4, 8)])
-    schedule = make_schedule(name, stages, microbatches)
+    pairs = name in ("1f1b", "interleaved") and chance.random() < 0.5
+    options = {"overlap": True} if pairs else {}
+    schedule = make_schedule(name, stages, microbatches, **options)
     if chance.random() < 0.3:
         schedule = insert_hooks(schedule)
     if chance.random() < 0.6:
