@@ -11,16 +11,12 @@ import torch.distributed as dist
 from mt_context_parallel import (
     AttentionDropout,
     AttentionMask,
-    CudnnKernel,
     FlashKernel,
-    FlexKernel,
     HierarchicalGroups,
     ReferenceKernel,
     SdpaCpuKernel,
-    Segment,
     Tile,
     context_parallel_attention,
-    default_kernels,
     merge,
     segments,
     shard,
@@ -28,7 +24,6 @@ from mt_context_parallel import (
     unshard,
 )
 from mt_parallel_state import CheckMode, ParallelLayout, ParallelState
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Counting(ReferenceKernel):
@@ -203,121 +198,6 @@ def test_the_ring_sends_before_it_computes_and_no_more_than_it_must(ranks) -> No
         assert forward == ["send", "compute", "send", "compute", "compute"]
         # And so are the gradients of the step before.
         assert backward == ["send", "compute", "send", "send", "compute", "send", "compute", "send"]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "groups"), [(FlashKernel, 4), (FlashKernel, 2), (CudnnKernel, 4)]
-)
-def test_the_calls_of_a_cuda_kernel_fit_the_operators_of_this_torch(
-    kernel, groups, monkeypatch
-) -> None:
-    # Shapes and types alone, on the meta device; the values are tested on a GPU.
-    monkeypatch.setattr(kernel, "supports", lambda *_: None)
-    qkv = [
-        torch.empty(2, 64, n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for n in (4, groups, groups)
-    ]
-    out = context_parallel_attention(*qkv, group=None, kernels=(kernel(),))
-    out.sum().backward()
-    assert out.shape == qkv[0].shape
-    assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
-
-
-REASONS = [
-    # kernel, head_dim, key heads, dtype, options of the mask, part of the reason
-    (FlashKernel(), 64, 4, torch.bfloat16, {}, None),
-    (FlashKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
-    (FlashKernel(), 60, 4, torch.bfloat16, {}, "head_dim 60, not a multiple of 8 up to 256"),
-    (FlashKernel(), 64, 4, torch.bfloat16, {"window": 3}, "a window of 3"),
-    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (8, 0)}, None),
-    (FlashKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
-    (
-        FlashKernel(),
-        64,
-        4,
-        torch.bfloat16,
-        {"flash": False},
-        "a torch built without flash attention",
-    ),
-    (FlashKernel(), 224, 4, torch.bfloat16, {}, None),
-    (FlashKernel(), 192, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
-    (FlashKernel(), 256, 4, torch.bfloat16, {"gpu": (8, 9)}, None),
-    *[
-        (
-            *(FlashKernel(), width, 4, torch.float16, {"gpu": gpu}),
-            f"head_dim {width} in backward on compute capability {gpu}",
-        )
-        for width, gpu in [(200, (8, 6)), (224, (8, 9)), (224, (12, 0))]
-    ],
-    (CudnnKernel(), 64, 4, torch.bfloat16, {"gpu": (7, 5)}, "compute capability (7, 5), below 8.0"),
-    (CudnnKernel(), 136, 4, torch.bfloat16, {}, "head_dim 136, not a multiple of 8 up to 128"),
-    (CudnnKernel(), 64, 4, torch.float32, {}, "dtype torch.float32"),
-    (FlexKernel(), 64, 2, torch.bfloat16, {"window": 3}, None),
-    (FlexKernel(), 64, 2, torch.float64, {}, "dtype torch.float64"),
-    (FlexKernel(), 8, 2, torch.bfloat16, {}, "head_dim 8, below 16"),
-    (FlexKernel(), 64, 2, torch.bfloat16, {"dropout": 0.1}, "dropout by global index"),
-    (SdpaCpuKernel(), 64, 2, torch.bfloat16, {}, "device cuda"),
-    (ReferenceKernel(), 8, 2, torch.float64, {"dropout": 0.1, "window": 2}, None),
-]
-
-
-@pytest.mark.parametrize(("kernel", "width", "groups", "dtype", "options", "reason"), REASONS)
-def test_a_kernel_says_why_it_cannot(
-    kernel, width, groups, dtype, options, reason, monkeypatch
-) -> None:
-    gpu, flash = options.get("gpu", (9, 0)), options.get("flash", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-    run = Segment(0, 8, 0, 0)
-    dropout = None
-    if "dropout" in options:
-        dropout = AttentionDropout(probability=0.1, key=1, sample_ids=torch.arange(1))
-    tile = Tile(
-        q=run, kv=run, causal=True, window=options.get("window"), documents=None, length=8,
-        dropout=dropout, scale=1.0,
-    )  # fmt: skip
-    with FakeTensorMode():
-        q = torch.empty(1, 8, 4, width, dtype=dtype, device="cuda")
-        k = torch.empty(1, 8, groups, width, dtype=dtype, device="cuda")
-        assert kernel.supports(q, k, k, tile) == reason
-
-
-def test_flex_is_compiled_for_every_size_however_many(ranks) -> None:
-    def body() -> tuple[int, int]:
-        graphs, calls = [], []
-
-        def recording(graph, _):
-            graphs.append(graph)
-            return lambda *inputs: calls.append(graph) or graph(*inputs)
-
-        kernel = FlexKernel()
-        kernel._backend = recording
-        for length in (2, 3, 4, 5, 2, 3, 4, 5):
-            q, k, v = _qkv(length, heads=2, groups=1)
-            run = Segment(0, length, 0, 0)
-            tile = Tile(
-                q=run, kv=run, causal=True, window=None, documents=None, length=length,
-                dropout=None, scale=0.3,
-            )  # fmt: skip
-            found = kernel.forward(q, k, v, tile)
-            for ours, plain in zip(found, ReferenceKernel().forward(q, k, v, tile), strict=True):
-                torch.testing.assert_close(ours, plain)
-        return len(graphs), len(calls)
-
-    def limited() -> tuple[int, int]:
-        # As after the 8 sizes that torch compiles by default: what it compiles no more it runs as
-        # it is, with no more than a warning.
-        from torch._dynamo import config
-
-        with config.patch(recompile_limit=2):
-            return body()
-
-    assert ranks(1, limited) == [(4, 8)]
-
-
-def test_fused_kernels_come_first() -> None:
-    names = [kernel.name for kernel in default_kernels()]
-    assert names == ["flash", "cudnn", "flex", "sdpa-cpu", "reference"]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
