@@ -30,8 +30,8 @@ class Interpreter:
     Every rank takes its actions in turn; what stands between two other actions is one exchange,
     whose messages happen at the same time. A message carries the name of what was computed, and
     whoever works on it looks whether that is what it should work on. Without messages, results
-    are there for every rank at once. An overlapped pair needs both inputs at its start; and one
-    that is declared but parted is wrong, as is a peak that is not kept.
+    are there for every rank at once. An overlapped pair needs both inputs at its start, and
+    a peak that is not kept is wrong.
     """
 
     def __init__(self, schedule: Schedule, buffers: int) -> None:
@@ -41,7 +41,6 @@ class Interpreter:
         self.sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
         self.live = [0] * len(schedule.ranks)
-        self.joined = 0
         self.gathers = any(a.op is Op.GATHER for _, _, a in schedule)
         self.reduces = any(a.op is Op.REDUCE for _, _, a in schedule)
         self.talks = any(a.op.is_message for _, _, a in schedule)
@@ -61,8 +60,7 @@ class Interpreter:
             len(self.sends[channel]) != len(self.receives[channel])
             for channel in {*self.sends, *self.receives}
         )
-        parted = self.joined < len(self.schedule.overlaps)
-        return left or parted or not all(finished) or not self.is_complete()
+        return left or not all(finished) or not self.is_complete()
 
     def is_complete(self) -> bool:
         wanted = 0
@@ -91,7 +89,6 @@ class Interpreter:
             unit = list(actions[index : index + 1])
             if tuple(actions[index : index + 2]) in self.schedule.overlaps:
                 unit = list(actions[index : index + 2])
-                self.joined += 1
             while not self.talks and not all(self.has_source(rank, action) for action in unit):
                 yield False
             for action in unit:

@@ -285,7 +285,10 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    """Overlapped pairs that nobody could run as one."""
+    """Overlapped pairs of what is not there, on two ranks, or of one action with two others.
+
+    Two that are parted on their rank run one after the other, to the same result.
+    """
     paired: set[Action] = set()
     for first, second in sorted(schedule.overlaps):
         for action in (first, second):
@@ -297,10 +300,10 @@ def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
                 yield _violation(schedule, places, action, sentence)
             paired.add(action)
         if first in places and second in places:
-            rank, index = schedule.stage_ranks[first.stage], places[first]
-            if schedule.ranks[rank][index + 1 : index + 2] != (second,):
-                sentence = f"{first} cannot overlap {second}: they are not neighbours"
-                yield Violation(rank, index, sentence)
+            ranks = [schedule.stage_ranks[action.stage] for action in (first, second)]
+            if ranks[0] != ranks[1]:
+                sentence = f"{first} cannot overlap {second}: it is on rank {ranks[1]}"
+                yield Violation(ranks[0], places[first], sentence)
 
 
 def _ill_marked(schedule: Schedule, places: _Places) -> Iterator[Violation]:

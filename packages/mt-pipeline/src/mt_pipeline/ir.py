@@ -52,8 +52,9 @@ class Schedule:
         directions: Number of copies of the model that data flows through.
         overlaps: Pairs of an F and the B or I that follows it on the same rank, to be run as one:
             both inputs are needed at its start, and both outputs leave at its end. Taking the two
-            in order is right too, so who cannot overlap need not look at this. `check` wants the
-            two to be neighbours, and in no other pair.
+            in order is right too, so who cannot overlap need not look at this, and where another
+            action lies between the two they are taken in order. `check` wants both on one rank,
+            and in no other pair.
         marks: Wishes about single actions, which `check` wants to be in the schedule.
 
     Raises:
