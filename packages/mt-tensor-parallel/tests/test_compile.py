@@ -32,7 +32,7 @@ def test_compiled_layers_give_the_numbers_of_eager(ranks, sequence_parallel: boo
         torch.manual_seed(dist.get_rank() if sequence_parallel else 5)
         data, grad = torch.randn(2, 2, 4, 6, dtype=torch.float64)
         results = []
-        for module in (net, torch.compile(net, backend="aot_eager", fullgraph=True)):
+        for module in (net, torch.compile(net, backend="aot_eager")):
             net.zero_grad()
             x = data.clone().requires_grad_()
             y = module(x)
@@ -49,7 +49,7 @@ def test_a_compiled_layer_under_autocast_is_the_eager_one(ranks) -> None:
         torch.manual_seed(0)
         layer = RowParallelLinear(8, 6, group=dist.group.WORLD, bias=True)
         x, results = torch.randn(2, 3, 4), []
-        for module in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        for module in (layer, torch.compile(layer, backend="aot_eager")):
             layer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = module(x)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_tensor_parallel.collectives import Group, shard_size
+from mt_tensor_parallel.collectives import Group, apply_outside_graph, shard_size
 
 __all__ = ["all_to_all", "all_to_all_rows", "exchange_kv_groups"]
 
@@ -74,7 +74,7 @@ def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> T
         )
     if group is None or group.size() == 1:
         return x
-    return cast(Tensor, _Swap.apply(x, group, *dims))
+    return apply_outside_graph(_Swap, x, group, *dims)
 
 
 def all_to_all_rows(
@@ -113,7 +113,7 @@ def all_to_all_rows(
                 "which receives what it sends"
             )
         return x
-    return cast(Tensor, _Rows.apply(x, group, inputs, outputs))
+    return apply_outside_graph(_Rows, x, group, inputs, outputs)
 
 
 def exchange_kv_groups(qkv: Tensor, group: Group) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "all_gather",
+    "apply_outside_graph",
     "copy_to_group",
     "gather_from_group",
     "group_rank",
@@ -60,35 +61,23 @@ def shard_size(size: int, group: Group, *, what: str) -> int:
 
 
 class Pending:
-    """A collective under way, or done where there is no work; :meth:`wait` gives its result."""
+    """A collective under way; :meth:`wait` gives its result."""
 
     def __init__(
-        self,
-        work: dist.Work | None,
-        result: Tensor,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        self, work: dist.Work, result: Tensor, finish: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._work, self._result, self._finish = work, result, finish
 
     def wait(self) -> Tensor:
         """Blocks (the current stream, on CUDA) until the result is there, and returns it."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         return self._result if self._finish is None else self._finish(self._result)
-
-
-def _is_async() -> bool:
-    """Whether to start a collective now and wait later.
-
-    A compiled graph takes those that wait at once, and places the waiting itself.
-    """
-    return not torch.compiler.is_compiling()
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sums ``x`` over the group, in place if it is contiguous."""
     x = x.contiguous()
-    return Pending(dist.all_reduce(x, group=group, async_op=_is_async()), x)
+    return Pending(cast(dist.Work, dist.all_reduce(x, group=group, async_op=True)), x)
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
@@ -96,12 +85,12 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
     x, ranks = x.contiguous(), group.size()
     # gloo takes the concatenated form only, not the stacked one.
     out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    work = dist.all_gather_into_tensor(out, x, group=group, async_op=_is_async())
+    work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
 
     def finish(parts: Tensor) -> Tensor:
         return parts.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
-    return Pending(work, out, finish)
+    return Pending(cast(dist.Work, work), out, finish)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
@@ -110,8 +99,8 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pendi
     local = shard_size(x.shape[dim], group, what=f"dim {dim} of shape {tuple(x.shape)}")
     pieces = x.unflatten(dim, (ranks, local)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    work = dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group, async_op=_is_async())
-    return Pending(work, out)
+    work = dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group, async_op=True)
+    return Pending(cast(dist.Work, work), out)
 
 
 def _own_piece(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -190,6 +179,22 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.group, dim=ctx.dim), None, None
 
 
+def apply_outside_graph(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Applies a function that communicates; a graph of ``torch.compile`` breaks around it.
+
+    Dynamo fails on some functions that hold a group (torch 2.15), and computes zero gradients
+    for others (torch 2.11).
+    """
+    apply = _apply
+    if torch.compiler.is_compiling():  # not a decorator: that would import dynamo with this module
+        apply = cast("Callable[..., Tensor]", torch.compiler.disable(_apply))
+    return apply(function, *arguments)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    return cast(Tensor, function.apply(*arguments))
+
+
 def _alone(group: Group) -> bool:
     return group is None or group.size() == 1
 
@@ -206,7 +211,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     Shape:
         x: any, equal on all ranks. Returns the same.
     """
-    return x if _alone(group) else cast(Tensor, _Copy.apply(x, group))
+    return x if _alone(group) else apply_outside_graph(_Copy, x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
@@ -215,7 +220,7 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     Shape:
         x: any, a partial sum on each rank. Returns the sum, equal on all ranks.
     """
-    return x if _alone(group) else cast(Tensor, _Reduce.apply(x, group))
+    return x if _alone(group) else apply_outside_graph(_Reduce, x, group)
 
 
 def gather_from_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -227,7 +232,7 @@ def gather_from_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Shape:
         x: [..., n / ranks, ...] at ``dim``. Returns [..., n, ...], equal on all ranks.
     """
-    return x if _alone(group) else cast(Tensor, _Gather.apply(x, group, _dim(x, dim)))
+    return x if _alone(group) else apply_outside_graph(_Gather, x, group, _dim(x, dim))
 
 
 def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -239,7 +244,7 @@ def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Raises:
         ValueError: The group does not divide the dim.
     """
-    return x if _alone(group) else cast(Tensor, _Scatter.apply(x, group, _dim(x, dim)))
+    return x if _alone(group) else apply_outside_graph(_Scatter, x, group, _dim(x, dim))
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -248,7 +253,7 @@ def all_gather(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Shape:
         x: [..., n / ranks, ...] at ``dim``. Returns [..., n, ...], equal on all ranks.
     """
-    return x if _alone(group) else cast(Tensor, _AllGather.apply(x, group, _dim(x, dim)))
+    return x if _alone(group) else apply_outside_graph(_AllGather, x, group, _dim(x, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -260,4 +265,4 @@ def reduce_scatter(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Raises:
         ValueError: The group does not divide the dim.
     """
-    return x if _alone(group) else cast(Tensor, _ReduceScatter.apply(x, group, _dim(x, dim)))
+    return x if _alone(group) else apply_outside_graph(_ReduceScatter, x, group, _dim(x, dim))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.collectives import Group
+from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms
 
@@ -124,7 +124,9 @@ def vocab_parallel_cross_entropy(
         vocab_size=vocab_size,
     )
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
-    loss = _CrossEntropy.apply(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms, group
-    )
-    return cast(Tensor, loss).view(labels.shape)
+    rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms, group
+    if group_size(group) > 1:
+        loss = apply_outside_graph(_CrossEntropy, *rows)
+    else:
+        loss = cast(Tensor, _CrossEntropy.apply(*rows))
+    return loss.view(labels.shape)

@@ -16,11 +16,8 @@ from torch.autograd.function import once_differentiable
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.collectives import (
     Group,
-    all_gather,
-    copy_to_group,
+    apply_outside_graph,
     group_size,
-    reduce_from_group,
-    reduce_scatter,
     shard_size,
     start_all_gather,
     start_all_reduce,
@@ -261,12 +258,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         check_overlap(overlap, group, x.device, gemm)
     if sequence_parallel and not alone:
         _check_sequence(x, mode, group)
-    x, weight, given = as_autocast(x), as_autocast(weight), weight
-    bias = None if bias is None else as_autocast(bias)
-    if torch.compiler.is_compiling() and not alone:
-        return _composed(x, weight, bias, mode, group, gemm, sequence_parallel)
     how = _How(
-        weight=given,
+        weight=weight,
         gemm=TorchGemm() if gemm is None else gemm,
         group=group,
         sequence_parallel=sequence_parallel,
@@ -275,9 +268,12 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         overlap=overlap
         or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm),
     )
-    function = _Local if alone else _Column if mode == "column" else _Row
-    rows = x if x.dim() > 1 else x.unsqueeze(0)
-    y = cast(Tensor, function.apply(rows, weight, bias, how))
+    rows = as_autocast(x if x.dim() > 1 else x.unsqueeze(0))
+    operands = rows, as_autocast(weight), None if bias is None else as_autocast(bias)
+    if alone:
+        y = cast(Tensor, _Local.apply(*operands, how))
+    else:
+        y = apply_outside_graph(_Column if mode == "column" else _Row, *operands, how)
     return y if x.dim() > 1 else y.squeeze(0)
 
 
@@ -288,29 +284,3 @@ def _check_sequence(x: Tensor, mode: str, group: Group) -> None:
         )
     length = x.shape[SEQUENCE_DIM] * (1 if mode == "row" else group_size(group))
     shard_size(length, group, what="the sequence length")
-
-
-def _composed(  # what parallel_linear has checked
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mode: Literal["column", "row"],
-    group: Group,
-    gemm: Gemm | None,
-    sequence_parallel: bool,  # noqa: FBT001 - what parallel_linear has checked
-) -> Tensor:
-    """:func:`parallel_linear` from collectives and a linear map on one rank.
-
-    Dynamo takes these apart from each other; inside the functions above it fails on the group.
-    The compiler decides what is kept for backward and what overlaps.
-    """
-    if mode == "column":
-        whole = all_gather(x, group, dim=SEQUENCE_DIM) if sequence_parallel else None
-        x = copy_to_group(x, group) if whole is None else whole
-        return parallel_linear(x, weight, bias, mode=mode, gemm=gemm)
-    y = parallel_linear(x, weight, mode=mode, gemm=gemm)
-    if sequence_parallel:
-        y = reduce_scatter(y, group, dim=SEQUENCE_DIM)
-    else:
-        y = reduce_from_group(y, group)
-    return y if bias is None else y + bias
