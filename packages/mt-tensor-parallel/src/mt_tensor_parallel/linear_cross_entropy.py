@@ -231,40 +231,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [None if g is None else _scaled(g, grads[0]) for g in ctx.saved_tensors]
+        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None)
-
-
-def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
-    """``grad * scale``, computed in the dtype of ``scale``, block by block.
-
-    torch would round the scale to the dtype of ``grad`` first: one wrong factor on all gradients,
-    0.998 for 1/257 in bf16. Rounding exact products to nearest gives the same, since ``grad`` is on
-    bf16's grid already: 256/257 moves all its values down by 0.5 to 1 step, of which nearest makes
-    1. So bf16 products are rounded up or down by thresholds that are spread evenly over the
-    elements. Powers of 2 stay exact.
-
-    Shape:
-        grad: [N, H]. scale: a scalar. Returns [N, H].
-    """
-    if grad.dtype == scale.dtype:
-        return grad * scale
-    out = torch.empty_like(grad)
-    elements = 1 << (17 if grad.device.type == "cpu" else 22)
-    rows = min(max(1, elements // max(1, grad.shape[1])), grad.shape[0])
-    # The R2 sequence (Roberts 2018), times 2^16: even in each row, each column and both.
-    row, column = (
-        torch.arange(count, dtype=torch.int32, device=grad.device) * step
-        for count, step in ((rows, 49471), (grad.shape[1], 37345))
-    )
-    thresholds = (row.unsqueeze(1) + column).bitwise_and_(0xFFFF)
-    for part, result in zip(grad.split(rows), out.split(rows), strict=True):
-        product = part.to(scale.dtype).mul_(scale)
-        if grad.dtype == torch.bfloat16:
-            bits = product.view(torch.int32)  # of which bf16 has the upper half
-            bits.add_(thresholds[: len(part)]).bitwise_and_(-0x10000)
-        result.copy_(product)
-    return out
 
 
 def _block_loss(
