@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_the_quickstart_leaves_a_whole_run(nproc, tmp_path, cli) -> None:
     out = tmp_path / "run"
     result = cli(
