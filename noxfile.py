@@ -69,7 +69,9 @@ def tests(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """The tests that join packages."""
     sync(session, "mt-integration")
-    pytest(session, "tests-integration/tests", "-m", QUICK)
+    # Two at a time: much of each is waiting, for other ranks and for processes to start.
+    two = ["-n", "2", "--dist", "worksteal"]
+    pytest(session, "tests-integration/tests", "-m", QUICK, *two)
 
 
 @nox.session(reuse_venv=False)

@@ -70,6 +70,7 @@ def test_master_weights_of_another_width_are_refused(tiny, cli, tmp_path) -> Non
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.campaign
 def test_compiled_training_gives_the_losses_of_eager(tiny, losses, cli, tmp_path) -> None:
     eager = tiny.train(tmp_path / "eager", "training.steps=3")
     command = tiny.command(tmp_path / "compiled", "training.steps=3", "training.compile=true")
