@@ -92,8 +92,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     does one MAX and one SUM all-reduce of per-token values in forward; backward does none: the
     gradient of ``hidden`` is **this rank's part only**. Pass ``hidden`` through ``copy_to_group``
     (``all_gather`` under sequence parallelism), whose backward sums the parts. Softmax and losses
-    are in fp32 (fp64 for fp64); so is the product with the gradient of the loss, whose scale bf16
-    gradients keep on average. No gradient is computed for a frozen weight.
+    are in fp32 (fp64 for fp64); backward scales the gradients in their own dtype. No gradient is
+    computed for a frozen weight.
 
     Args:
         hidden: Final hidden states, replicated over the group.
