@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.collectives import Group
+from mt_tensor_parallel.collectives import Group, apply_outside_graph
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms
 
@@ -136,10 +135,18 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         vocab_size=vocab_size,
     )
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
-    in_blocks = _in_blocks
-    if torch.compiler.is_compiling():  # not a decorator: that would import dynamo with this module
-        in_blocks = cast("Callable[..., Tensor]", torch.compiler.disable(_in_blocks))
-    return in_blocks(hidden, weight, labels, group, terms, block_size)
+    if block_size is None:
+        block_size = max(256, (1 << 22) // weight.shape[0])
+    return apply_outside_graph(
+        _LinearCrossEntropy,
+        as_autocast(hidden),
+        as_autocast(weight),
+        labels,
+        group,
+        terms,
+        block_size,
+        torch.is_grad_enabled(),
+    )
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -153,30 +160,6 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
             f"{tuple(labels.shape)} must be [N, H], [V / ranks, H] and [N]"
         )
     check_dtypes(hidden, weight, "hidden")
-
-
-def _in_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    group: Group,
-    terms: LossTerms,
-    block_size: int | None,
-) -> Tensor:
-    if block_size is None:
-        block_size = max(256, (1 << 22) // weight.shape[0])
-    return cast(
-        Tensor,
-        _LinearCrossEntropy.apply(
-            as_autocast(hidden),
-            as_autocast(weight),
-            labels,
-            group,
-            terms,
-            block_size,
-            torch.is_grad_enabled(),
-        ),
-    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
