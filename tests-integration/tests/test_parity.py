@@ -143,9 +143,16 @@ def test_recomputation_trains_like_one_process(
     assert_same_run(run, reference("fp64", True), "fp64", losses, held_out, arrays)
 
 
-@pytest.mark.parametrize("other", ["parallel.pp=2", "parallel.cp=2"])
 @pytest.mark.parametrize(
-    "option", ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]
+    ("option", "other"),
+    [
+        ("model.dropout=0.1", "parallel.cp=2"),
+        ("model.positions=learned", "parallel.pp=2"),
+        ("model.gated=false", "parallel.pp=2"),
+        pytest.param("model.dropout=0.1", "parallel.pp=2", marks=pytest.mark.campaign),
+        pytest.param("model.positions=learned", "parallel.cp=2", marks=pytest.mark.campaign),
+        pytest.param("model.gated=false", "parallel.cp=2", marks=pytest.mark.campaign),
+    ],
 )
 def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_out, arrays) -> None:
     expected = tiny.train(tmp_path / "one", option, "training.dtype=fp64")
@@ -276,7 +283,14 @@ def test_every_schedule_trains_like_one_process(
     assert_same_run(run, reference("fp64", tied), "fp64", losses, held_out, arrays)
 
 
-@pytest.mark.parametrize(("name", "nproc"), [("zb-v", 8), ("dualpipe", 4), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("name", "nproc"),
+    [
+        ("zb-v", 8),
+        ("dualpipe", 4),
+        pytest.param("interleaved", 4, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_schedule_goes_with_the_other_axes_and_its_checkpoint_resumes_elsewhere(
     name, nproc, tiny, tmp_path, losses
 ) -> None:
