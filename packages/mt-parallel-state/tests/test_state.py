@@ -7,7 +7,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from mt_parallel_state import GroupOptions, ParallelLayout, ParallelState, layout_of_mesh
+from mt_parallel_state import (
+    CheckMode,
+    GroupOptions,
+    ParallelLayout,
+    ParallelState,
+    layout_of_mesh,
+    twin_group,
+)
 
 
 def _sum_of_ranks(group: dist.ProcessGroup | None) -> float:
@@ -205,6 +212,27 @@ def test_level_and_block_groups_reduce_over_their_ranks(ranks) -> None:
             return [_sum_of_ranks(group) for group in (inner, outer)]
 
     assert ranks(4, body) == [[1.0, 2.0], [1.0, 4.0], [5.0, 2.0], [5.0, 4.0]]
+
+
+def test_a_twin_has_the_ranks_the_timeout_and_the_life_of_its_group(ranks) -> None:
+    def body() -> None:
+        layout = ParallelLayout(tp=2, dp=2)
+        timeout = timedelta(seconds=77)
+        with ParallelState(layout, device="cpu", timeout=timeout) as state:
+            group = state.group("tp")
+            twin = twin_group(group)
+            assert twin is twin_group(group) is not group
+            assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(group)
+            assert twin._get_backend(torch.device("cpu")).options._timeout == timeout
+            assert _sum_of_ranks(twin) == sum(state.ranks("tp"))
+        for closed in (group, twin):
+            with pytest.raises((KeyError, ValueError)):
+                dist.get_process_group_ranks(closed)
+        with ParallelState(layout, device="cpu", check=CheckMode()) as state:
+            checked = state.group("tp")
+            assert twin_group(checked) is checked
+
+    ranks(4, body)
 
 
 def test_group_options_reach_the_group_and_are_checked(ranks) -> None:

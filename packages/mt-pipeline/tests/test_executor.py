@@ -25,7 +25,7 @@ from mt_pipeline import (
     split_layers,
 )
 from mt_pipeline.offload import OnHost
-from mt_pipeline.transfer import Mailbox
+from mt_pipeline.transfer import Links, Mailbox
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -285,16 +285,15 @@ def test_a_batched_send_need_not_have_ended_at_the_next_exchange(monkeypatch):
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda tensors: [Work(t) for t in tensors])
     mail = Mailbox(
         make_schedule("gpipe", stages=2, microbatches=6),
-        group=None,
+        links=Links(rank=0, up=None, down=None, batched=True),
         device=torch.device("cpu"),
         specs=[TensorSpec((1,), torch.float32)] * 6,
-        batched=True,
     )
     seen = []
     for i in range(6):
         send = Action(Op.SEND_F, 0, i)
         mail.put(send, torch.tensor([float(i)]))
-        mail.exchange([send], [])
+        mail.exchange([send])
         seen.append(list(waited))
     assert seen == [[], [], [], [], [0], [0, 1]]
     mail.finish()

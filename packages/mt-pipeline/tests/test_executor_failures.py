@@ -18,8 +18,9 @@ from mt_pipeline import (
     insert_hooks,
     make_schedule,
 )
+from mt_pipeline.communication import insert_communication
 from mt_pipeline.run import Run
-from mt_pipeline.transfer import Mailbox
+from mt_pipeline.transfer import Links, Mailbox
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -341,17 +342,16 @@ def test_no_room_for_what_arrives_names_the_message(monkeypatch, batched):
 
     monkeypatch.setattr(Mailbox, "empty", no_room)
     mail = Mailbox(
-        make_schedule("1f1b", 2, 2),
-        group=None,
+        insert_communication(make_schedule("1f1b", 2, 2)),
+        links=Links(rank=1, up=None, down=None, batched=batched),
         device=torch.device("cpu"),
         specs=[TensorSpec((2,), torch.float32)] * 2,
-        batched=batched,
     )
     where = (
         "stage 1, activation of micro-batch 0: receiving it from pipeline rank 0 failed: no room"
     )
     with pytest.raises(TransferError, match=where):
-        mail.exchange([Action(Op.RECV_F, 1, 0)], [])
+        mail.exchange([Action(Op.RECV_F, 1, 0)])
     with pytest.raises(TransferError, match=r"gradient of micro-batch 1: sending it to .* no room"):
         mail.put_zeros(Action(Op.SEND_B, 1, 1))
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mt_parallel_state.check import CheckMode, CollectiveError
+from mt_parallel_state.groups import twin_group
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
 from mt_parallel_state.options import GroupOptions
@@ -61,6 +62,7 @@ __all__ = [
     "shard_param",
     "sharding_of",
     "stream_key",
+    "twin_group",
 ]
 
 # What apps call once is resolved at first use, to keep the import of a model short.

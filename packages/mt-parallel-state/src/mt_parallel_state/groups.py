@@ -12,6 +12,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -22,6 +23,7 @@ __all__ = [
     "destroy_group",
     "next_state_index",
     "register_alias",
+    "twin_group",
     "unregister_alias",
     "world_store",
 ]
@@ -73,6 +75,41 @@ def create_group(
     return cast("dist.ProcessGroup", group)  # this rank is a member
 
 
+def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks, in the same order, with connections of its own.
+
+    Gloo guards the connection of two ranks by one lock for both directions. A thread that waits for
+    messages spins while another one is sending; with the two directions in two groups it seldom
+    has to. The twin is made once, when every member makes its first call, and found again later. It
+    goes when its group is closed by its :class:`ParallelState`, or with the world.
+
+    Returns:
+        The twin. The group itself where the two must not be told apart: in check mode, which
+        compares messages in their order, and where the group is not one of ``torch.distributed``.
+    """
+    known = c10d._world.pg_names
+    if group not in known:
+        return group
+    if (twin := _twin_of(group)) is None:
+        backend = c10d._world.pg_map[group][0]
+        gloo = group._get_backend(torch.device("cpu")) if "gloo" in backend else None
+        twin = create_group(
+            tuple(dist.get_process_group_ranks(group)),
+            name=_twin_name(group),
+            timeout=None if gloo is None else gloo.options._timeout,
+        )
+    return twin
+
+
+def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    name = _twin_name(group)
+    return next((other for other, known in c10d._world.pg_names.items() if known == name), None)
+
+
+def _twin_name(group: dist.ProcessGroup) -> str:
+    return f"{c10d._world.pg_names[group]}-twin"
+
+
 def _nccl_options(backend: str, options: GroupOptions | None) -> Any:
     return None if options is None or "nccl" not in backend else options.for_nccl()
 
@@ -92,4 +129,6 @@ def unregister_alias(alias: dist.ProcessGroup) -> None:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroys a group of :func:`create_group`, unless its world is gone already."""
     if dist.is_initialized() and group in c10d._world.pg_map:
+        if (twin := _twin_of(group)) is not None:
+            dist.destroy_process_group(twin)
         dist.destroy_process_group(group)

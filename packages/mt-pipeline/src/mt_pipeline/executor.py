@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,8 +22,6 @@ from mt_pipeline.stage import RandomState, SplitStage, Stage, StageError, naming
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
-_AHEAD = 8
-"""How many steps are looked ahead for receives that can be posted early."""
 
 
 class Executor(Generic[M]):
@@ -108,23 +105,26 @@ class Executor(Generic[M]):
             )
         _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
-        self._place = Place(
-            rank=self.rank,
-            group=group,
-            device=device,
-            stages=_assign(stage, schedule.stages_of(self.rank), self.rank),
-            hooks=dict(hooks or {}),
-            batched=device.type != "cpu" if batch_p2p is None else batch_p2p,
-            rng=rng,
-        )
+        stages = _assign(stage, schedule.stages_of(self.rank), self.rank)
         if schedule.overlaps:
-            _require_own_parts(self._place.stages)
+            _require_own_parts(stages)
         self._activation = activation
         self._share_failures = share_failures
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
+        links = None
         if group is not None:
-            connect(self.schedule, group=group, device=device, batched=self._place.batched)
+            batched = device.type != "cpu" if batch_p2p is None else batch_p2p
+            links = connect(self.schedule, group=group, device=device, batched=batched)
+        self._place = Place(
+            rank=self.rank,
+            group=group,
+            device=device,
+            stages=stages,
+            hooks=dict(hooks or {}),
+            links=links,
+            rng=rng,
+        )
 
     def run(
         self,
@@ -310,8 +310,7 @@ class Executor(Generic[M]):
         todo = deque(steps(schedule.ranks[self.rank]))
         while todo:
             step = todo.popleft()
-            ahead = (action for later in islice(todo, _AHEAD) for action in later.exchange)
-            run.mail.exchange(step.exchange, ahead)
+            run.mail.exchange(step.exchange)
             if step.compute is None:
                 continue
             partner = schedule.overlap_of.get(step.compute)

@@ -31,7 +31,7 @@ from mt_pipeline.stage import (
     require_activation,
     require_scalar,
 )
-from mt_pipeline.transfer import Mailbox, TensorSpec
+from mt_pipeline.transfer import Links, Mailbox, TensorSpec
 
 M = TypeVar("M")
 Work = Generator[None, None, None]
@@ -50,7 +50,7 @@ class Place(Generic[M]):
         device: Where activations live.
         stages: The stages of this rank by number.
         hooks: What GATHER and REDUCE call with the number of a stage.
-        batched: Whether an exchange is one `batch_isend_irecv`.
+        links: To the other ranks; None where there is one.
         rng: What stages and the objective draw from beside the default generators.
     """
 
@@ -59,7 +59,7 @@ class Place(Generic[M]):
     device: torch.device
     stages: Mapping[int, Stage[M]]
     hooks: Mapping[Op, Callable[[int], object]]
-    batched: bool
+    links: Links | None
     rng: RandomState | None
 
 
@@ -127,9 +127,7 @@ class Run(Generic[M]):
         self.outputs: dict[int, Any] = {}
         self.spans: list[Span] | None = None
         self.failure: StageError | None = None
-        self.mail = Mailbox(
-            schedule, group=place.group, device=place.device, specs=specs, batched=place.batched
-        )
+        self.mail = Mailbox(schedule, links=place.links, device=place.device, specs=specs)
         self._place = place
         self._schedule = schedule
         self._microbatches = microbatches

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import twin_group
 from torch import Tensor
 
 from mt_pipeline.action import Action, Op
@@ -39,9 +41,31 @@ class TransferError(RuntimeError):
     """A send or receive failed, which mostly means that the other rank is gone."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """How the ranks of a pipeline reach each other.
+
+    Attributes:
+        rank: This rank's place in the pipeline.
+        up: The ranks of the pipeline, in the schedule's order: for messages to higher ranks.
+        down: The same ranks: for messages to lower ones. A group of its own where messages go one
+            by one, as gloo lets the two directions of a connection wait for each other.
+        batched: Whether an exchange is one `batch_isend_irecv`.
+    """
+
+    rank: int
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+    batched: bool
+
+    def between(self, source: int, destination: int) -> dist.ProcessGroup:
+        """The group for messages from one rank to another."""
+        return self.up if source < destination else self.down
+
+
 def connect(
     schedule: Schedule, *, group: dist.ProcessGroup, device: torch.device, batched: bool
-) -> None:
+) -> Links:
     """Open the connections that a schedule uses; every rank of the group calls it.
 
     Backends connect two ranks at their first transfer, and block there until both are in it. A
@@ -59,29 +83,35 @@ def connect(
     token = torch.zeros(1, device=device)
     rank = dist.get_rank(group)
     edges = {
-        (min(at, peer), max(at, peer))
+        (at, peer) if action.op.is_send else (peer, at)
         for at, _, action in schedule
         if (peer := schedule.peer(action)) is not None
     }
     try:
         if batched:
             dist.all_reduce(token, group=group)
-            return
-        for low, high in sorted(edges):  # one order for all, so that no circle can wait
-            if rank == low:
-                dist.send(token, group=group, group_dst=high)
-            elif rank == high:
-                dist.recv(token, group=group, group_src=low)
+            edges.clear()  # that has opened all of them
+        down = group if batched else twin_group(group)
+        links = Links(rank=rank, up=group, down=down, batched=batched)
+        for source, destination in sorted(edges):  # one order for all, so that no circle can wait
+            lane = links.between(source, destination)
+            if rank == source:
+                dist.send(token, group=lane, group_dst=destination)
+            elif rank == destination:
+                dist.recv(token, group=lane, group_src=source)
     except RuntimeError as error:
         raise TransferError(
             f"pipeline rank {rank} could not connect to its neighbours: {error}. Every rank of "
             "the group must make its Executor at this point"
         ) from error
+    return links
 
 
-_WINDOW = 4
-"""How many receives are posted early, and how many sends are under way, at most. Each costs the
-memory of an activation; ranks that differ in speed from one action to the next wait less."""
+_EARLY = 8
+"""How many receives are posted early, at most. Each costs the memory of an activation. When half of
+them are used up the others are posted at one go: the other rank is then woken once for all."""
+_UNDER_WAY = 4
+"""How many sends are under way at most, each with the memory of an activation."""
 
 
 class Mailbox:
@@ -90,43 +120,43 @@ class Mailbox:
     An exchange is started and not awaited: what arrives is awaited by the computation that takes
     it, what is sent stays alive until it has gone.
 
-    With `batched`, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what a
-    communicator is given in order, so two ranks that each send first would wait for each other for
-    ever, unless the send and the receive go in together. Otherwise every transfer is a message of
-    its own (gloo), and some receives are posted before their exchange, so that a message can leave
-    its sender at once. Either way a few sends may be under way.
+    With `batched` links, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what
+    a communicator is given in order, so two ranks that each send first would wait for each other
+    for ever, unless the send and the receive go in together. Otherwise every transfer is a message
+    of its own (gloo), and some receives are posted before their exchange, so that a message can
+    leave its sender at once. Either way a few sends may be under way.
 
     Args:
-        schedule: Says which rank is at the other end.
-        group: The ranks of the pipeline, in the schedule's order; None if there is one.
+        schedule: Says what is received, and which rank is at the other end.
+        links: To the other ranks; None if there are none.
         device: Where received tensors live.
         specs: The spec of the activation of each micro-batch; None if no other rank is there.
-        batched: One `batch_isend_irecv` for each exchange.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         *,
-        group: dist.ProcessGroup | None,
+        links: Links | None,
         device: torch.device,
         specs: Sequence[TensorSpec] | None,
-        batched: bool,
     ) -> None:
         self._schedule = schedule
-        self._group = group
+        self._links = links
         self._device = device
         self._specs = specs or ()
-        self._batched = batched
         self._outgoing: dict[Action, Tensor] = {}
+        self._here: dict[Action, Tensor] = {}
         self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
         # What is being sent stays alive until its send has ended.
-        self._leaving: list[tuple[Action, Tensor, dist.Work | None]] = []
+        self._leaving: deque[tuple[Action, Tensor, dist.Work | None]] = deque()
+        own = () if links is None else schedule.ranks[links.rank]
+        self._due = deque(a for a in own if a.op.is_receive and self.carries(a))
 
     def put(self, send: Action, tensor: Tensor) -> None:
         """Hand over what the send will send; between stages of one rank it arrives at once."""
         if self._schedule.peer(send) is None:
-            self._arriving[self._schedule.other_end(send)] = (tensor, None)
+            self._here[self._schedule.other_end(send)] = tensor
         else:
             self._outgoing[send] = tensor.contiguous()
 
@@ -136,49 +166,46 @@ class Mailbox:
         Returns:
             None where nothing comes: the gradient of an activation that has none.
         """
+        if receive in self._here:
+            return self._here.pop(receive)
         tensor, work = self._arriving.pop(receive, (None, None))
         self._wait(receive, work)
         return tensor
 
-    def exchange(self, now: Iterable[Action], ahead: Iterable[Action]) -> None:
-        """Start the transfers of an exchange.
-
-        Args:
-            now: The sends and receives of this exchange.
-            ahead: What follows: receives of it may be started already.
-        """
-        now = [action for action in now if self.carries(action)]
-        if self._batched:
-            self.finish(but=_WINDOW - 1)
-            self._start_batch(now)
+    def exchange(self, actions: Iterable[Action]) -> None:
+        """Start the sends and receives of an exchange, and perhaps receives of later ones."""
+        actions = [action for action in actions if self.carries(action)]
+        if self._links is not None and self._links.batched:
+            self.finish(but=_UNDER_WAY - 1)
+            self._start_batch(actions)
             return
-        for action in now:
-            if action.op.is_receive:
-                self._receive(action)
-        for action in ahead:
-            if len(self._arriving) >= _WINDOW:
-                break
-            if action.op.is_receive and self.carries(action):
-                self._receive(action)
-        for action in now:
+        for action in actions:
+            while action.op.is_receive and action not in self._arriving:
+                self._receive_next()
+        for action in actions:
             if action.op.is_send:
-                self.finish(but=_WINDOW - 1)
+                self.finish(but=_UNDER_WAY - 1)
                 tensor = self._outgoing.pop(action)
                 with self._naming(action):
-                    work = dist.isend(tensor, group=self._group, group_dst=self._peer(action))
+                    work = dist.isend(
+                        tensor, group=self._lane(action), group_dst=self._peer(action)
+                    )
                 self._leaving.append((action, tensor, work))
+        if len(self._arriving) <= _EARLY // 2:
+            while self._due and len(self._arriving) < _EARLY:
+                self._receive_next()
 
-    def _receive(self, action: Action) -> None:
-        if action not in self._arriving:
-            with self._naming(action):
-                tensor = self.empty(action)
-                work = dist.irecv(tensor, group=self._group, group_src=self._peer(action))
-            self._arriving[action] = (tensor, work)
+    def _receive_next(self) -> None:
+        action = self._due.popleft()
+        with self._naming(action):
+            tensor = self.empty(action)
+            work = dist.irecv(tensor, group=self._lane(action), group_src=self._peer(action))
+        self._arriving[action] = (tensor, work)
 
     def finish(self, *, but: int = 0) -> None:
         """Wait for all sends but some of the last, and let go of what they sent."""
         while len(self._leaving) > but:
-            send, _, work = self._leaving.pop(0)
+            send, _, work = self._leaving.popleft()
             self._wait(send, work)
 
     def _start_batch(self, actions: list[Action]) -> None:
@@ -193,7 +220,7 @@ class Mailbox:
             dist.P2POp(
                 dist.isend if action.op.is_send else dist.irecv,
                 tensor,
-                group=self._group,
+                group=self._lane(action),
                 group_peer=self._peer(action),
             )
             for action, tensor in zip(actions, tensors, strict=True)
@@ -222,6 +249,12 @@ class Mailbox:
         """Room for what a message brings."""
         spec = self._specs[message.microbatch]
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+
+    def _lane(self, action: Action) -> dist.ProcessGroup:
+        links, peer = self._links, self._peer(action)
+        assert links is not None, f"{action} goes to another rank"  # noqa: S101 (checked before)
+        ends = (links.rank, peer) if action.op.is_send else (peer, links.rank)
+        return links.between(*ends)
 
     def _peer(self, action: Action) -> int:
         peer = self._schedule.peer(action)
