@@ -8,8 +8,8 @@ with the middle half of them, and the ratio of the CPU time of all ranks, which 
 changes less. Below 1 is faster than torch. Where processes and memory come to lie makes some
 launches faster than others, so several are pooled.
 
-torch's ranks do not tell each other of a failure, so here ours do not either; by default they do,
-and so they do with `--share-failures`.
+Ours includes the two all-reduces by which the ranks of an `Executor` tell each other of a failure,
+unless `--no-share-failures` is given. torch's do not tell each other.
 """
 
 import argparse
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=[name for name, _, _ in PAIRS])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
-    parser.add_argument("--share-failures", action="store_true")
+    parser.add_argument("--share-failures", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     for world in arguments.stages:
         pooled: dict[str, list[dict[str, Any]]] = {}
