@@ -47,6 +47,7 @@ class Executor(Generic[M]):
         stage: What this rank computes; where the schedule gives this rank several stages, all of
             them in ascending order.
         group: The ranks of the pipeline in the schedule's order; None for a schedule of one rank.
+            On a CPU, messages to lower ranks go through its `mt_parallel_state.twin_group`.
         activation: The spec of what stages hand on for a micro-batch. It may differ between
             micro-batches (then it depends on nothing but the micro-batch, as both ends ask for
             it). Not needed when the schedule has one rank.

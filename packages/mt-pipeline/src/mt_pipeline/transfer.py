@@ -77,6 +77,9 @@ def connect(
         device: Where activations live.
         batched: Whether transfers go in batches. These use one communicator of the whole group.
 
+    Returns:
+        What the runs of the schedule, or of its forwards, send and receive through.
+
     Raises:
         TransferError: Another rank did not come.
     """
