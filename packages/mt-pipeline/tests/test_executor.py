@@ -240,6 +240,30 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use(rank
     assert ranks(2, body)[1] == ["irecv"] * 3 + ["F", "B"] * 3
 
 
+def test_messages_up_and_down_go_through_groups_of_their_own(ranks):
+    def body():
+        used = set()
+        isend = dist.isend
+
+        def logged_isend(tensor, *, group, group_dst):
+            used.add((group_dst > dist.get_rank(), group.group_name))
+            return isend(tensor, group=group, group_dst=group_dst)
+
+        dist.isend = logged_isend
+        try:
+            schedule = make_schedule("interleaved", stages=3, microbatches=3, chunks=2)
+            assert_matches_unpipelined(schedule, group=dist.group.WORLD, number_of_layers=6)
+        finally:
+            dist.isend = isend
+        return used
+
+    used = ranks(3, body)
+    (up,), (down,) = used[0], used[2]  # the last rank's next stage is on the first
+    assert (up[0], down[0]) == (True, False)
+    assert up[1] != down[1]
+    assert used[1] == {up, down}
+
+
 @pytest.mark.parametrize("batch_p2p", [False, True])
 def test_sent_activations_are_freed_while_their_graph_lives(ranks, batch_p2p):
     def body():
