@@ -103,7 +103,15 @@ def test_every_layout_trains_like_one_process(
     assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
 
 
-@pytest.mark.parametrize(("dtype", "tied"), [("fp32", True), ("fp64", False)])
+@pytest.mark.parametrize(
+    ("dtype", "tied"),
+    [
+        ("fp32", True),
+        ("fp64", False),
+        pytest.param("fp32", False, marks=pytest.mark.campaign),
+        pytest.param("fp64", True, marks=pytest.mark.campaign),
+    ],
+)
 @pytest.mark.parametrize(
     "algorithm", ["all_gather", "ulysses", "hierarchical", "[ring, ulysses, hierarchical, ring]"]
 )

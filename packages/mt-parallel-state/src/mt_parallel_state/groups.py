@@ -88,7 +88,7 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         compares messages in their order, and where the group is not one of ``torch.distributed``.
     """
     known = c10d._world.pg_names
-    if group not in known:
+    if group not in known:  # a checked group is an alias, which has no name of its own
         return group
     if (twin := _twin_of(group)) is None:
         backend = c10d._world.pg_map[group][0]

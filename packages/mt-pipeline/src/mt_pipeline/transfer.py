@@ -86,16 +86,15 @@ def connect(
     token = torch.zeros(1, device=device)
     rank = dist.get_rank(group)
     edges = {
-        (at, peer) if action.op.is_send else (peer, at)
+        (at, peer)
         for at, _, action in schedule
-        if (peer := schedule.peer(action)) is not None
+        if action.op.is_send and (peer := schedule.peer(action)) is not None
     }
     try:
         if batched:
             dist.all_reduce(token, group=group)
-            edges.clear()  # that has opened all of them
-        down = group if batched else twin_group(group)
-        links = Links(rank=rank, up=group, down=down, batched=batched)
+            return Links(rank=rank, up=group, down=group, batched=True)
+        links = Links(rank=rank, up=group, down=twin_group(group), batched=False)
         for source, destination in sorted(edges):  # one order for all, so that no circle can wait
             lane = links.between(source, destination)
             if rank == source:
