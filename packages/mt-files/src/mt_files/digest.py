@@ -1,0 +1,75 @@
+"""SHA-256 of files, remembered while they stay as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from mt_files.error import FileError
+from mt_files.reading import open_file, read_json
+from mt_files.writing import write_file
+
+_MAX_BYTES = 16 * 2**20
+_SETTLED_NS = 2 * 10**9
+
+
+def sha256_file(
+    path: str | Path, *, cache: str | Path | None = None, within: str | Path | None = None
+) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal.
+
+    Args:
+        path: The file; see `check_file`.
+        cache: A JSON file that remembers digests by file name. A remembered digest is believed
+            while the file's size, inode, and times of change are the same: that finds every change
+            made through the file system, and no decay of the disk beneath it. A file changed in
+            the last two seconds is not remembered. A cache that can't be read or written is
+            as none.
+        within: See `check_file`.
+
+    Raises:
+        FileError: The file can't be read.
+    """
+    with open_file(path, within=within) as file:
+        before = _identity(os.fstat(file.fileno()))
+        known = {} if cache is None else _read(cache)
+        name = os.path.basename(path)
+        entry = known.get(name)
+        if entry is not None and entry == {**before, "sha256": entry["sha256"]}:
+            return entry["sha256"]
+        digest = hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
+        after = _identity(os.fstat(file.fileno()))
+    settled = time.time_ns() - max(after["mtime_ns"], after["ctime_ns"]) > _SETTLED_NS
+    if cache is not None and before == after and settled:
+        known[name] = {**after, "sha256": digest}
+        with contextlib.suppress(FileError):
+            write_file(cache, json.dumps(known, indent=1))
+    return digest
+
+
+def _identity(status: os.stat_result) -> dict[str, int]:
+    return {
+        "size": status.st_size,
+        "inode": status.st_ino,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+    }
+
+
+def _read(cache: str | Path) -> dict[str, Any]:
+    try:
+        known = read_json(cache, limit=_MAX_BYTES)
+    except FileError:
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {name: entry for name, entry in known.items() if _is_entry(entry)}
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("sha256"), str)

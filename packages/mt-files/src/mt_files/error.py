@@ -1,0 +1,42 @@
+"""Errors that name the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class FileError(OSError):
+    """A file that can't be read or written, or whose content is refused.
+
+    Attributes:
+        path: The file at fault.
+        problem: What is wrong with it.
+    """
+
+    def __init__(self, path: str | Path, problem: str) -> None:
+        super().__init__(f"{printable(path)}: {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[FileError], tuple[str, str]]:
+        return type(self), (self.path, self.problem)
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no such file."""
+
+
+class LockedError(FileError):
+    """Another process holds the lock."""
+
+
+def printable(path: str | Path) -> str:
+    """Return a path that can be printed, with escapes for bytes that are no UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def system_error(path: str | Path, action: str, error: OSError) -> FileError:
+    """Return the FileError that says what the system said."""
+    kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+    return kind(path, f"cannot {action}: {error.strerror or error}")

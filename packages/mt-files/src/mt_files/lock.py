@@ -1,0 +1,141 @@
+"""A lock that the kernel holds: it ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from mt_files.error import FileError, LockedError, printable, system_error
+from mt_files.reading import parse_json
+
+_MAX_BYTES = 4096
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class FolderLock:
+    """The lock of a folder, as a context manager: one exclusive holder, or any number of shared.
+
+    It is a `flock` on a small file in the folder, which stays there. A holder that forks shares its
+    lock with the child.
+
+    Attributes:
+        held: Whether the lock is held. False inside the block only where the file system has no
+            locks or, for a shared lock, can't be written: say so to the user if it matters.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, purpose: str, shared: bool = False, name: str = ".lock"
+    ) -> None:
+        """Describe a lock; it is taken when the block begins.
+
+        Args:
+            folder: Must exist.
+            purpose: What the holder does, for the message that others get: `training`.
+            shared: Hold it beside other shared holders.
+            name: The lock's file in the folder.
+        """
+        self.folder = Path(folder)
+        self.purpose = purpose
+        self.shared = shared
+        self.held = False
+        self._path = self.folder / name
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        """Take the lock at once, or fail.
+
+        Raises:
+            LockedError: Somebody else holds it; the message says who.
+            FileError: The lock's file can't be made.
+        """
+        self._descriptor = self._open()
+        if self._descriptor is None:
+            return self
+        try:
+            self.held = self._take(self._descriptor)
+            if self.held and not self.shared:
+                self._sign(self._descriptor)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            if self.held and not self.shared:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, 0)
+            if self.held:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for forked children too
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+        self.held = False
+
+    def _open(self) -> int | None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(self._path, flags, 0o666)
+        except OSError as error:
+            if self.shared and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                return None  # what can't be written here isn't changed from here either
+            raise system_error(self._path, "lock it", error) from error
+
+    def _take(self, descriptor: int) -> bool:
+        wanted = fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(descriptor, wanted | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(self.folder, self._holder(descriptor)) from None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise system_error(self._path, "lock it", error) from error
+        return True
+
+    def _sign(self, descriptor: int) -> None:
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "purpose": self.purpose,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+    def _holder(self, descriptor: int) -> str:
+        if not self.shared and _is_free_for_readers(descriptor):
+            return "is being read by another process; wait until it is done, or end it"
+        try:
+            holder = parse_json(os.pread(descriptor, _MAX_BYTES, 0), name=self._path)
+            who = f"process {holder['pid']} on {holder['host']}"
+            what = f"{holder['purpose']}, since {holder['since']}"
+        except (FileError, OSError, KeyError, TypeError):
+            return "is in use by another process; wait until it is done, or end it"
+        return printable(
+            f"is in use by {who} ({what}); wait until it is done, or end it, or use another folder"
+        )
+
+
+def _is_free_for_readers(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

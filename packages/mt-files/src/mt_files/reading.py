@@ -1,0 +1,168 @@
+"""Reading of files that somebody else may have written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from mt_files.error import FileError, system_error
+
+_MAX_DIGITS = 40  # 2**128 has 39
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_file(path: str | Path, *, within: str | Path | None = None) -> os.stat_result:
+    """Check that `path` is a regular file, without opening it.
+
+    Args:
+        path: May be a symbolic link, which is followed.
+        within: A folder that links must not lead out of. Give it for names that were found in a
+            folder or read from a file; leave it out for a path that the user typed.
+
+    Returns:
+        The file's status.
+
+    Raises:
+        MissingFileError: There is no such file.
+        FileError: It is not a regular file, or lies outside `within`.
+    """
+    return _checked(path, within)[1]
+
+
+def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO:
+    """Open a regular file for reading; see `check_file`. Never waits, as for a FIFO's writer.
+
+    Raises:
+        FileError: `check_file` refuses it, or the system does.
+    """
+    real, _ = _checked(path, within)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(real, flags)
+    except OSError as error:
+        raise system_error(path, "open it", error) from error
+    file = os.fdopen(descriptor, "rb")
+    try:  # again: it may have been exchanged in between
+        _check_kind(path, os.fstat(descriptor))
+    except FileError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: str | Path, *, limit: int, within: str | Path | None = None) -> bytes:
+    """Read a whole regular file of at most `limit` bytes; see `check_file` for `within`.
+
+    Raises:
+        FileError: `open_file` refuses it, it is larger than `limit`, or reading fails.
+    """
+    with open_file(path, within=within) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise FileError(path, f"has {size} bytes; at most {limit} are read of such a file")
+        try:
+            content = file.read(limit + 1)
+        except OSError as error:
+            raise system_error(path, "read it", error) from error
+    if len(content) > limit:
+        raise FileError(path, f"grew beyond {limit} bytes, the most that is read of such a file")
+    return content
+
+
+def read_text(path: str | Path, *, limit: int, within: str | Path | None = None) -> str:
+    """Read a whole UTF-8 file of at most `limit` bytes.
+
+    Raises:
+        FileError: `read_bytes` refuses it, or it is not UTF-8.
+    """
+    return _decode(path, read_bytes(path, limit=limit, within=within))
+
+
+def read_json(path: str | Path, *, limit: int, within: str | Path | None = None) -> Any:
+    """Read one JSON value from a file of at most `limit` bytes; see `parse_json`.
+
+    Raises:
+        FileError: `read_bytes` refuses it, or it holds no JSON that `parse_json` takes.
+    """
+    return parse_json(read_bytes(path, limit=limit, within=within), name=path)
+
+
+def parse_json(content: bytes | str, *, name: str | Path) -> Any:
+    """Parse one JSON value, as RFC 8259 has it.
+
+    NaN, Infinity, numbers beyond fp64, integers of more than 40 digits and nesting deeper than the
+    interpreter's recursion limit are refused.
+
+    Args:
+        content: The text, or its UTF-8 bytes.
+        name: What the error names.
+
+    Raises:
+        FileError: The content is refused.
+    """
+    text = _decode(name, content) if isinstance(content, bytes) else content
+    try:
+        return json.loads(
+            text, parse_int=_integer, parse_float=_number, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise FileError(name, "is nested too deeply to be read as JSON") from None
+    except ValueError as error:
+        raise FileError(name, f"is not valid JSON: {error}") from error
+
+
+def _checked(path: str | Path, within: str | Path | None) -> tuple[str, os.stat_result]:
+    try:
+        real = os.path.realpath(path, strict=True)
+        status = os.stat(real, follow_symlinks=False)
+        root = None if within is None else os.path.realpath(within, strict=True)
+    except OSError as error:
+        raise system_error(path, "read it", error) from error
+    except ValueError as error:  # a NUL in the name
+        raise FileError(path, f"is no file name: {error}") from error
+    if root is not None and os.path.commonpath([root, real]) != root:
+        raise FileError(
+            path, f"leads out of {within} to {real}; put the file itself there, not a link"
+        )
+    _check_kind(path, status)
+    return real, status
+
+
+def _check_kind(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise FileError(path, f"is {kind}, and a regular file is needed")
+
+
+def _decode(path: str | Path, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits; at most {_MAX_DIGITS} are read")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:_MAX_DIGITS]} is too large")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
