@@ -1,17 +1,49 @@
-"""Outside files: checked reading, durable writing, locks and digests."""
+"""Outside files: checked reading, typed content, durable writing, locks and digests."""
 
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError
+from mt_files.field import (
+    Checks,
+    FieldError,
+    describe,
+    did_you_mean,
+    divisors,
+    hints_of,
+    shorten,
+)
 from mt_files.lock import FolderLock
 from mt_files.reading import check_file, open_file, parse_json, read_bytes, read_json, read_text
+from mt_files.schema import (
+    MAX_PROBLEMS,
+    Bound,
+    FieldProblem,
+    PlainText,
+    SchemaError,
+    bind,
+    build,
+    to_plain,
+)
 from mt_files.writing import remove_temporaries, sync, write_file, writing
 
 __all__ = [
+    "MAX_PROBLEMS",
+    "Bound",
+    "Checks",
+    "FieldError",
+    "FieldProblem",
     "FileError",
     "FolderLock",
     "LockedError",
     "MissingFileError",
+    "PlainText",
+    "SchemaError",
+    "bind",
+    "build",
     "check_file",
+    "describe",
+    "did_you_mean",
+    "divisors",
+    "hints_of",
     "open_file",
     "parse_json",
     "read_bytes",
@@ -19,7 +51,9 @@ __all__ = [
     "read_text",
     "remove_temporaries",
     "sha256_file",
+    "shorten",
     "sync",
+    "to_plain",
     "write_file",
     "writing",
 ]

@@ -1,0 +1,323 @@
+"""One way from plain values to frozen dataclasses and back.
+
+Mappings, lists and scalars from YAML, JSON or a checkpoint's metadata become dataclasses. Types are
+strict, every problem is found in one pass, and each names the path of its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from mt_files.field import (
+    FieldError,
+    describe,
+    did_you_mean,
+    hints_of,
+    matches,
+    options_of,
+    shorten,
+    unexpected,
+)
+
+T = TypeVar("T")
+MAX_PROBLEMS = 20
+_MAX_ITEMS = 100_000
+_INT = re.compile(r"[-+]?\d{1,18}", re.ASCII)
+_FLOAT = re.compile(r"[-+]?(\d{1,60}\.?\d{0,60}|\.\d{1,60})([eE][-+]?\d{1,4})?", re.ASCII)
+
+
+class PlainText(str):
+    """A scalar whose type its field decides: YAML's text without quotes."""
+
+    __slots__ = ()
+
+    @property
+    def is_null(self) -> bool:
+        """Tell whether it is YAML's null."""
+        return self in ("", "~", "null")
+
+
+class FieldProblem(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        path: Where, such as `layers[3].mixer.num_heads`; empty for the whole.
+        text: What is wrong, what is allowed and how to fix it.
+    """
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}" if self.path else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound(Generic[T]):
+    """What became of a mapping.
+
+    Attributes:
+        value: The dataclass, or None when something is wrong.
+        problems: What is wrong, at most `MAX_PROBLEMS`, in the order of the input.
+        hidden: How many more problems there are.
+        parts: The nested dataclasses that are right in themselves, by path.
+    """
+
+    value: T | None
+    problems: tuple[FieldProblem, ...]
+    hidden: int
+    parts: Mapping[str, Any]
+
+
+class SchemaError(ValueError):
+    """A value does not fit its dataclass.
+
+    Attributes:
+        problems: What is wrong, at most `MAX_PROBLEMS`.
+        hidden: How many more problems there are.
+    """
+
+    def __init__(self, problems: Sequence[FieldProblem], hidden: int = 0) -> None:
+        self.problems, self.hidden = tuple(problems), hidden
+        lines = [str(problem) for problem in problems]
+        super().__init__("\n".join(lines + ([f"and {hidden} more"] if hidden else [])))
+
+    def __reduce__(self) -> tuple[type[SchemaError], tuple[tuple[FieldProblem, ...], int]]:
+        return type(self), (self.problems, self.hidden)
+
+
+def build(cls: type[T], value: object, path: str = "") -> T:
+    """Build a dataclass from plain values.
+
+    Args:
+        cls: The dataclass; its fields may be scalars, Literals, tuples, mappings, dataclasses and
+            unions of them. Of several dataclasses, or of the kinds of a base class, the key `type`
+            names the one.
+        value: A mapping, as YAML or JSON gives it.
+        path: Prefix of the paths in messages.
+
+    Raises:
+        SchemaError: Everything that is wrong, found in one pass.
+    """
+    bound = bind(cls, value, path)
+    if bound.value is None:
+        raise SchemaError(bound.problems, bound.hidden)
+    return bound.value
+
+
+def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
+    """Build a dataclass from plain values, with the problems as a value; see `build`."""
+    binder = _Binder()
+    result = binder.bind(cls, value, path)
+    return Bound(
+        value=None if binder.count else result,
+        problems=tuple(binder.problems),
+        hidden=binder.count - len(binder.problems),
+        parts=binder.parts,
+    )
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses as mappings and tuples as lists; `build` of them gives an equal value."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = hints_of(type(value))
+        return {name: _tagged(hints[name], getattr(value, name)) for name in hints}
+    return _tagged(Any, value)
+
+
+def _tagged(hint: Any, value: Any) -> Any:
+    """Return a field's plain value; a dataclass that is one of several kinds says which."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kinds = _kinds(hint)
+        name = next((name for name, cls in kinds.items() if cls is type(value)), None)
+        alone = len(kinds) == 1 and type(value) in options_of(hint)
+        tag = {} if name is None or alone else {"type": name}
+        return {**tag, **to_plain(value)}
+    if isinstance(value, tuple | list):
+        inner = [typing.get_args(o) for o in options_of(hint) if typing.get_origin(o) is tuple]
+        return [_tagged(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {key: _tagged(Any, item) for key, item in value.items()}
+    return value
+
+
+def _item_hint(arguments: tuple[Any, ...], index: int) -> Any:
+    return arguments[0] if arguments[-1] is Ellipsis else arguments[index]
+
+
+def _kinds(hint: Any) -> dict[str, type]:
+    """Return the dataclasses a field may hold by their names; a base class stands for its kinds."""
+    found: dict[str, type] = {}
+    for option in options_of(hint):
+        if dataclasses.is_dataclass(option):
+            cls = typing.cast("type", option)
+            below = _subclasses(cls)
+            for kind in below or [cls]:
+                found[kind_name(kind)] = kind
+    return found
+
+
+def _subclasses(cls: type) -> list[type]:
+    found = []
+    for child in cls.__subclasses__():
+        if dataclasses.is_dataclass(child):
+            found += _subclasses(child) or [child]
+    return found
+
+
+def kind_name(cls: type) -> str:
+    """Return the word that `type` uses for a dataclass: its name without Config, in small."""
+    return cls.__name__.removesuffix("Config").lower()
+
+
+class _Binder:
+    def __init__(self) -> None:
+        self.problems: list[FieldProblem] = []
+        self.count = 0
+        self.parts: dict[str, Any] = {}
+
+    def add(self, path: str, text: str) -> None:
+        self.count += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(FieldProblem(path, text))
+
+    def bind(self, hint: Any, value: object, path: str) -> Any:
+        options = options_of(hint)
+        if value is None or (isinstance(value, PlainText) and value.is_null):
+            if type(None) in options or hint is Any:
+                return None
+            if dataclasses.is_dataclass(hint):
+                value = {}  # a section without entries
+        if hint is Any:
+            return value
+        for option in options:
+            origin = typing.get_origin(option)
+            if isinstance(value, Mapping):
+                if dataclasses.is_dataclass(option):
+                    return self._kind(_kinds(hint), value, path)
+                if origin is not None and issubclass(origin, Mapping):
+                    return self._mapping(typing.get_args(option)[1], value, path)
+            elif isinstance(value, list | tuple) and origin is tuple:
+                return self._tuple(option, value, path)
+            elif isinstance(value, str | int | float):
+                scalar = _scalar(option, value)
+                if scalar is not None:
+                    return scalar
+        self.add(path, _mismatch(hint, value))
+        return None
+
+    def _kind(self, kinds: Mapping[str, type], value: Mapping[Any, Any], path: str) -> Any:
+        if len(kinds) == 1 and "type" not in value:
+            return self._dataclass(next(iter(kinds.values())), value, path)
+        if len(kinds) == 1 and "type" in hints_of(next(iter(kinds.values()))):
+            return self._dataclass(next(iter(kinds.values())), value, path)
+        kind = value.get("type")
+        inner = f"{path}.type" if path else "type"
+        if kind is None:
+            self.add(inner, f"missing; add `type:` with one of {', '.join(kinds)}")
+            return None
+        if not isinstance(kind, str) or kind not in kinds:
+            hint = did_you_mean(str(kind), kinds)
+            self.add(inner, f"{shorten(kind)} is not known here. {hint}")
+            return None
+        rest = {key: item for key, item in value.items() if key != "type"}
+        return self._dataclass(kinds[kind], rest, path)
+
+    def _dataclass(self, cls: type, given: Mapping[Any, Any], path: str) -> Any:
+        hints, before = hints_of(cls), self.count
+        prefix = f"{path}." if path else ""
+        values = {}
+        for key, child in given.items():
+            if key in hints:
+                values[key] = self.bind(hints[key], child, f"{prefix}{key}")
+            elif len(self.problems) < MAX_PROBLEMS:
+                text = f"unknown key. {did_you_mean(str(key), hints, path)}"
+                self.add(f"{prefix}{_short_key(key)}", text)
+            else:
+                self.count += 1  # a hint for each of very many keys takes long
+        for item in dataclasses.fields(cls):
+            optional = item.default, item.default_factory
+            if item.init and item.name not in given and set(optional) == {dataclasses.MISSING}:
+                expected = describe(hints[item.name])
+                self.add(f"{prefix}{item.name}", f"missing; add `{item.name}:` with {expected}")
+        if self.count > before:
+            return None
+        try:
+            result = cls(**values)
+        except FieldError as error:
+            for name, text in error.errors.items():
+                self.add(f"{prefix}{name}", text)
+            return None
+        except (ValueError, TypeError) as error:
+            self.add(path, str(error))
+            return None
+        self.parts[path] = result
+        return result
+
+    def _tuple(self, hint: Any, value: Sequence[Any], path: str) -> Any:
+        arguments = typing.get_args(hint)
+        length = None if arguments[-1] is Ellipsis else len(arguments)
+        if length is not None and len(value) != length:
+            self.add(path, f"expected a list of {length}, found {len(value)}")
+            return None
+        if len(value) > _MAX_ITEMS:
+            self.add(path, f"a list of {len(value)} is too long; use at most {_MAX_ITEMS}")
+            return None
+        return tuple(
+            self.bind(_item_hint(arguments, index), item, f"{path}[{index}]")
+            for index, item in enumerate(value)
+        )
+
+    def _mapping(self, hint: Any, value: Mapping[Any, Any], path: str) -> Any:
+        for key in value:
+            if not isinstance(key, str):
+                self.add(path, f"the key {shorten(key)} is no text")
+                return None
+        prefix = f"{path}." if path else ""
+        return {k: self.bind(hint, v, f"{prefix}{_short_key(k)}") for k, v in value.items()}
+
+
+def _scalar(hint: Any, value: str | float) -> Any:
+    """Return a scalar as the type of its field, or None when it is none of it."""
+    if typing.get_origin(hint) is Literal:
+        as_text = isinstance(value, PlainText)
+        choices = typing.get_args(hint)
+        return next((c for c in choices if (str(c) if as_text else c) == value), None)
+    if hint is str and isinstance(value, str):
+        return str(value)
+    if isinstance(value, PlainText):
+        if hint is bool and value in ("true", "false"):
+            return value == "true"
+        if hint is int and _INT.fullmatch(value):
+            return int(value)
+        if hint is float and _FLOAT.fullmatch(value) and math.isfinite(float(value)):
+            return float(value)
+        return None
+    return hint(value) if hint in (int, float, bool) and matches(value, hint) else None
+
+
+def _mismatch(hint: Any, value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"expected {describe(hint)}, found a mapping"
+    if isinstance(value, list | tuple):
+        return f"expected {describe(hint)}, found a list"
+    if value is None or (isinstance(value, PlainText) and value.is_null):
+        return f"expected {describe(hint)}, found nothing"
+    text = unexpected(hint, value)
+    unquoted = isinstance(value, str) and not isinstance(value, PlainText)
+    if unquoted and any(
+        _scalar(option, PlainText(value)) is not None for option in options_of(hint)
+    ):
+        return f"{text} (remove the quotes)"
+    return text
+
+
+def _short_key(key: object) -> str:
+    text = str(key)
+    return text if len(text) <= 60 else f"{text[:60]}..."
