@@ -73,6 +73,19 @@ def test_any_step_can_be_asked_for_without_the_ones_before():
     assert len(sampler) == 8
 
 
+def test_a_batch_size_that_changes_on_the_way_repeats_and_skips_nothing():
+    before = BatchSampler(ROWS, global_batch_size=6, micro_batch_size=3)
+    seen = [int(i) for step in range(3) for i in before.sample_ids(step).ravel()]
+    for size in (4, 9):  # larger and smaller than 6: offsets of both signs
+        after = BatchSampler(
+            ROWS, global_batch_size=size, micro_batch_size=1, offset=len(seen) - 3 * size
+        )
+        more = [int(i) for step in range(3, 5) for i in after.sample_ids(step).ravel()]
+        assert seen + more == list(range(18 + 2 * size))
+    with pytest.raises(IndexError, match="needs samples -9"):
+        BatchSampler(ROWS, global_batch_size=9, micro_batch_size=1, offset=-9).sample_ids(0)
+
+
 def test_batch_has_shifted_labels_and_owns_contiguous_int64():
     rows = [row.copy() for row in ROWS]
     batch = BatchSampler(rows, global_batch_size=2, micro_batch_size=2).step(1)[0]

@@ -70,6 +70,15 @@ def test_choices_follow_the_rule_and_keep_the_shares(weights, size):
         assert [s for d, s in chosen if d == dataset] == list(range(taken[dataset]))
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 3])
+def test_counts_are_those_of_the_choices_before(size):
+    order = BlendOrder([0.7, 0.2, 0.1])
+    taken = np.zeros(3, np.int64)
+    for index in range(size):
+        taken[order(index)[0]] += 1
+    assert BlendOrder([0.7, 0.2, 0.1]).counts(size).tolist() == taken.tolist()
+
+
 def test_any_sample_can_be_asked_for_first():
     order = BlendOrder([0.6, 0.4])
     far = order(2 * BLOCK + 5)

@@ -1,7 +1,7 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
 from mt_data.batch import BatchSampler, MicroBatch
-from mt_data.blend import BlendedDataset, blend_order
+from mt_data.blend import BlendedDataset, BlendOrder, blend_order
 from mt_data.corpus import CorpusStats, build_corpus
 from mt_data.document import Document, read_documents, standard_library_sources
 from mt_data.error import DataError, DataFileError, MissingExtraError
@@ -18,6 +18,7 @@ from mt_data.writer import IndexedWriter
 __all__ = [
     "PADDING",
     "BatchSampler",
+    "BlendOrder",
     "BlendedDataset",
     "CorpusStats",
     "DataError",

@@ -35,8 +35,8 @@ class BatchSampler:
     """Micro-batches of one data-parallel rank, computed from the step number.
 
     The global batch of step t is samples [t * global_batch_size, (t + 1) * global_batch_size),
-    whatever the layout. It is cut into rows of micro_batch_size; micro-batch m takes row
-    m * dp_size + dp_rank. There is no state: to resume, ask for the next step.
+    moved by `offset`, whatever the layout. It is cut into rows of micro_batch_size; micro-batch m
+    takes row m * dp_size + dp_rank. There is no state: to resume, ask for the next step.
 
     Args:
         dataset: gives samples of S + 1 tokens; `PADDING` marks a tail that carries no loss.
@@ -45,6 +45,8 @@ class BatchSampler:
         dp_rank: this rank's index along the data-parallel axis.
         dp_size: ranks along that axis.
         vocab_size: when given, each token id is checked to lie below it.
+        offset: added to every sample number; a run whose batch size changes at step t after n
+            samples goes on exactly with `n - t * global_batch_size`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BatchSampler:
         dp_rank: int = 0,
         dp_size: int = 1,
         vocab_size: int | None = None,
+        offset: int = 0,
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
@@ -63,6 +66,7 @@ class BatchSampler:
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.vocab_size = vocab_size
+        self.offset = offset
 
     @property
     def num_microbatches(self) -> int:
@@ -71,7 +75,7 @@ class BatchSampler:
 
     def __len__(self) -> int:
         """Whole steps the dataset holds."""
-        return len(self.dataset) // self.global_batch_size
+        return max(0, len(self.dataset) - self.offset) // self.global_batch_size
 
     def sample_ids(self, step: int) -> NDArray[np.int64]:
         """Samples of this rank at a step.
@@ -79,13 +83,13 @@ class BatchSampler:
         Shape:
             - Output: [num_microbatches, micro_batch_size]
         """
-        if not 0 <= step < len(self):
+        first = step * self.global_batch_size + self.offset
+        if step < 0 or first < 0 or step >= len(self):
             raise IndexError(
-                f"step {step} needs samples {step * self.global_batch_size} to "
-                f"{(step + 1) * self.global_batch_size - 1}; the dataset has {len(self.dataset)} "
+                f"step {step} needs samples {first} to "
+                f"{first + self.global_batch_size - 1}; the dataset has {len(self.dataset)} "
                 f"({len(self)} steps): ask it for more with num_samples"
             )
-        first = step * self.global_batch_size
         ids = np.arange(first, first + self.global_batch_size, dtype=np.int64)
         shape = (self.num_microbatches, self.dp_size, self.micro_batch_size)
         return ids.reshape(shape)[:, self.dp_rank]

@@ -74,6 +74,14 @@ class BlendOrder:
         before = int(np.count_nonzero(choices[:rank] == dataset))
         return dataset, int(self._taken[block][dataset]) + before
 
+    def counts(self, size: int) -> NDArray[np.int64]:
+        """Samples of each dataset among the first `size`, [D]."""
+        block, rank = divmod(size, BLOCK)
+        while len(self._blocks) <= block:
+            self._extend()
+        part = np.bincount(self._blocks[block][:rank], minlength=len(self.weights))
+        return self._taken[block] + part
+
     def _extend(self) -> None:
         start = len(self._blocks) * BLOCK
         taken = self._taken[-1].copy()
