@@ -194,3 +194,67 @@ def test_blocks_and_dtypes_that_cannot_work_are_named() -> None:
             TypeError, match=r"hidden is torch\.bfloat16 and the weight torch\.float6"
         ):
             loss(_rand(4, 8).bfloat16(), _rand(6, 8), labels)
+
+
+TOTALS = [576, 6144, 983040]
+
+
+def _common_factor(grad: Tensor | None, exact: Tensor) -> float:
+    """By how much all elements are too large together."""
+    assert grad is not None
+    return float((grad.double() * exact.sign()).sum() / exact.abs().sum() - 1)
+
+
+def _bf16_operands() -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Leaves in bf16 and the same values in fp64.
+
+    Logits are small and the vocabulary large, so that bf16 holds the gradient of a logit as well.
+    """
+    leaves = [_rand(256, 64).bfloat16(), _rand(32768, 64, seed=1).mul(0.02).bfloat16()]
+    exact = [x.double().requires_grad_() for x in leaves]
+    return [x.requires_grad_() for x in leaves], exact, _labels(256, 32768)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("block_size", [100, 256])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_mean_over_tokens_puts_no_common_factor_on_bf16_gradients(
+    total: int, block_size: int, compiled: bool
+) -> None:
+    """1 / total in bf16 is off by 2.5e-3, and so was every gradient of the model."""
+    leaves, exact, labels = _bf16_operands()
+    function = linear_cross_entropy
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    (function(*leaves, labels, block_size=block_size) / total).backward()
+    (linear_cross_entropy_reference(*exact, labels) / total).backward()
+    for ours, reference in zip(leaves, exact, strict=True):
+        assert abs(_common_factor(ours.grad, reference.grad)) < 2e-4
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_split_bf16_gradients_have_no_common_factor(ranks, total: int) -> None:
+    def body() -> None:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        (hidden, weight), exact, labels = _bf16_operands()
+        own = weight.detach().chunk(2)[rank].clone().requires_grad_()
+        loss = linear_cross_entropy(copy_to_group(hidden, group), own, labels, group=group)
+        (loss / total).backward()
+        (linear_cross_entropy_reference(*exact, labels) / total).backward()
+        assert abs(_common_factor(hidden.grad, exact[0].grad)) < 2e-4
+        assert abs(_common_factor(own.grad, exact[1].grad.chunk(2)[rank])) < 2e-4
+
+    ranks(2, body)
+
+
+def test_a_compiled_loss_is_the_eager_one_and_checks_labels() -> None:
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    terms, labels, results = TERMS["all"], _labels(18, 13), []
+    for function in (linear_cross_entropy, compiled):
+        leaves = [_rand(18, 16).requires_grad_(), _rand(24, 16, seed=1).requires_grad_()]
+        loss = function(*leaves, labels, **terms)
+        (loss * 0.25).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="a label is outside the vocabulary: ids go from 0 to"):
+        compiled(_rand(18, 16), _rand(24, 16), torch.full((18,), 13), **terms)

@@ -218,6 +218,26 @@ def test_the_exported_files_have_the_names_and_shapes_of_peft(tmp_path: Path) ->
     torch.testing.assert_close(scale * product, net.up.delta().flatten(0, 1))
 
 
+@pytest.mark.parametrize("layer", ["column", "row"])
+def test_layers_of_one_feature_per_rank_are_saved(ranks, tmp_path: Path, layer: str) -> None:
+    def body() -> None:
+        from safetensors.torch import load_file
+
+        group, rank = dist.group.WORLD, dist.get_rank()
+        made = ColumnParallelLinear(6, 2, group=group) if layer == "column" else None
+        net = nn.Sequential(made or RowParallelLinear(2, 6, group=group))
+        add_lora(net, 3)
+        nn.init.ones_(net[0].b)
+        save_lora(net, tmp_path, base_model="m", write=rank == 0)
+        dist.barrier()
+        state = load_file(str(tmp_path / "adapter_model.safetensors"))
+        a, b = (state[f"base_model.model.0.lora_{x}.weight"] for x in "AB")
+        whole = gather_from_group(net[0].delta(), group, dim=int(layer == "row"))
+        torch.testing.assert_close(b @ a, whole.detach())
+
+    ranks(2, body)
+
+
 def test_a_fused_layer_is_exported_as_the_layers_it_stands_for(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -142,13 +142,17 @@ class VocabParallelEmbedding(nn.Module):
 def check_range(ids: Tensor, size: int, *, what: str) -> None:
     """Raises if an id is outside [0, size).
 
-    On an accelerator the check is a device-side assertion, which does not wait for the device.
+    On an accelerator the check is a device-side assertion, which does not wait for the device, and
+    in a compiled graph it is one too.
     """
     if ids.numel() == 0 or ids.device.type == "meta":
         return
     low, high = torch.aminmax(ids)
-    if ids.device.type != "cpu":
-        torch._assert_async((low >= 0) & (high < size))
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        allowed = f"ids go from 0 to {size - 1}"
+        torch._assert_async(
+            (low >= 0) & (high < size), f"a {what} is outside the vocabulary: {allowed}"
+        )
     elif low < 0 or high >= size:
         worst = int(low) if low < 0 else int(high)
         raise ValueError(f"{what} {worst} is outside the vocabulary: ids go from 0 to {size - 1}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.collectives import Group, apply_outside_graph
+from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms
 
@@ -91,8 +91,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     does one MAX and one SUM all-reduce of per-token values in forward; backward does none: the
     gradient of ``hidden`` is **this rank's part only**. Pass ``hidden`` through ``copy_to_group``
     (``all_gather`` under sequence parallelism), whose backward sums the parts. Softmax and losses
-    are in fp32 (fp64 for fp64); backward scales the gradients in their own dtype. No gradient is
-    computed for a frozen weight.
+    are in fp32 (fp64 for fp64), and so are the weight's sum over blocks and the scaling in
+    backward, after which gradients are rounded. No gradient is computed for a frozen weight. A
+    compiled graph on one rank takes all tokens as one block.
 
     Args:
         hidden: Final hidden states, replicated over the group.
@@ -116,16 +117,6 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     _check(hidden, weight, labels)
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size={block_size} must be at least 1, or None for the default")
-    if torch.compiler.is_compiling() and group is None:
-        return linear_cross_entropy_reference(
-            hidden,
-            weight,
-            labels,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            vocab_size=vocab_size,
-        )
     terms = LossTerms.of(
         weight.shape[0],
         group,
@@ -137,16 +128,14 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
-    return apply_outside_graph(
-        _LinearCrossEntropy,
-        as_autocast(hidden),
-        as_autocast(weight),
-        labels,
-        group,
-        terms,
-        block_size,
-        torch.is_grad_enabled(),
-    )
+    operands = as_autocast(hidden), as_autocast(weight), labels
+    if group_size(group) > 1:
+        rest = group, terms, block_size, torch.is_grad_enabled()
+        return apply_outside_graph(_LinearCrossEntropy, *operands, *rest)
+    if torch.compiler.is_compiling():  # where blocks would be unrolled
+        block_size = max(1, hidden.shape[0])
+    rest = None, terms, block_size, torch.is_grad_enabled()
+    return cast(Tensor, _LinearCrossEntropy.apply(*operands, *rest))
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -184,8 +173,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         single = 0 < hidden.shape[0] <= block_size
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not single else None
         # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
-        alone_on_cpu = hidden.device.type == "cpu" and group is None
-        rows_in_cache = max(16, (1 << 19) // weight.shape[0]) if alone_on_cpu else block_size
+        cached = hidden.device.type == "cpu" and group is None and not torch.compiler.is_compiling()
+        rows_in_cache = max(16, (1 << 19) // weight.shape[0]) if cached else block_size
         for start in range(0, hidden.shape[0], block_size):
             rows = slice(start, start + block_size)
             logits = F.linear(hidden[rows], weight)
@@ -195,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss, grad_logits = _block_loss(part, part_labels, group, terms)
                 total += loss
                 if needs_hidden or needs_weight:
-                    if part.dtype != wide:  # else it was computed in place
+                    if part.dtype != wide or torch.compiler.is_compiling():  # else it is in place
                         part[:, : terms.columns] = grad_logits
                     part[:, terms.columns :] = 0
             # Ignored tokens are zeroed on the H side of both products, not over the logits.
@@ -206,16 +195,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 block = logits.t().mm(hidden[rows] * counts)
                 grad_weight = block if grad_weight is None else grad_weight.add_(block)
-        ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
-        )
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        scaled = [None if g is None else _scaled(g, grads[0], dtype) for g, dtype in saved]
         return (*scaled, None, None, None, None, None)
+
+
+def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad * scale`, multiplied in fp32 and rounded once.
+
+    The scale is one over the number of tokens. Rounded to bf16, it would put a common factor of up
+    to 1.004 on every gradient of the model.
+    """
+    if grad.device.type != "cpu":  # where a tensor without dims is rounded to the other's dtype
+        scale = scale.expand((1,) * grad.dim())
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
 def _block_loss(
@@ -223,7 +223,7 @@ def _block_loss(
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of a block, and the gradient of its logits (also for ignored tokens).
 
-    fp32 and fp64 logits are overwritten.
+    fp32 and fp64 logits are overwritten, by their gradient outside of compiled graphs.
 
     Shape:
         logits: [N, V / ranks]; labels: [N]. Returns a scalar and [N, terms.columns].
@@ -237,7 +237,9 @@ def _block_loss(
         target = torch.where(mine, wide.gather(1, column.unsqueeze(1)).squeeze(1), 0)
         sums = wide.sum(-1) if terms.smoothing else None
         largest = wide.amax(dim=-1)
-        probs = torch.softmax(wide, dim=-1, out=wide)  # row by row, so it may be in place
+        # Row by row, so it may be in place; graphs take no `out` with strides.
+        in_place = None if torch.compiler.is_compiling() else wide
+        probs = torch.softmax(wide, dim=-1, out=in_place)
         # log-sum-exp from the largest probability, at least 1/V: no second pass of exp.
         lse = largest - probs.amax(dim=-1).log_()
     else:  # nothing but padding here

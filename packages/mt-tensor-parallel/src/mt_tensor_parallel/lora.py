@@ -276,9 +276,8 @@ def lora_state(module: nn.Module, *, export: Export | None = None) -> dict[str, 
             continue
         pair = _whole(layer.a, layer.base.group), _whole(layer.b, layer.base.group)
         for target, (a, b) in ({name: pair} if export is None else export(name, *pair)).items():
-            # Copies: files of safetensors hold no tensor twice, and parts may share A.
-            state[f"{_PREFIX}{target}.lora_A.weight"] = a.reshape(layer.rank, -1).cpu().clone()
-            state[f"{_PREFIX}{target}.lora_B.weight"] = b.reshape(-1, layer.rank).cpu().clone()
+            state[f"{_PREFIX}{target}.lora_A.weight"] = _copy(a.reshape(layer.rank, -1))
+            state[f"{_PREFIX}{target}.lora_B.weight"] = _copy(b.reshape(-1, layer.rank))
     return state
 
 
@@ -362,6 +361,11 @@ def _split_dim(param: nn.Parameter) -> int | None:
 def _whole(param: nn.Parameter, group: Group) -> Tensor:
     dim = _split_dim(param)
     return param.detach() if dim is None else gather_from_group(param.detach(), group, dim=dim)
+
+
+def _copy(matrix: Tensor) -> Tensor:
+    """A copy as safetensors wants it: contiguous, and no tensor twice (parts may share A)."""
+    return matrix.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _global_index(
