@@ -34,7 +34,7 @@ def ours(config: ModelConfig, batch: dict[str, Tensor], *, compiled: bool) -> tu
     model = GPT(config, state, dtype=torch.bfloat16)
     named = list(model.named_parameters())
     buffer = GradBuffer(named, group=None)
-    optimizer = AdamW(named, lr=1e-4)
+    optimizer = AdamW(named, lr=1e-4, betas=(0.9, 0.95))
     stage = torch.compile(model) if compiled else model
     count = batch["labels"].numel()
 

@@ -47,7 +47,7 @@ def main() -> None:
     params, others = make_params(device), make_params(device)
     named = [(str(i), param) for i, param in enumerate(params)]
     state = ParallelState(ParallelLayout())
-    optimizer = AdamW(named, lr=1e-3)
+    optimizer = AdamW(params, lr=1e-3, betas=(0.9, 0.95))
     reference = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), fused=True)
     count = sum(param.numel() for param in params)
     print(f"{len(params)} tensors, {count / 1e6:.1f}M fp32 parameters on {device}")

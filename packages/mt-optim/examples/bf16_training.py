@@ -32,7 +32,7 @@ def main() -> None:
         buffer.finish()
         norm = clip_grad_norm(named, state, 1.0)
         if math.isfinite(norm):
-            optimizer.step(lr)
+            optimizer.step(lr=lr)
         if step % 10 == 9:
             print(f"step {step + 1:3}  loss {loss.item():.4f}  norm {norm:.3f}  lr {lr:.2e}")
     name = "0.weight"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from mt_optim import AdamW, default_decay_filter, supports_fused
+from mt_optim import AdamW, default_decay_filter, fused_obstacle
 from torch import nn
 
 SHAPES = {
@@ -52,12 +52,19 @@ def test_default_filter_spares_biases_of_any_shape_and_vectors():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_are_bit_equal_to_torch_adamw_in_the_same_mode(engine, dtype):
     ours, theirs = make_params(dtype), make_params(dtype)
-    optimizer = AdamW(ours.items(), lr=LRS[0], weight_decay=0.1, engine=engine, **SETTINGS)
+    optimizer = AdamW(
+        ours.items(),
+        lr=LRS[0],
+        weight_decay=0.1,
+        engine=engine,
+        decay_filter=default_decay_filter,
+        **SETTINGS,
+    )
     reference = torch_adamw(theirs, fused=engine == "fused", foreach=engine == "foreach")
     for step, lr in enumerate(LRS):
         set_grads(ours, step)
         set_grads(theirs, step)
-        optimizer.step(lr)
+        optimizer.step(lr=lr)
         torch_step(reference, lr)
     for name, param in ours.items():
         assert torch.equal(param, theirs[name]), name
@@ -85,7 +92,14 @@ def test_bf16_parameters_are_the_rounded_fp32_masters(engine):
     ours = make_params(torch.bfloat16)
     theirs = {n: nn.Parameter(p.detach().float()) for n, p in make_params(torch.bfloat16).items()}
     buffer = GradBuffer(ours.items(), group=None)
-    optimizer = AdamW(ours.items(), lr=LRS[0], weight_decay=0.1, engine=engine, **SETTINGS)
+    optimizer = AdamW(
+        ours.items(),
+        lr=LRS[0],
+        weight_decay=0.1,
+        engine=engine,
+        decay_filter=default_decay_filter,
+        **SETTINGS,
+    )
     reference = torch_adamw(theirs, fused=engine == "fused", foreach=engine == "foreach")
     for step, lr in enumerate(LRS):
         generator = torch.Generator().manual_seed(step)
@@ -95,7 +109,7 @@ def test_bf16_parameters_are_the_rounded_fp32_masters(engine):
             grad = torch.randn(param.shape, generator=generator)
             param.main_grad.copy_(grad)  # the fp32 gradient is used, not one rounded to bf16
             theirs[name].grad = grad
-        optimizer.step(lr)
+        optimizer.step(lr=lr)
         torch_step(reference, lr)
     for name, param in ours.items():
         assert torch.equal(optimizer.master(name), theirs[name])
@@ -120,7 +134,7 @@ def test_loading_the_state_then_stepping_equals_the_uninterrupted_run(dtype):
     optimizer = AdamW(straight.items(), lr=1e-2)
     for step in range(2):
         set_grads(straight, step)
-        optimizer.step(LRS[step])
+        optimizer.step(lr=LRS[step])
     saved = {
         name: [
             t.clone()
@@ -139,7 +153,7 @@ def test_loading_the_state_then_stepping_equals_the_uninterrupted_run(dtype):
     assert all(torch.equal(resumed[name], straight[name]) for name in SHAPES)
     for params, which in ((straight, optimizer), (resumed, restored)):
         set_grads(params, 2)
-        which.step(LRS[2])
+        which.step(lr=LRS[2])
     for name in SHAPES:
         assert torch.equal(resumed[name], straight[name])
         assert torch.equal(restored.exp_avg_sq(name), optimizer.exp_avg_sq(name))
@@ -183,14 +197,13 @@ def test_lr_persists_until_another_is_given():
     param = nn.Parameter(torch.zeros(2, 2))
     optimizer = AdamW([("w", param)], lr=0.5, weight_decay=0.0)
     optimizer.step(lr=0.25)
-    assert optimizer.lr == 0.25
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25]
 
 
 def test_fused_support_is_answered_with_a_reason():
-    assert supports_fused(torch.zeros(2)) == (True, "torch has a fused AdamW kernel for cpu")
-    supported, reason = supports_fused(torch.zeros(2, device="meta"))
-    assert not supported
-    assert "no fused AdamW kernel for meta" in reason
+    assert fused_obstacle(torch.zeros(2)) is None
+    assert "no fused AdamW kernel for meta" in str(fused_obstacle(torch.zeros(2, device="meta")))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +213,10 @@ def test_fused_support_is_answered_with_a_reason():
         ({"lr": float("nan")}, "lr must be 0 or more and finite, got nan"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         ({"eps": -1e-8}, "eps must be 0 or more"),
-        ({"weight_decay": -0.1}, "weight_decay must be 0 or more, got -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more and finite, got -0.1"),
+        ({"lr": float("inf")}, "lr must be 0 or more and finite, got inf"),
+        ({"lr": 1e39}, "lr is 1e[+]39, which fp32 weights cannot hold"),
+        ({"weight_decay": float("inf")}, "weight_decay must be 0 or more and finite, got inf"),
         ({"engine": "apex"}, "engine must be one of auto, fused, foreach; got 'apex'"),
     ],
 )

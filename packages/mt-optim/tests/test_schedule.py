@@ -122,7 +122,7 @@ def test_it_rises_then_falls_within_its_bounds(
             "linear, cosine, exponential, minus-sqrt; got 'sqrt'",
         ),
         ({"max_lr": 0.0}, "max_lr must be positive"),
-        ({"max_lr": math.inf}, "max_lr must be positive and finite"),
+        ({"max_lr": math.inf}, "max_lr must be positive and at most"),
         ({"min_lr": 2e-3}, r"min_lr must be in \[0, max_lr=0.001\], got 0.002"),
         ({"init_lr": -1.0}, "init_lr must be in"),
         ({"warmup": -1}, "warmup must be 0 or more, got -1"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from mt_optim import AdamW, LRSchedule, clip_grad_norm
+from mt_optim import AdamW, LRSchedule, clip_grad_norm, default_decay_filter
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -28,7 +28,13 @@ def train(dtype, microbatches=1):
         model = make_model(dtype)
         named = list(model.named_parameters())
         buffer = GradBuffer(named, group=state.group("dp"), bucket_size=40)
-        optimizer = AdamW(named, lr=SCHEDULE.max_lr, weight_decay=0.1)
+        optimizer = AdamW(
+            named,
+            lr=SCHEDULE.max_lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            decay_filter=default_decay_filter,
+        )
         norms = []
         for step in range(STEPS):
             rows = batch(step, dtype).chunk(world)[state.rank]
@@ -37,7 +43,7 @@ def train(dtype, microbatches=1):
                 (model(part).square().sum() / ROWS).backward()
             buffer.finish()
             norms.append(clip_grad_norm(named, state, MAX_NORM))
-            optimizer.step(SCHEDULE.at(step + 1))
+            optimizer.step(lr=SCHEDULE.at(step + 1))
         params = {name: param.detach().clone() for name, param in named}
     return params, norms
 

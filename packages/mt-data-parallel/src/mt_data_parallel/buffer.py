@@ -115,6 +115,10 @@ class GradBuffer:
         grad_dtype: torch.dtype | None = None,
         overlap: bool = True,
     ) -> None:
+        if grad_dtype is not None and not isinstance(grad_dtype, torch.dtype):
+            raise TypeError(f"grad_dtype must be a torch.dtype or None, got {grad_dtype!r:.60}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup or None (one rank), got {group!r:.60}")
         if grad_dtype is not None and not grad_dtype.is_floating_point:
             raise ValueError(f"grad_dtype must be a floating-point dtype, got {grad_dtype}")
         params = _checked(named_params)
@@ -359,6 +363,11 @@ def _checked(named_params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for name, param in named_params:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"expected pairs of name and parameter, got {param!r:.60} for {name!r:.60}; pass "
+                "module.named_parameters()"
+            )
         if not param.requires_grad or not param.numel():
             continue
         if param.is_complex():

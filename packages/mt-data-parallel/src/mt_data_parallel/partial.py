@@ -33,9 +33,15 @@ def reduce_partial_grads(
         named_params: This rank's names and parameters. Ranks of one group hold parameters of
             equal names with these axes; parameters of other stages do not matter.
         state: Process groups of the axes.
+
+    Raises:
+        TypeError: `state` is no ParallelState, or something is not a parameter.
     """
+    if not isinstance(state, ParallelState):
+        raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
     pieces: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
+        grad_of(param)  # refuses what is no parameter
         if not param.requires_grad:
             continue
         for axes in _reductions(param, state):

@@ -11,6 +11,8 @@ from mt_data_parallel import grad_of
 from mt_parallel_state import ParallelState, sharding_of
 from torch import Tensor, nn
 
+from mt_optim.group import check_number
+
 # Elements whose squares are summed in fp32 before fp64 takes over. One fp32 norm over millions of
 # elements is off by 1e-4 on CPUs; rows of this length keep 1e-7 at about the same speed.
 _ROW = 512
@@ -43,11 +45,15 @@ def grad_norm(named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelS
     Raises:
         ValueError: A parameter is split over an axis that is not part of the model (dp, cp, edp),
             or listed twice.
+        TypeError: `state` is no ParallelState, or something is not a parameter.
     """
+    if not isinstance(state, ParallelState):
+        raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
     dense: list[Tensor] = []
     expert: list[Tensor] = []
     names: dict[int, str] = {}
     for name, param in named_params:
+        grad = grad_of(param)
         if names.setdefault(id(param), name) != name:
             raise ValueError(
                 f"parameter {name!r} is listed twice, also as {names[id(param)]!r}; list a shared "
@@ -61,7 +67,6 @@ def grad_norm(named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelS
                 f"parameter {name!r} is split over {', '.join(sorted(axes))}; a gradient norm is "
                 f"summed over {'-'.join(model_axes)}"
             )
-        grad = grad_of(param)
         if grad is not None and _counts_here(param, model_axes, state):
             (expert if is_expert else dense).append(grad)
     if state.ranks("-".join(_DENSE)) == state.ranks("-".join(_EXPERT)):
@@ -94,7 +99,7 @@ def clip_grad_norm(
     Raises:
         ValueError: `max_norm` is not positive.
     """
-    if not max_norm > 0:
+    if not check_number("max_norm", max_norm) > 0:
         raise ValueError(f"max_norm must be positive (math.inf never clips), got {max_norm}")
     named = list(named_params)
     norm = grad_norm(named, state)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mt_optim.group import LARGEST_LR, check_number
+
 KINDS = ("constant", "linear", "cosine", "inverse-sqrt", "wsd")
 
 # Coefficient of max_lr - min_lr at the fraction q in [0, 1] of a decay.
@@ -49,6 +51,7 @@ class LRSchedule:
 
     Raises:
         ValueError: A field is out of range; the message lists what is allowed.
+        TypeError: A field is not a number where one is needed.
 
     Example:
         >>> LRSchedule(kind="cosine", max_lr=1e-3, warmup=100, decay=1000).at(550)
@@ -71,8 +74,16 @@ class LRSchedule:
             raise ValueError(
                 f"wsd_shape must be one of {', '.join(WSD_SHAPES)}; got {self.wsd_shape!r}"
             )
-        if not (math.isfinite(self.max_lr) and self.max_lr > 0):
-            raise ValueError(f"max_lr must be positive and finite, got {self.max_lr}")
+        for name in ("max_lr", "min_lr", "init_lr"):
+            check_number(name, getattr(self, name))
+        for name in ("warmup", "decay", "wsd_anneal"):
+            if getattr(self, name) is not None or name == "warmup":
+                check_number(name, getattr(self, name))
+        if not 0 < self.max_lr <= LARGEST_LR:
+            raise ValueError(
+                f"max_lr must be positive and at most {LARGEST_LR:.3g}, the largest number of "
+                f"fp32; got {self.max_lr}"
+            )
         for name, value in (("min_lr", self.min_lr), ("init_lr", self.init_lr)):
             if not 0 <= value <= self.max_lr:
                 raise ValueError(f"{name} must be in [0, max_lr={self.max_lr}], got {value}")
@@ -90,7 +101,7 @@ class LRSchedule:
         Raises:
             ValueError: `n` is negative.
         """
-        if n < 0:
+        if not check_number("n", n) >= 0:
             raise ValueError(f"n must be 0 or more, got {n}")
         if self.warmup and n <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * (n / self.warmup)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mt_data import BatchSampler, MicroBatch
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import DTYPES, ModelConfig, flops_per_token
-from mt_optim import AdamW, LRSchedule, clip_grad_norm
+from mt_optim import AdamW, LRSchedule, clip_grad_norm, default_decay_filter
 from mt_parallel_state import ParallelState, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
@@ -108,6 +108,7 @@ class Trainer:
             betas=(optimizer.betas[0], optimizer.betas[1]),
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            decay_filter=default_decay_filter,
         )
         self.schedule = learning_rates(config)
         self.executor = Executor(
@@ -190,7 +191,7 @@ class Trainer:
                 "optimizer.warmup or lower training.grad_clip, then run the same command again"
             )
         self.on_event("train.update")
-        self.optimizer.step(lr)
+        self.optimizer.step(lr=lr)
         self._update_seconds = time.perf_counter() - updating
         self.progress.step += 1
         self.progress.elapsed += elapsed

@@ -1,0 +1,166 @@
+"""What AdamW takes as parameters: read, named and checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DecayFilter = Callable[[str, Tensor], bool]
+MASTER_DTYPES = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
+# `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
+_KEYS = ("params", "param_names", *OPTIONS, "initial_lr", "name")
+LARGEST_LR = torch.finfo(torch.float32).max  # of more an fp32 weight becomes infinite
+
+
+def default_decay_filter(name: str, param: Tensor) -> bool:
+    """Say whether weight decay applies to a parameter: not to biases, norms and other vectors.
+
+    Args:
+        name: The parameter's name.
+        param: The parameter; a shard has as many dimensions as the whole.
+
+    Returns:
+        False for names ending in "bias" (whatever their shape) and for tensors of fewer than two
+        dimensions, else True.
+    """
+    return param.ndim >= 2 and not name.endswith("bias")
+
+
+def read_groups(params: Any) -> list[dict[str, Any]]:
+    """Return the groups that AdamW's first argument stands for, none of them checked yet.
+
+    Raises:
+        TypeError: It is not an iterable of parameters, of pairs or of groups.
+        ValueError: It is empty.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"got the module {type(params).__name__}; pass its parameters()")
+    if isinstance(params, Tensor | Mapping | str) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is {_kind(params)}; pass module.parameters(), module.named_parameters() or a "
+            "list of groups such as [{'params': [...], 'lr': 1e-4}]"
+        )
+    items = list(params)
+    if not items:
+        raise ValueError("there is no parameter to train; pass at least one")
+    return items if isinstance(items[0], Mapping) else [{"params": items}]
+
+
+def read_group(group: Any, first: int) -> tuple[dict[str, Any], list[tuple[str, Tensor]], bool]:
+    """Read one group.
+
+    Args:
+        group: A mapping with `params` and any of the options.
+        first: Number of the group's first parameter, which names those that come without a name.
+
+    Returns:
+        The group without its parameters; these with their names; and whether they came with names.
+
+    Raises:
+        TypeError: The group or something in it is of the wrong type.
+        ValueError: A key is unknown or an option out of range.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"expected a group as the ones before it, a dict; got {_kind(group)}")
+    for key in group:
+        if key not in _KEYS:
+            close = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"a group has no key {key!r}.{hint} Its keys: {', '.join(_KEYS)}")
+    if "params" not in group:
+        raise ValueError("a group needs 'params', the parameters that its options are for")
+    given = group["params"]
+    if isinstance(given, Tensor):
+        given = [given]
+    if isinstance(given, Mapping | set | str) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"the params of a group are {_kind(given)}; pass a list, which has an order"
+        )
+    items = list(given)
+    is_named = bool(items) and not isinstance(items[0], Tensor)
+    pairs = [_pair(item, str(first + i), is_named=is_named) for i, item in enumerate(items)]
+    names = group.get("param_names")
+    if names is not None:
+        if is_named or len(names) != len(pairs):
+            raise ValueError(
+                f"a group has {len(pairs)} params and {len(names)} param_names; give one each, and "
+                "no pairs beside them"
+            )
+        pairs = [
+            _pair((name, p), "", is_named=True) for name, (_, p) in zip(names, pairs, strict=True)
+        ]
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return options, pairs, is_named or names is not None
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Check learning rate, betas, eps and weight decay of a group.
+
+    Raises:
+        TypeError: One of them is not a number.
+        ValueError: One of them is out of range.
+    """
+    lr = check_number("lr", group["lr"])
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr must be 0 or more and finite, got {lr}")
+    if lr > LARGEST_LR:
+        raise ValueError(f"lr is {lr}, which fp32 weights cannot hold; use a smaller one")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+    if not all(0 <= check_number("betas", beta) < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+    for what in ("eps", "weight_decay"):
+        if not 0 <= check_number(what, group[what]) <= LARGEST_LR:
+            raise ValueError(f"{what} must be 0 or more and finite, got {group[what]}")
+
+
+def check_number(what: str, value: Any) -> float:
+    """Return a real number, or raise TypeError."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{what} must be a number, got {_kind(value)}")
+    return value
+
+
+def _pair(item: Any, name: str, *, is_named: bool) -> tuple[str, Tensor]:
+    if isinstance(item, Tensor) and not is_named:
+        param = item
+    elif (
+        is_named
+        and isinstance(item, tuple | list)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], Tensor)
+    ):
+        name, param = item
+    else:
+        wanted = "a pair of name and parameter" if is_named else "a parameter"
+        raise TypeError(
+            f"expected {wanted}, got {_kind(item)}; pass module.parameters() or "
+            "module.named_parameters(), with names for all or for none"
+        )
+    if not param.is_leaf:
+        raise ValueError(
+            f"parameter {name!r} is the result of an operation, which gets no gradient of its own; "
+            "pass the parameter that it was made of"
+        )
+    if param.dtype not in MASTER_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
+        raise TypeError(f"parameter {name!r} is {param.dtype}; AdamW takes {allowed}")
+    return name, param
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.60} ({type(value).__name__})"
