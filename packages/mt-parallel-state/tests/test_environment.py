@@ -1,18 +1,9 @@
-"""detect_env over the variables of each launcher, and joining a world."""
+"""detect_env over the variables of each launcher."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-import torch.distributed as dist
-from mt_parallel_state import (
-    DistributedEnv,
-    detect_env,
-    init_process_group,
-    leave_process_group,
-)
+from mt_parallel_state import DistributedEnv, detect_env
 
 TORCHRUN = {
     "RANK": "3",
@@ -157,15 +148,7 @@ def test_an_env_checks_itself() -> None:
         DistributedEnv(rank=2, world_size=2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="states the CPU case")
-def test_one_process_joins_no_process_group() -> None:
-    assert init_process_group(DistributedEnv()) == torch.device("cpu")
-    assert not dist.is_initialized()
-
-
-def test_leaving_ends_the_process_group_and_needs_none(tmp_path: Path) -> None:
-    leave_process_group()
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    leave_process_group()
-    assert not dist.is_initialized()
+def test_an_agent_that_serves_the_store_is_known() -> None:
+    assert not detect_env(TORCHRUN).store_is_served
+    assert detect_env(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).store_is_served
+    assert not detect_env(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_served

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import mt_parallel_state
 import pytest
 from mt_parallel_state import launch
 
@@ -20,7 +21,10 @@ rank, out, case = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2]
 if case == "variables":
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
     (out / rank).write_text(" ".join(os.environ[n] for n in names) + " " + " ".join(sys.argv[1:]))
-    assert __name__ == "__main__" and sys.path[0] == os.getcwd(), sys.path
+    assert __name__ == "__main__"
+elif case == "paths":
+    assert not {os.getcwd(), "", "."} & set(sys.path), sys.path
+    import tokenizers_of_nobody
 elif case == "die":
     if rank == "1":
         time.sleep(0.2)
@@ -38,24 +42,69 @@ elif case == "save":
     def save(*_):
         (out / f"saved{rank}").touch()
         sys.exit(0)
-    signal.signal(signal.SIGTERM, save)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        signal.signal(getattr(signal, name), save)
+    (out / f"ready{rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+elif case == "stop":
+    from signals import stop_signals
+    with stop_signals() as stop, stop.deferred():
+        (out / f"ready{rank}").write_text(str(os.getpid()))
+        while not stop.requested:
+            time.sleep(0.01)
+        # Ranks do not leave at the same moment.
+        time.sleep(1.0 if rank == "0" else 0.0)
+    (out / f"saved{rank}").write_text(stop.reason)
+    sys.exit(75)
+elif case == "busy":
+    from signals import stop_signals
+    with stop_signals() as stop, stop.deferred():
+        stop.note = f"rank {rank} did not save" if rank == "0" else ""
+        (out / f"ready{rank}").write_text(str(os.getpid()))
+        time.sleep(60)
+elif case == "deaf":
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     (out / f"ready{rank}").write_text(str(os.getpid()))
     time.sleep(60)
 elif case == "reduce":
     import torch, torch.distributed as dist
-    from mt_parallel_state import detect_env, init_process_group
-    device = init_process_group(detect_env())
-    x = torch.ones(1, device=device)
-    dist.all_reduce(x)
-    assert x.item() == 2 and torch.get_num_threads() == 1
-    dist.destroy_process_group()
+    from mt_parallel_state import detect_env, joined
+    with joined(detect_env()) as device:
+        x = torch.ones(1, device=device)
+        dist.all_reduce(x)
+        assert x.item() == 2 and torch.get_num_threads() == 1
+elif case == "listen":
+    import torch, torch.distributed as dist
+    from mt_parallel_state import detect_env, joined
+    with joined(detect_env()) as device:
+        dist.barrier()
+        (out / f"listening{rank}").write_text("".join(
+            Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")
+        ))
+        (out / f"port{rank}").write_text(os.environ["MASTER_PORT"])
+        dist.barrier()
+elif case == "loss":
+    import torch, torch.distributed as dist
+    from mt_parallel_state import PeerLostError, detect_env, joined
+    with joined(detect_env()) as device:
+        x = torch.ones(1, device=device)
+        dist.all_reduce(x)
+        if rank == "2":
+            raise RuntimeError("the one failure")
+        dist.all_reduce(x)
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rank_module.py").write_text(RANK_MODULE)
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    # A rank that only needs signals starts ten times faster without torch.
+    source = Path(mt_parallel_state.__file__).parent / "signals.py"
+    (tmp_path / "signals.py").symlink_to(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
 
@@ -133,21 +182,94 @@ def test_launch_works_outside_the_main_thread(folder: Path) -> None:
     assert codes == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_signals_reach_the_ranks_and_a_clean_end_is_zero(
     folder: Path, number: signal.Signals
 ) -> None:
-    if number == signal.SIGINT:
-        module = folder / "rank_module.py"
-        module.write_text(
-            RANK_MODULE.replace(
-                "signal.signal(signal.SIGTERM, save)", "signal.signal(signal.SIGINT, save)"
-            )
-        )
     process = _background(folder, "save")
     process.send_signal(number)
     assert process.wait(timeout=30) == 0
     assert all((folder / f"saved{rank}").exists() for rank in (0, 1))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_ranks_that_stop_and_can_be_resumed_make_75(
+    folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = _background(folder, "stop")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 75
+    assert [(folder / f"saved{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_signal_ends_all_ranks_at_once(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = _background(folder, "busy")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    assert time.monotonic() - start < 5
+    assert capfd.readouterr().err == "SIGINT: rank 0 did not save\n"
+
+
+def test_ranks_deaf_to_signals_are_killed_by_a_second_one(folder: Path) -> None:
+    process = _background(folder, "deaf")
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.wait(timeout=10) == 128 + signal.SIGKILL
+
+
+def test_a_hangup_that_shell_and_kernel_both_send_is_one(folder: Path) -> None:
+    process = _background(folder, "stop")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 75
+
+
+def test_nothing_in_the_working_directory_is_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("tokenizers_of_nobody", "runpy", "torch"):
+        (elsewhere / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(elsewhere)
+    assert _run(folder, "paths", 1) == 1
+    assert "No module named 'tokenizers_of_nobody'" in capfd.readouterr().err
+    assert not (elsewhere / "ran").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
+def test_nothing_listens_beyond_loopback(folder: Path) -> None:
+    before = _listening("\n".join(Path(f"/proc/net/{n}").read_text() for n in ("tcp", "tcp6")))
+    assert _run(folder, "listen", 2) == 0
+    during = _listening((folder / "listening0").read_text())
+    assert ("0100007F", int((folder / "port0").read_text())) in during
+    assert {address for address, _ in during - before} == {"0100007F"}
+
+
+def _listening(table: str) -> set[tuple[str, int]]:
+    rows = [line.split() for line in table.splitlines()]
+    ends = [row[1].split(":") for row in rows if len(row) > 3 and row[3] == "0A"]
+    return {(address, int(port, 16)) for address, port in ends}
+
+
+def test_a_dead_rank_is_heard_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _run(folder, "loss", 3) == 1
+    text = capfd.readouterr().err
+    assert text.count("Traceback") == 1
+    assert text.count("the one failure") == 2  # its line of source, and its message
+    assert text.endswith("rank 2 exited with code 1; ending the other 2\n")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses PR_SET_PDEATHSIG")

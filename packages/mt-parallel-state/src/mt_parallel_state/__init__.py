@@ -28,24 +28,32 @@ from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
 
 if TYPE_CHECKING:
-    from mt_parallel_state.environment import (
-        DistributedEnv,
-        detect_env,
+    from mt_parallel_state.environment import DistributedEnv, detect_env
+    from mt_parallel_state.job import (
+        PeerLostError,
         init_process_group,
+        is_peer_loss,
+        joined,
         leave_process_group,
+        must_launch,
     )
     from mt_parallel_state.launcher import launch
     from mt_parallel_state.mesh import layout_of_mesh
+    from mt_parallel_state.signals import StopSignals, stop_signals
+    from mt_parallel_state.store import JoinError
 
 __all__ = [
     "CheckMode",
     "CollectiveError",
     "DistributedEnv",
     "GroupOptions",
+    "JoinError",
     "ParallelLayout",
     "ParallelState",
     "ParamSharding",
     "PartitionSpec",
+    "PeerLostError",
+    "StopSignals",
     "blocks",
     "cut_into_levels",
     "detect_env",
@@ -54,13 +62,17 @@ __all__ = [
     "hash_key",
     "init_process_group",
     "initialize_",
+    "is_peer_loss",
+    "joined",
     "launch",
     "layout_of_mesh",
     "leave_process_group",
+    "must_launch",
     "offsets_of",
     "random_uniform",
     "shard_param",
     "sharding_of",
+    "stop_signals",
     "stream_key",
     "twin_group",
 ]
@@ -69,10 +81,17 @@ __all__ = [
 _HOMES = {
     "DistributedEnv": "environment",
     "detect_env": "environment",
-    "init_process_group": "environment",
+    "init_process_group": "job",
+    "is_peer_loss": "job",
+    "JoinError": "store",
+    "joined": "job",
     "launch": "launcher",
     "layout_of_mesh": "mesh",
-    "leave_process_group": "environment",
+    "leave_process_group": "job",
+    "must_launch": "job",
+    "PeerLostError": "job",
+    "stop_signals": "signals",
+    "StopSignals": "signals",
 }
 
 

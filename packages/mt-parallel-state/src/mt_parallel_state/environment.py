@@ -1,35 +1,26 @@
-"""Finds out from environment variables which rank this process is, and joins the world."""
+"""Finds out from environment variables which rank this process is."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-__all__ = ["DistributedEnv", "detect_env", "init_process_group", "leave_process_group"]
-
-_RELEASE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedEnv:
     """This process's place among the launched ones.
 
-    Args:
+    Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        local_rank: Rank on this node; also the CUDA device to use.
+        local_rank: Rank on this node.
         local_world_size: Number of ranks on this node.
         master_addr: Host of the rendezvous store.
         master_port: Its port.
-        launcher: ``"torchrun"``, ``"slurm"``, ``"pet"`` or ``"none"``.
+        launcher: `"torchrun"`, `"slurm"`, `"pet"` or `"none"`.
+        store_is_served: Whether the launcher hosts the store; else rank 0 does.
     """
 
     rank: int = 0
@@ -39,6 +30,7 @@ class DistributedEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     launcher: str = "none"
+    store_is_served: bool = False
 
     def __post_init__(self) -> None:
         for index, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -54,13 +46,13 @@ class DistributedEnv:
 
 
 def detect_env(environ: Mapping[str, str] | None = None) -> DistributedEnv:
-    """Reads the launcher's variables: torchrun's, then SLURM's, then PET_*; none is one rank.
+    """Read the launcher's variables: torchrun's, then SLURM's, then PET_*; none is one rank.
 
-    torchrun's own variables win, since ``srun torchrun`` sets both kinds. An empty value counts as
+    torchrun's own variables win, since `srun torchrun` sets both kinds. An empty value counts as
     not set.
 
     Args:
-        environ: The variables; ``None`` reads ``os.environ``.
+        environ: The variables; `None` reads `os.environ`.
 
     Raises:
         ValueError: A variable is missing, malformed, or contradicts another; the message names it.
@@ -73,54 +65,6 @@ def detect_env(environ: Mapping[str, str] | None = None) -> DistributedEnv:
     if any(name in env for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")):
         return _from_pet(env)
     return DistributedEnv()
-
-
-def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None) -> torch.device:
-    """Joins the default process group and returns the device of this rank.
-
-    The backend is gloo without CUDA, ``cpu:gloo,cuda:nccl`` with it. A world of one rank needs no
-    process group and gets none.
-
-    Args:
-        env: From :func:`detect_env`.
-        timeout: How long a collective may take before it fails; ``None`` is torch's default.
-    """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if env.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={env.local_rank} has no GPU: this node shows "
-                f"{torch.cuda.device_count()}; start at most that many ranks per node"
-            )
-        device = torch.device("cuda", env.local_rank)
-        torch.cuda.set_device(device)
-    if env.world_size > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{_bracketed(env.master_addr)}:{env.master_port}",
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-        )
-    return device
-
-
-def leave_process_group() -> None:
-    """Leaves the default process group so that this process can end; does nothing without one.
-
-    The threads of gloo let go of a collective's tensors a moment after it is done, and what holds a
-    group in a reference cycle keeps them running. A process whose interpreter ends meanwhile is
-    aborted now and then ("terminate called without an active exception"). So cycles are collected
-    first, and the threads get their moment.
-    """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
-        time.sleep(_RELEASE_SECONDS)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _integer(env: Mapping[str, str], name: str, *, launcher: str, low: int = 0) -> int:
@@ -180,6 +124,7 @@ def _from_torchrun(env: Mapping[str, str]) -> DistributedEnv:
         master_addr=env["MASTER_ADDR"],
         master_port=_port(env, "MASTER_PORT", launcher=by),
         launcher="torchrun",
+        store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )
 
 
@@ -214,7 +159,7 @@ def _from_slurm(env: Mapping[str, str]) -> DistributedEnv:
 
 
 def _slurm_local_world_size(env: Mapping[str, str], world: int) -> tuple[int, str]:
-    """The tasks on this node, and the variable that says so."""
+    """Return the tasks on this node, and the variable that says so."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name not in env or "SLURM_NODEID" not in env:
             continue
@@ -247,7 +192,7 @@ def _slurm_first_host(env: Mapping[str, str], world: int) -> str:
 
 
 def _first_host(nodelist: str, name: str) -> str:
-    """The first host of a list such as ``node[003-005,9],login1`` or ``r[1-2]n[01-04]``."""
+    """Return the first host of a list such as `node[003-005,9],login1` or `r[1-2]n[01-04]`."""
     match = re.match(r"(?:[^\[\],\s]|\[[\d,\-]+\])+", nodelist)
     if match is None or nodelist[match.end() : match.end() + 1] not in ("", ","):
         raise ValueError(f"{name}={nodelist!r} is not a node list such as 'node[003-005,9]'")

@@ -6,51 +6,52 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
-from torch.distributed import TCPStore
+from mt_parallel_state.signals import signal_name, signals_to
+from mt_parallel_state.store import host_on_loopback
 
-__all__ = ["launch"]
-
+STOPPED = 75
 _POLL_SECONDS = 0.02
 _FAILURE_GRACE_SECONDS = 3.0
 _STOP_GRACE_SECONDS = 120.0
+_SECOND_SIGNAL_GRACE_SECONDS = 1.0
 _RANK_PROCESS = str(Path(__file__).with_name("rank_process.py"))
-_FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
 def launch(module: str, args: Sequence[str], nproc: int) -> int:
-    """Runs ``python -m module args`` as ``nproc`` ranks on this machine and waits for them.
+    """Run `python -P -m module args` as `nproc` ranks on this machine and wait for them.
 
     Every rank gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT), so :func:`detect_env` works in it. The rendezvous store is hosted
-    here, on a port the system picked, so no port can be taken by somebody else in between.
-    OMP_NUM_THREADS is the number of cores divided by ``nproc`` unless it is set.
+    MASTER_ADDR, MASTER_PORT), so `detect_env` works in it. The rendezvous store is hosted here, on
+    a loopback port that the system picked: no other machine reaches it, and nobody can take the
+    port in between. OMP_NUM_THREADS is the number of cores divided by `nproc` unless it is set.
 
-    SIGTERM and SIGINT are passed on to the ranks, which then have two minutes to save and leave.
-    When a rank dies, the others are ended: SIGTERM at once, SIGKILL three seconds later, since a
-    rank inside a collective cannot react to the former. On Linux the ranks also end when this
-    process is killed.
+    SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which then have two minutes to save and
+    leave; a second signal is passed on too, and what still runs a second later is killed. When a
+    rank fails, the others are ended: SIGTERM at once, SIGKILL three seconds later, since a rank
+    inside a collective may not react to the former. A rank that exits with 75 was stopped and can
+    be resumed, which is no failure. On Linux the ranks also end when this process is killed.
 
     Args:
-        module: What ``python -m`` takes.
+        module: An installed module, or one on PYTHONPATH; the working directory is not searched.
         args: Its arguments.
         nproc: Number of ranks, at least 1.
 
     Returns:
-        0 if every rank exited with 0, else the exit code of the first rank that did not (128 + the
-        signal number if a signal killed it). That rank is named on stderr.
+        0 if every rank exited with 0; 75 if the others exited with 75; else the exit code of the
+        first rank that failed (128 + the signal number if a signal killed it), which is named on
+        stderr unless it ended by the signal that was passed on.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_on_loopback()
     ranks: list[subprocess.Popen[bytes]] = []
-    with _signals_noted() as noted:
+    noted: list[int] = []
+    with signals_to(noted.append):
         try:
             for rank in range(nproc):
                 ranks.append(_start(module, args, rank, nproc, store.port))
@@ -90,25 +91,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _signals_noted() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT in the list it yields (only the main thread can)."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-
-    previous = {number: signal.signal(number, note) for number in _FORWARDED}
-    try:
-        yield noted
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _supervise(ranks: list[subprocess.Popen[bytes]], noted: list[int]) -> int:
     failed: int | None = None
     deadline = float("inf")
@@ -116,26 +98,29 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], noted: list[int]) -> int:
     while any(process.poll() is None for process in ranks):
         if failed is None and (failed := _first_failure(ranks)) is not None:
             alive = [process for process in ranks if process.poll() is None]
-            _report(failed, ranks[failed].returncode, len(alive))
+            _report(failed, ranks[failed].returncode, len(alive), noted)
             _signal_all(alive, signal.SIGTERM)
             deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_SECONDS)
         while forwarded < len(noted):
             _signal_all(ranks, noted[forwarded])
             forwarded += 1
-            deadline = min(deadline, time.monotonic() + _STOP_GRACE_SECONDS)
+            grace = _STOP_GRACE_SECONDS if forwarded == 1 else _SECOND_SIGNAL_GRACE_SECONDS
+            deadline = min(deadline, time.monotonic() + grace)
         if time.monotonic() > deadline:
             _signal_all(ranks, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(_POLL_SECONDS)
     if failed is None and (failed := _first_failure(ranks)) is not None:
-        _report(failed, ranks[failed].returncode, 0)
-    return 0 if failed is None else _exit_code(ranks[failed].returncode)
+        _report(failed, ranks[failed].returncode, 0, noted)
+    if failed is not None:
+        return _exit_code(ranks[failed].returncode)
+    return STOPPED if any(process.returncode == STOPPED for process in ranks) else 0
 
 
 def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that failed; a signal goes first, being the cause of its neighbours' errors."""
+    """Return the rank that failed; a signal goes first, being the cause of the others' errors."""
     codes = [(process.poll() or 0, rank) for rank, process in enumerate(ranks)]
-    return next((rank for code, rank in sorted(codes) if code), None)
+    return next((rank for code, rank in sorted(codes) if code not in (0, STOPPED)), None)
 
 
 def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -144,18 +129,14 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _report(rank: int, code: int, others: int) -> None:
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+def _report(rank: int, code: int, others: int, noted: Sequence[int]) -> None:
+    if _exit_code(code) - 128 in noted:  # as it was told
+        return
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     rest = f"; ending the other {others}" if others else ""
-    sys.stderr.write(f"rank {rank} {how}{rest}\n")
-    sys.stderr.flush()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    with suppress(OSError):  # the terminal may be gone, and the ranks are to save nevertheless
+        sys.stderr.write(f"rank {rank} {how}{rest}\n")
+        sys.stderr.flush()
 
 
 def _exit_code(code: int) -> int:

@@ -1,7 +1,8 @@
-"""What ``launch`` starts for each rank: ``python rank_process.py PID MODULE ARGS``.
+"""What `launch` starts for each rank: `python rank_process.py PID MODULE ARGS`.
 
-It ties the rank's life to the launcher's, then becomes ``python -m MODULE ARGS``. It is run as a
-file, not as a module of this package, so that it starts before torch is imported.
+It ties the rank's life to the launcher's, then becomes `python -P -m MODULE ARGS`: a file that
+lies in the working directory is never imported. It is run as a file, not as a module of this
+package, so that it starts before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies; elsewhere does nothing."""
+    """Ask Linux to kill this process when its parent dies; elsewhere do nothing."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -25,11 +26,11 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Runs the module named on the command line as ``__main__``."""
+    """Run the module named on the command line as `__main__`."""
     _die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # what -m puts there
+        del sys.path[0]  # this file's folder, where -m would put the working directory
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

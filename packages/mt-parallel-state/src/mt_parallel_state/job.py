@@ -1,0 +1,187 @@
+"""Joins the ranks of one job, and leaves them."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mt_parallel_state.environment import DistributedEnv
+from mt_parallel_state.store import JoinError, first_line, meet
+
+_RELEASE_SECONDS = 0.05
+_YIELD_SECONDS = 3.0
+# What gloo, NCCL and the store say when the other end is gone. They have no type for it.
+_LOSS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+)
+
+
+class PeerLostError(dist.DistError):
+    """Another rank of this job ended, so this one can't go on."""
+
+
+def is_peer_loss(error: BaseException | None) -> bool:
+    """Tell whether an error, or what led to it, only says that another rank is gone."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PeerLostError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOSS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def must_launch(nproc: int, env: DistributedEnv) -> bool:
+    """Tell whether `nproc` local ranks are still to be started, and check that they can be.
+
+    Args:
+        nproc: The number of processes that was asked for on the command line, 1 by default.
+        env: This process's place; a launcher may have started the processes already.
+
+    Raises:
+        ValueError: The number is below 1, contradicts the launcher, or exceeds this machine's GPUs.
+    """
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc}: use 1 or more")
+    if env.world_size > 1:
+        if nproc not in (1, env.world_size):
+            raise ValueError(
+                f"--nproc {nproc} under {env.launcher}, which started {env.world_size} processes: "
+                f"leave --nproc out, or let {env.launcher} start {nproc}"
+            )
+        return False
+    gpus = torch.cuda.device_count() if nproc > 1 and torch.cuda.is_available() else nproc
+    if nproc > gpus:
+        raise ValueError(
+            f"--nproc {nproc} needs a GPU for each process, and this machine shows {gpus}; use "
+            "fewer processes, or set CUDA_VISIBLE_DEVICES='' to run on the CPU"
+        )
+    return nproc > 1
+
+
+@contextmanager
+def joined(env: DistributedEnv, *, timeout: timedelta | None = None) -> Iterator[torch.device]:
+    """Join the job of `env` while the block runs, and yield this rank's device.
+
+    A job that the caller has joined already is used and not left. In ours, an error that only says
+    that another rank is gone becomes a `PeerLostError` of one line. This rank then waits a moment
+    before it raises, since a launcher that sees the other rank's end ends this one too: only the
+    rank that failed is heard. The same holds for a failure to join, which rank 0 of each node tells
+    at once.
+
+    Args:
+        env: From `detect_env`.
+        timeout: How long joining, and later a collective, may take; `None` is torch's default.
+
+    Raises:
+        JoinError: The ranks did not come together.
+        PeerLostError: Another rank ended while the block ran.
+        ValueError: There is no GPU for this rank.
+    """
+    if dist.is_initialized():
+        yield _current_device()
+        return
+    try:
+        device = init_process_group(env, timeout=timeout)
+    except JoinError:
+        if env.local_rank > 0:
+            _wait_for_the_end()
+        raise
+    try:
+        yield device
+    except Exception as error:
+        if env.world_size == 1 or not is_peer_loss(error):
+            raise
+        _wait_for_the_end()
+        raise PeerLostError(
+            f"rank {env.rank} lost another rank, which ended first: {first_line(error)}"
+        ) from error
+    finally:
+        leave_process_group()
+
+
+def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None) -> torch.device:
+    """Join the default process group and return the device of this rank.
+
+    The backend is gloo without CUDA, `cpu:gloo,cuda:nccl` with it. A world of one rank needs no
+    process group and gets none. A rank that waits for others for long says for whom. A store that
+    rank 0 hosts under a loopback address listens on loopback only.
+
+    Args:
+        env: From `detect_env`.
+        timeout: How long joining, and later a collective, may take; `None` is torch's default.
+
+    Raises:
+        JoinError: The ranks did not come together.
+        ValueError: There is no GPU for this rank.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if env.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={env.local_rank} has no GPU: this node shows "
+                f"{torch.cuda.device_count()}; start at most that many ranks per node"
+            )
+        device = torch.device("cuda", env.local_rank)
+        torch.cuda.set_device(device)
+    if env.world_size > 1:
+        _join(env, device, timeout)
+    return device
+
+
+def _join(env: DistributedEnv, device: torch.device, timeout: timedelta | None) -> None:
+    store = meet(env, timeout or dist.default_pg_timeout)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("default_pg", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise JoinError(f"rank {env.rank} can't connect: {first_line(error)}") from error
+
+
+def leave_process_group() -> None:
+    """Leave the default process group so that this process can end; do nothing without one.
+
+    The threads of gloo let go of a collective's tensors a moment after it is done, and what holds a
+    group in a reference cycle keeps them running. A process whose interpreter ends meanwhile is
+    aborted now and then ("terminate called without an active exception"). So cycles are collected
+    first, and the threads get their moment.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+        time.sleep(_RELEASE_SECONDS)
+
+
+def _current_device() -> torch.device:
+    if torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _wait_for_the_end() -> None:
+    """Give the launcher time to end this process; come back if it does not."""
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL) if in_main else None
+    time.sleep(_YIELD_SECONDS)
+    if previous is not None:
+        signal.signal(signal.SIGTERM, previous)
