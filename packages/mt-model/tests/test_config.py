@@ -1,8 +1,11 @@
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mt_files import FieldError
 from mt_model import (
     PRESETS,
     AttentionConfig,
@@ -72,17 +75,20 @@ def broken(**changes):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (broken(hiden_size=4), "hiden_size: unknown key. Did you mean 'hidden_size'?"),
+        (broken(hiden_size=4), "hiden_size: unknown key. Did you mean hidden_size?"),
         (broken(mixer={"num_head": 4}), r"layers\[1\].mixer.num_head: unknown key."),
-        (broken(mixer={"num_heads": "4"}), r"layers\[1\].mixer: .*num_heads='4': expected int"),
+        (
+            broken(mixer={"num_heads": "4"}),
+            r"layers\[1\].mixer.num_heads: expected an integer, found '4'",
+        ),
         (broken(mixer={"type": "mamba"}), r"layers\[1\].mixer.type: 'mamba' is not known here"),
-        (broken(layers=3), "layers: expected a list, got 3"),
-        (broken(norm=None), "norm: expected a mapping, got None"),
-        (broken(positions="alibi"), "expected one of 'rope', 'learned', 'none'"),
-        (broken(vocab_size=True), "vocab_size=True: expected int"),
-        (broken(vocab_size=0), "vocab_size=0: expected more than 0"),
-        (broken(dropout=1.0), "dropout=1.0: expected at least 0 and less than 1"),
-        ({"vocab_size": 3}, r"hidden_size: missing \(expected int\)"),
+        (broken(layers=3), "layers: expected a list, found 3"),
+        (broken(norm={"eps": None}), "norm.eps: expected a number, found nothing"),
+        (broken(positions="alibi"), "positions: 'alibi' is not one of rope, learned, none"),
+        (broken(vocab_size=True), "vocab_size: expected an integer, found True"),
+        (broken(vocab_size=0), "vocab_size: 0 is too small; use 1 or more"),
+        (broken(dropout=1.0), "dropout: 1.0 must be at least 0 and below 1"),
+        ({"vocab_size": 3}, "hidden_size: missing; add `hidden_size:` with an integer"),
     ],
 )
 def test_broken_dict_names_the_path(data, message):
@@ -90,17 +96,40 @@ def test_broken_dict_names_the_path(data, message):
         ModelConfig.from_dict(data)
 
 
+def test_a_configuration_is_read_without_torch():
+    code = (
+        "import sys, mt_model; mt_model.preset('tiny').to_dict(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_layers": 10**9},
+        {"num_heads": 10**17, "hidden_size": 10**17},
+        {"hidden_size": 10**17},
+        {"vocab_size": 10**17},
+        {"ffn_size": 10**17},
+        {"max_sequence_length": 10**17},
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_built(sizes):
+    with pytest.raises(FieldError):
+        gpt(**{**SMALL, **sizes})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"num_heads": 6, "num_kv_heads": 4, "head_dim": 2},
-            r"num_heads=6 is not a multiple of num_kv_heads=4.*Nearest num_kv_heads that does: "
+            r"num_heads: 6 is not a multiple of num_kv_heads=4.*Nearest num_kv_heads that does: "
             r"3 or 6",
         ),
-        ({"num_heads": 8, "head_dim": 1}, "head_dim=1 is odd"),
-        ({"num_heads": 3}, "hidden_size=8 does not divide by num_heads=3"),
-        ({"positions": "learned", "num_layers": 0}, "layers is empty"),
+        ({"num_heads": 8, "head_dim": 1}, "head_dim: 1 is odd"),
+        ({"num_heads": 3}, "hidden_size: 8 does not divide by num_heads=3"),
+        ({"positions": "learned", "num_layers": 0}, "num_layers: 0; use 1 to 4096"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):
@@ -111,7 +140,7 @@ def test_impossible_sizes_are_refused(changes, message):
 def test_positions_must_match_the_layers():
     rotating = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4)
     sizes = {"vocab_size": 8, "hidden_size": 8, "max_sequence_length": 8}
-    with pytest.raises(ValueError, match=r"positions='learned', but layer 0 has rope_theta"):
+    with pytest.raises(ValueError, match=r"positions: 'learned', but layer 0 has rope_theta"):
         ModelConfig(**sizes, layers=(LayerConfig(mixer=rotating),), positions="learned")
     still = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8)
     with pytest.raises(ValueError, match="no layer has a rope_theta"):
@@ -119,9 +148,11 @@ def test_positions_must_match_the_layers():
 
 
 def test_unknown_preset_and_override_suggest_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown preset 'lama-3-8b'. Did you mean 'llama-3-8b'"):
+    with pytest.raises(
+        ValueError, match=r"preset: 'lama-3-8b' is not known. Did you mean llama-3-8b"
+    ):
         preset("lama-3-8b")
-    with pytest.raises(ValueError, match=r"unknown override 'hiden_size'.*'hidden_size'"):
+    with pytest.raises(ValueError, match=r"hiden_size: unknown override.*Did you mean hidden_size"):
         preset("tiny", hiden_size=3)
     assert preset("tiny", num_layers=7).num_layers == 7
 

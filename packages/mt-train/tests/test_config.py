@@ -133,7 +133,7 @@ BROKEN = {
     ),
     "heads": (
         MINIMAL.replace("num_heads: 4", "num_heads: 5"),
-        "run.yaml:2: model.hidden_size: hidden_size=64 does not divide by num_heads=5",
+        "run.yaml:2: model.hidden_size: 64 does not divide by num_heads=5",
     ),
 }
 

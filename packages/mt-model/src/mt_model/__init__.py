@@ -1,26 +1,36 @@
 """Transformer models as a typed list of layers."""
 
-from mt_model.allocator import keep_freed_memory
-from mt_model.cache import KVCache
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mt_model.config import (
+    Activation,
     AttentionConfig,
     LayerConfig,
     MLPConfig,
     ModelConfig,
     NormConfig,
+    Positions,
+    Recompute,
     validate_split,
 )
-from mt_model.dtype import DTYPES
 from mt_model.flops import flops_per_token, num_parameters
-from mt_model.gpt import GPT, LossOutput
-from mt_model.lora import export_lora
 from mt_model.presets import PRESETS, gpt, preset
-from mt_model.recomputation import Recompute
+
+if TYPE_CHECKING:
+    from mt_model.allocator import keep_freed_memory
+    from mt_model.cache import KVCache
+    from mt_model.decoder import GPT, LossOutput
+    from mt_model.dtype import DTYPES
+    from mt_model.lora import export_lora
 
 __all__ = [
     "DTYPES",
     "GPT",
     "PRESETS",
+    "Activation",
     "AttentionConfig",
     "KVCache",
     "LayerConfig",
@@ -28,6 +38,7 @@ __all__ = [
     "MLPConfig",
     "ModelConfig",
     "NormConfig",
+    "Positions",
     "Recompute",
     "export_lora",
     "flops_per_token",
@@ -37,3 +48,19 @@ __all__ = [
     "preset",
     "validate_split",
 ]
+
+# What needs torch is resolved at first use: a configuration is checked without it.
+_HOMES = {
+    "DTYPES": "dtype",
+    "GPT": "decoder",
+    "KVCache": "cache",
+    "LossOutput": "decoder",
+    "export_lora": "lora",
+    "keep_freed_memory": "allocator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from mt_model import schema
+from mt_files import Checks, FieldError, build, divisors, to_plain
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Positions: TypeAlias = Literal["rope", "learned", "none"]
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+
+# Above these no parameter's size fits 64 bits, or a list of layers no memory.
+MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27
+MAX_LAYERS = 4096  # above the deepest networks published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +30,9 @@ class NormConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        schema.check_fields(self)
-        schema.check_positive(self, "eps")
+        checks = Checks(self)
+        checks.above(0, "eps")
+        checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +60,29 @@ class AttentionConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        schema.check_fields(self)
-        schema.check_positive(self, "num_heads", "num_kv_heads", "head_dim")
-        schema.check_probability(self, "dropout")
+        checks = Checks(self)
+        sizes = ("num_heads", "num_kv_heads", "head_dim")
+        checks.at_least(1, *sizes)
+        checks.at_most(MAX_HEADS, *sizes)
+        checks.fraction("dropout")
+        checks.above(0, "rope_theta")
+        checks.done()
         if self.num_heads % self.num_kv_heads:
-            good = schema.nearest(
-                self.num_kv_heads, schema.divisors(self.num_heads), "num_kv_heads"
+            good = _around(self.num_kv_heads, divisors(self.num_heads))
+            checks.add(
+                "num_heads",
+                f"{self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: every "
+                "key/value head serves the same number of query heads. Nearest num_kv_heads that "
+                f"does: {good}.",
             )
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of "
-                f"num_kv_heads={self.num_kv_heads}: every key/value head serves the same number "
-                f"of query heads. {good}"
+        if self.rope_theta is not None and self.head_dim % 2:
+            checks.add(
+                "head_dim",
+                f"{self.head_dim} is odd, and rope_theta={self.rope_theta} turns pairs of "
+                "channels. Use an even head_dim, or no RoPE (gpt's positions is 'learned' or "
+                "'none').",
             )
-        if self.rope_theta is not None:
-            schema.check_positive(self, "rope_theta")
-            if self.head_dim % 2:
-                raise ValueError(
-                    f"head_dim={self.head_dim} is odd, and rope_theta={self.rope_theta} turns "
-                    "pairs of channels. Use an even head_dim, or no RoPE (gpt's positions is "
-                    "'learned' or 'none')."
-                )
+        checks.done()
 
     @property
     def queries_per_group(self) -> int:
@@ -90,13 +102,15 @@ class MLPConfig:
     """
 
     ffn_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
 
     def __post_init__(self) -> None:
-        schema.check_fields(self)
-        schema.check_positive(self, "ffn_size")
+        checks = Checks(self)
+        checks.at_least(1, "ffn_size")
+        checks.at_most(MAX_WIDTH, "ffn_size")
+        checks.done()
 
 
 MixerConfig: TypeAlias = AttentionConfig
@@ -111,7 +125,7 @@ class LayerConfig:
     feed_forward: FeedForwardConfig | None = None
 
     def __post_init__(self) -> None:
-        schema.check_fields(self)
+        Checks(self).done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,29 +152,38 @@ class ModelConfig:
     max_sequence_length: int
     layers: tuple[LayerConfig, ...]
     norm: NormConfig = NormConfig()
-    positions: Literal["rope", "learned", "none"] = "rope"
+    positions: Positions = "rope"
     tied: bool = True
     dropout: float = 0.0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        schema.check_fields(self)
-        schema.check_positive(self, "vocab_size", "hidden_size", "max_sequence_length", "init_std")
-        schema.check_probability(self, "dropout")
-        if not self.layers:
-            raise ValueError("layers is empty: a model needs at least one LayerConfig.")
+        checks = Checks(self)
+        checks.at_least(1, "vocab_size", "hidden_size", "max_sequence_length")
+        checks.at_most(MAX_VOCAB, "vocab_size")
+        checks.at_most(MAX_WIDTH, "hidden_size")
+        checks.at_most(MAX_LENGTH, "max_sequence_length")
+        checks.above(0, "init_std")
+        checks.fraction("dropout")
+        checks.done()
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            text = f"{len(self.layers)} layers; a model has 1 to {MAX_LAYERS} LayerConfigs"
+            raise FieldError({"layers": text}, "ModelConfig")
         rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rope_theta is not None]
         if self.positions == "rope" and not rotating:
-            raise ValueError(
-                "positions='rope', but no layer has a rope_theta. Set rope_theta on the layers "
-                "that turn their heads, or use positions='learned' or 'none'."
+            checks.add(
+                "positions",
+                "'rope', but no layer has a rope_theta. Set rope_theta on the layers that turn "
+                "their heads, or use positions='learned' or 'none'.",
             )
         if self.positions != "rope" and rotating:
-            raise ValueError(
-                f"positions={self.positions!r}, but layer {rotating[0]} has rope_theta="
-                f"{self.layers[rotating[0]].mixer.rope_theta}. Set it to None, or use "
-                f"positions='rope'."
+            theta = self.layers[rotating[0]].mixer.rope_theta
+            checks.add(
+                "positions",
+                f"{self.positions!r}, but layer {rotating[0]} has rope_theta={theta}. Set it to "
+                "None, or use positions='rope'.",
             )
+        checks.done()
 
     @property
     def num_layers(self) -> int:
@@ -169,17 +192,17 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `ModelConfig.from_dict` of them is equal to this config."""
-        return schema.to_dict(self)
+        return to_plain(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Read what `to_dict` wrote.
 
         Raises:
-            ValueError: a key is unknown or missing, or a value is of the wrong type or range;
-                the message names its path, such as `layers[3].mixer.num_heads`.
+            SchemaError: keys are unknown or missing, or values are of the wrong type or range;
+                the message names the path of each, such as `layers[3].mixer.num_heads`.
         """
-        return schema.from_dict(cls, data)
+        return build(cls, data)
 
 
 def validate_split(config: ModelConfig, tp: int) -> None:
@@ -212,8 +235,14 @@ def _split_sizes(layer: LayerConfig, tp: int) -> Iterator[tuple[str, int]]:
 def _indivisible(name: str, value: int, tp: int) -> str:
     below, above = value // tp * tp, (value // tp + 1) * tp
     sizes = " or ".join(str(v) for v in (below, above) if v)
-    smaller = max(d for d in schema.divisors(value) if d <= tp)
+    smaller = max(d for d in divisors(value) if d <= tp)
     return (
         f"{name}={value} does not divide by tp={tp}. Nearest {name} that does: {sizes}; "
         f"nearest tp for {name}={value}: {smaller}"
     )
+
+
+def _around(value: int, allowed: list[int]) -> str:
+    """Name the allowed values on both sides of a value."""
+    around = [v for v in allowed if v < value][-1:] + [v for v in allowed if v > value][:1]
+    return " or ".join(map(str, around))

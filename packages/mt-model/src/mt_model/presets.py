@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mt_model.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
-from mt_model.schema import did_you_mean
+from mt_files import FieldError, did_you_mean
+
+from mt_model.config import (
+    MAX_LAYERS,
+    Activation,
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    Positions,
+)
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
@@ -21,12 +31,12 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     head_dim: int | None = None,
     ffn_size: int | None = None,
     max_sequence_length: int = 2048,
-    positions: Literal["rope", "learned", "none"] = "rope",
+    positions: Positions = "rope",
     rope_theta: float = 10000.0,
     qk_norm: bool = False,
     norm: Literal["rms", "layer"] = "rms",
     norm_eps: float = 1e-5,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+    activation: Activation = "silu",
     gated: bool = True,
     bias: bool = False,
     tied: bool = True,
@@ -58,14 +68,20 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         dropout: of embedding, attention and feed-forward outputs.
         attention_dropout: of attention weights.
         init_std: standard deviation of the initial weights.
+
+    Raises:
+        FieldError: sizes that do not fit each other; it names the argument.
     """
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size={hidden_size} does not divide by num_heads={num_heads}. "
-                f"Choose num_heads that divides it, or give head_dim."
+            text = (
+                f"{hidden_size} does not divide by num_heads={num_heads}. Choose num_heads that "
+                "divides it, or give head_dim."
             )
+            raise FieldError({"hidden_size": text}, "gpt")
         head_dim = hidden_size // num_heads
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise FieldError({"num_layers": f"{num_layers}; use 1 to {MAX_LAYERS}"}, "gpt")
     if ffn_size is None:
         ffn_size = -(-8 * hidden_size // (3 * 64)) * 64 if gated else 4 * hidden_size
     layer = LayerConfig(
@@ -152,14 +168,15 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     """The named shape, with any argument of `gpt` replaced.
 
     Raises:
-        ValueError: the name or an override is unknown; the message suggests the nearest.
+        FieldError: the name or an override is unknown, or sizes do not fit; the message suggests
+            the nearest.
     """
     if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
+        text = f"{name!r} is not known. {did_you_mean(name, PRESETS)}"
+        raise FieldError({"preset": text})
     known = sorted(inspect.signature(gpt).parameters)
     for key in overrides:
         if key not in known:
-            raise ValueError(
-                f"preset {name!r}: unknown override {key!r}. {did_you_mean(key, known)}"
-            )
+            text = f"unknown override of preset {name!r}. {did_you_mean(key, known)}"
+            raise FieldError({key: text})
     return gpt(**{**_PRESETS[name], **overrides})

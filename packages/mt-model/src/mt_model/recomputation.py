@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from mt_tensor_parallel import DiscardedOutput
 from torch import Tensor
-
-Recompute = Literal["none", "selective", "full"]
 
 
 def discard_between(

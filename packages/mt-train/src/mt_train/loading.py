@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 from mt_data import DataError, load_tokenizer
+from mt_files import FieldError
 from mt_model import ModelConfig, gpt, preset, validate_split
 from mt_parallel_state import ParallelLayout
 
@@ -99,6 +100,9 @@ class LoadedConfig:
     def _try(self, field: str, build: Callable[[], T]) -> T:
         try:
             return build()
+        except FieldError as error:
+            problems = [(f"{field}.{name}", text) for name, text in error.errors.items()]
+            raise ConfigError([self._binder.problem(*pair) for pair in problems]) from error
         except (ValueError, TypeError) as error:
             raise self.error(_blame(self.config, field, str(error)), str(error)) from error
 

@@ -29,14 +29,13 @@ from mt_tensor_parallel import (
 from torch import Tensor, nn
 
 from mt_model.cache import KVCache
-from mt_model.config import ModelConfig, validate_split
+from mt_model.config import ModelConfig, Recompute, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Pass, Placement
-from mt_model.recomputation import Recompute
 from mt_model.rotary import RotaryTables
 
 
