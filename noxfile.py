@@ -136,6 +136,14 @@ def campaign(session: nox.Session) -> None:
             session.run(*DEV, "python", "tools/ledger.py", report, "--out", "docs/campaign.md")
 
 
+@nox.session(python=False)
+def attack(session: nox.Session) -> None:
+    """Damage, kill, confuse and starve a run thousands of times; the whole writes its ledger."""
+    script = ["python", "tests-integration/attack/attack.py"]
+    ledger = [] if set(session.posargs) & {"--row", "--sample"} else ["--out", "docs/attack.md"]
+    session.run(*DEV, *script, *ledger, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 def test_folders() -> list[str]:
     """Every folder of tests, packages first."""
     return [f"packages/{package}/tests" for package in PACKAGES] + ["tests-integration/tests"]
