@@ -1,4 +1,4 @@
-"""Split cross entropy against ``F.cross_entropy``."""
+"""Split cross entropy against `F.cross_entropy`."""
 
 from __future__ import annotations
 

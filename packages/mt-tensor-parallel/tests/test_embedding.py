@@ -1,4 +1,4 @@
-"""The split embedding against ``F.embedding``."""
+"""The split embedding against `F.embedding`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 class HierarchicalGroups:
     """The two levels of a context group: rank = outer rank * inner size + inner rank.
 
-    Where there is a ``ParallelState``, its ``level_groups("cp", (inner_size, outer_size))`` are
+    Where there is a `ParallelState`, its `level_groups("cp", (inner_size, outer_size))` are
     these two, with its checks and backend options.
 
     Attributes:
@@ -70,13 +70,13 @@ class HierarchicalGroups:
 
     @staticmethod
     def create(group: dist.ProcessGroup, *, inner_size: int) -> HierarchicalGroups:
-        """Makes both levels of ``group``. Collective over ``group`` alone.
+        """Make both levels of `group`. Collective over `group` alone.
 
-        These are plain groups with torch's default options, also where ``group`` has others or
-        is a checked one of a ``ParallelState``: use that state's ``level_groups`` then.
+        These are plain groups with torch's default options, also where `group` has others or
+        is a checked one of a `ParallelState`: use that state's `level_groups` then.
 
         Raises:
-            ValueError: ``inner_size`` does not divide the group's size.
+            ValueError: `inner_size` does not divide the group's size.
         """
         ranks = group.size()
         if inner_size < 1 or ranks % inner_size:
@@ -129,11 +129,11 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     else travels in its own dtype. A fused kernel rounds each tile to the dtype of q.
 
     Args:
-        q: Queries of this rank's tokens, as :func:`shard` gives them.
+        q: Queries of this rank's tokens, as `shard` gives them.
         k: Keys of the same tokens. Fewer heads than queries: neighbouring query heads share one.
         v: Values of the same tokens.
         group: The ranks that share the sequence; None for one that is not split. The algorithm
-            "hierarchical" takes :class:`HierarchicalGroups`, the others a process group.
+            "hierarchical" takes `HierarchicalGroups`, the others a process group.
         algorithm: "ring" sends keys round the group while computing; "all_gather" has all keys on
             every rank; "ulysses" swaps the split sequence for split heads; "hierarchical" does
             that in the inner groups, and rings over the outer.
@@ -146,13 +146,13 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
             is this rank's part of a sum over the group.
         dropout: Of the attention weights.
         scale: Of the scores; 1 / sqrt(D) where None.
-        kernels: To choose from, the first that can compute a tile; :func:`default_kernels` if None.
+        kernels: To choose from, the first that can compute a tile; `default_kernels` if None.
 
     Shape:
         q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
 
     Raises:
-        TypeError: A dtype is wrong or differs, ``cu_seqlens`` are no integers, or ``group`` is of
+        TypeError: A dtype is wrong or differs, `cu_seqlens` are no integers, or `group` is of
             the wrong kind for the algorithm.
         ValueError: Shapes, sizes, devices or options do not fit, or no kernel can compute a tile;
             the message has the nearest that do.
@@ -200,7 +200,7 @@ def _over_heads(
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup | None],
     work: tuple[Tile, list[list[Segment]], tuple[Kernel, ...]],
 ) -> Tensor:
-    """Swaps tokens for heads in the inner group, and rings over the outer one if there is one."""
+    """Swap tokens for heads in the inner group, and ring over the outer one if there is one."""
     inner, outer = levels
     whole, runs, kernels = work
     size, heads = inner.size(), q.shape[2]

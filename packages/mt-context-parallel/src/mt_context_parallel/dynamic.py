@@ -28,7 +28,7 @@ class DynamicItem:
 
     Attributes:
         document: index in the list that was planned.
-        length: its own tokens; the ranks share ``padded_length``.
+        length: its own tokens; the ranks share `padded_length`.
         first_rank: of the block of ranks that shares it.
         ranks: size of the block, a power of two; blocks are aligned to their size.
     """
@@ -77,19 +77,19 @@ class DynamicPlan:
     def run(
         self, groups: Mapping[int, Group], rank: int, step: Callable[[DynamicItem, Group], T]
     ) -> dict[int, T]:
-        """Calls ``step(item, group)`` for every document of a rank.
+        """Call `step(item, group)` for every document of a rank.
 
         Only the ranks of a document meet for it, and all in the plan's order, so they need no
         barrier; a rank without documents returns at once.
 
         Args:
-            groups: The blocks this rank is in, by size; :func:`block_groups` makes them.
+            groups: The blocks this rank is in, by size; `block_groups` makes them.
             rank: This rank.
-            step: Pads a document to ``item.padded_length`` and computes this rank's part of it,
+            step: Pads a document to `item.padded_length` and computes this rank's part of it,
                 for example its attention.
 
         Returns:
-            What ``step`` returned, by document.
+            What `step` returned, by document.
 
         Raises:
             ValueError: A block is missing, or is not of its size; before anything is computed.
@@ -110,10 +110,10 @@ def ranks_for(length: int, *, max_length: int) -> int:
     """The least power of two of ranks that holds a document.
 
     Split over several ranks, each has two equal chunks, so an even number of tokens:
-    2^ceil(log2(length / max_length)) for an even ``max_length``, or the even number below it.
+    2^ceil(log2(length / max_length)) for an even `max_length`, or the even number below it.
 
     Raises:
-        ValueError: A size below 1, or no number of ranks is enough: ``max_length`` is 1.
+        ValueError: A size below 1, or no number of ranks is enough: `max_length` is 1.
     """
     if length < 1 or max_length < 1:
         raise ValueError(f"length and max_length must be at least 1, got {length} and {max_length}")
@@ -136,7 +136,7 @@ def _check_power_of_two(ranks: int) -> None:
 
 
 def plan_dynamic(lengths: Sequence[int], *, ranks: int, max_length: int) -> DynamicPlan:
-    """Gives every document its block of ranks, the largest work first, to the least loaded block.
+    """Give every document its block of ranks, the largest work first, to the least loaded block.
 
     Args:
         lengths: Tokens of each document, not padded; may be empty.
@@ -144,7 +144,7 @@ def plan_dynamic(lengths: Sequence[int], *, ranks: int, max_length: int) -> Dyna
         max_length: Tokens of one document, padding included, that one rank can hold.
 
     Raises:
-        ValueError: ``ranks`` is no power of two, or a document is too long for all of them.
+        ValueError: `ranks` is no power of two, or a document is too long for all of them.
     """
     _check_power_of_two(ranks)
     held = max_length if ranks == 1 else max_length // 2 * 2
@@ -177,12 +177,12 @@ def plan_dynamic(lengths: Sequence[int], *, ranks: int, max_length: int) -> Dyna
 def block_groups(group: Group) -> dict[int, Group]:
     """This rank's aligned blocks of 1, 2, 4, ... ranks of a group, by size. Collective, once.
 
-    The blocks below the whole are plain groups with torch's default options, also where ``group``
-    has others or is a checked one of a ``ParallelState``. With a state, the same blocks with its
-    checks and options are ``{n: state.block_group("dp-cp", n) for n in (1, 2, 4, ...)}``.
+    The blocks below the whole are plain groups with torch's default options, also where `group`
+    has others or is a checked one of a `ParallelState`. With a state, the same blocks with its
+    checks and options are `{n: state.block_group("dp-cp", n) for n in (1, 2, 4, ...)}`.
 
     Raises:
-        ValueError: The size of ``group`` is no power of two.
+        ValueError: The size of `group` is no power of two.
     """
     blocks: dict[int, Group] = {1: None}
     if group is None or group.size() == 1:

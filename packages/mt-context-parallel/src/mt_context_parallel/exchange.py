@@ -15,7 +15,7 @@ __all__ = ["heads_to_tokens", "tokens_to_heads"]
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, *, cut: int, join: int) -> Tensor:
-    """Sends piece j of dim ``cut`` to rank j, and joins what arrives along dim ``join``."""
+    """Send piece j of dim `cut` to rank j, and join what arrives along dim `join`."""
     pieces = x.unflatten(cut, (group.size(), -1)).movedim(cut, 0).contiguous()
     out = torch.empty_like(pieces)
     dist.all_to_all_single(out, pieces, group=group)
@@ -44,7 +44,7 @@ def tokens_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of :func:`tokens_to_heads`. Collective.
+    """The inverse of `tokens_to_heads`. Collective.
 
     Shape:
         x: [B, ranks * S, H / ranks, D]. Returns [B, S, H, D].

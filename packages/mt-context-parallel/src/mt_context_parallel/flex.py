@@ -15,10 +15,10 @@ __all__ = ["FlexKernel"]
 
 
 class FlexKernel:
-    """torch's ``flex_attention``, compiled: every mask, no dropout.
+    """torch's `flex_attention`, compiled: every mask, no dropout.
 
     Every size of a tile is compiled once, in the process and not the kernel, however many there
-    are: torch's ``recompile_limit``, past which it would run the unfused form with all scores in
+    are: torch's `recompile_limit`, past which it would run the unfused form with all scores in
     memory, does not hold here. Each new size costs a compilation, so give packed documents few
     different lengths.
 
@@ -28,7 +28,7 @@ class FlexKernel:
 
     Args:
         block: The longest tile side; a tile's mask is a boolean tensor of at most block x block.
-        fused: Compile it. ``False`` runs torch's unfused form of it, on any device; for tests. (On
+        fused: Compile it. `False` runs torch's unfused form of it, on any device; for tests. (On
             a CPU torch has no backward of it but in tests that switch its check off.)
     """
 
@@ -42,7 +42,7 @@ class FlexKernel:
         self._backend: Any = "inductor"
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         if self.fused and q.device.type != "cuda":
             return f"device {q.device.type}"
         if self.fused and q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -54,13 +54,13 @@ class FlexKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         return self._attend(q.detach(), k.detach(), v.detach(), tile)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See :class:`Kernel`.
+        """See `Kernel`.
 
         With w = exp(own lse - whole lse), the tile adds w * own out to the whole output. So its
         output has the gradient w * dout, and its log-sum-exp w * (<dout, own out> - delta).

@@ -27,7 +27,7 @@ def sorted_runs(runs: Runs) -> list[Segment]:
 
 
 def order_of(runs: Runs, device: torch.device) -> Tensor:
-    """Where in the ranks' concatenated shards the tokens of :func:`sorted_runs` are."""
+    """Where in the ranks' concatenated shards the tokens of `sorted_runs` are."""
     index = torch.cat([index_of(part) for part in runs])
     return on_device(index.argsort(), device)
 
@@ -42,7 +42,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
-    """The adjoint of :func:`_gather`."""
+    """The adjoint of `_gather`."""
     shards = torch.empty_like(x).index_copy_(1, order, x)
     pieces = shards.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     out = torch.empty_like(pieces[0])
@@ -66,7 +66,7 @@ def gathered_forward(
         k: Keys of this rank.
         v: Values of this rank.
         group: The ranks that share the sequence.
-        order: From :func:`order_of`.
+        order: From `order_of`.
     """
     partial = Partial(q, v.shape[-1])
     local.forward(partial, q, _gather(k, group, order), _gather(v, group, order), 0)

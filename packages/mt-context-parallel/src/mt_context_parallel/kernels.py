@@ -73,7 +73,7 @@ class ReferenceKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`. Softmax in fp32, or fp64 for fp64 inputs."""
+        """See `Kernel`. Softmax in fp32, or fp64 for fp64 inputs."""
         scores = _scores(q, k, tile)
         lse = torch.logsumexp(scores, dim=-1)
         weights = scores.sub_(_finite(lse)[..., None]).exp_()
@@ -86,7 +86,7 @@ class ReferenceKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         dout, _, lse, delta = of_queries
         groups = k.shape[2]
         weights = _scores(q, k, tile).sub_(_finite(lse)[..., None]).exp_()
@@ -134,7 +134,7 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
-    """Why a kernel that knows no mask but ``is_causal`` cannot compute the tile."""
+    """Why a kernel that knows no mask but `is_causal` cannot compute the tile."""
     if q.shape[-1] != v.shape[-1]:
         return f"head_dim {q.shape[-1]} of queries and {v.shape[-1]} of values"
     if tile.dropout is not None and tile.dropout.probability:
@@ -155,13 +155,13 @@ class SdpaCpuKernel:
     block: int | None = None
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         if q.device.type != "cpu":
             return f"device {q.device.type}"
         return _plain_causal(q, v, tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, tile.causal, scale=tile.scale
         )
@@ -170,7 +170,7 @@ class SdpaCpuKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         dout, out, lse, _ = of_queries
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
@@ -189,7 +189,7 @@ class FlashKernel:
     block: int | None = None
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         reason = _plain_half_precision(q, v, tile, largest=256)
         if reason is not None:
             return reason
@@ -202,7 +202,7 @@ class FlashKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, tile.causal, False),
             scale=tile.scale,
@@ -212,7 +212,7 @@ class FlashKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         dout, out, lse, _ = of_queries
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seeds of a dropout of 0
         sizes = (q.shape[1], k.shape[1])
@@ -232,7 +232,7 @@ class CudnnKernel:
     block: int | None = None
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         reason = _plain_half_precision(q, v, tile, largest=128)
         if reason is not None:
             return reason
@@ -243,7 +243,7 @@ class CudnnKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             *(None, True, 0.0, tile.causal, False),
@@ -254,7 +254,7 @@ class CudnnKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See :class:`Kernel`."""
+        """See `Kernel`."""
         dout, out, lse, _ = of_queries
         unused = torch.zeros(1, dtype=torch.int64, device=q.device)  # seeds of a dropout of 0
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -285,7 +285,7 @@ def _capability(q: Tensor) -> tuple[int, int]:
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
-    """The first of ``kernels`` that can compute the tile.
+    """The first of `kernels` that can compute the tile.
 
     Raises:
         ValueError: None can; the message has each one's reason.

@@ -38,7 +38,7 @@ class Partial:
     lse: Tensor | None = field(default=None, init=False)
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merges a tile's result into its rows."""
+        """Merge a tile's result into its rows."""
         if self.out is None and tile.q.length == self.q.shape[1]:
             self.out, self.lse = out, lse
             return
@@ -81,7 +81,7 @@ class LocalAttention:
     _found: dict[int, list[tuple[Tile, Kernel]]] = field(default_factory=dict, init=False)
 
     def forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, shard: int) -> None:
-        """Adds the attention to the keys of ``shards[shard]``.
+        """Add the attention to the keys of `shards[shard]`.
 
         Shape:
             q: [B, S, H, D]; k, v: [B, K, G, D] with the tokens of the shard.
@@ -97,7 +97,7 @@ class LocalAttention:
         of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
         dq: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
-        """Adds to ``dq`` and returns the gradients of the keys and values; None if none is seen.
+        """Add to `dq` and return the gradients of the keys and values; None if none is seen.
 
         Shape:
             q, dout, out, dq: [B, S, H, D]; k, v: [B, K, G, D]; lse, delta: [B, H, S].

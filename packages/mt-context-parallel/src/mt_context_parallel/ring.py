@@ -55,7 +55,7 @@ def ring_forward(
         q: Queries.
         k: Keys of this rank.
         v: Values of this rank.
-        group: The ring, in the order of ``local.shards``.
+        group: The ring, in the order of `local.shards`.
     """
     rank, ranks = group.rank(), group.size()
     partial = Partial(q, v.shape[-1])

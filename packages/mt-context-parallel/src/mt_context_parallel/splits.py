@@ -43,7 +43,7 @@ def parts_of(split: Split, ranks: int) -> int:
 
 
 def pad_length(length: int, *, ranks: int, split: Split = "zigzag") -> int:
-    """The least length, at least ``length``, that can be split over ``ranks``."""
+    """The least length, at least `length`, that can be split over `ranks`."""
     parts = parts_of(split, ranks)
     return max(1, -(-length // parts)) * parts
 
@@ -55,7 +55,7 @@ def document_bounds(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> l
 
     Raises:
         TypeError: The bounds are no integers.
-        ValueError: They do not rise from 0 to ``length``, or the sequence is empty.
+        ValueError: They do not rise from 0 to `length`, or the sequence is empty.
     """
     if length < 1:
         raise ValueError(f"the sequence has {length} tokens; at least 1 is needed")
@@ -93,10 +93,10 @@ def segments(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> list[Segment]:
-    """The runs of tokens that ``rank`` holds, in the order of its shard.
+    """The runs of tokens that `rank` holds, in the order of its shard.
 
-    ``"zigzag"`` cuts in 2 * ranks chunks and gives rank i the chunks i and 2 * ranks - 1 - i, so
-    that every rank has the same causal work; ``"contiguous"`` gives rank i the i-th of ``ranks``
+    `"zigzag"` cuts in 2 * ranks chunks and gives rank i the chunks i and 2 * ranks - 1 - i, so
+    that every rank has the same causal work; `"contiguous"` gives rank i the i-th of `ranks`
     chunks. A packed sequence has every document cut in this way on its own.
 
     Args:
@@ -107,7 +107,7 @@ def segments(
         cu_seqlens: Starts of the packed documents and the end of the last; None for one document.
 
     Raises:
-        TypeError: ``cu_seqlens`` are no integers.
+        TypeError: `cu_seqlens` are no integers.
         ValueError: A document's length does not divide; the message has the nearest that do.
     """
     parts = parts_of(split, ranks)
@@ -162,7 +162,7 @@ def positions(
         Returns [length / ranks] of int64.
 
     Raises:
-        TypeError: ``cu_seqlens`` are no integers.
+        TypeError: `cu_seqlens` are no integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
     bounds = document_bounds(length, cu_seqlens)
@@ -180,13 +180,13 @@ def shard(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """This rank's tokens of ``x``, which every rank holds whole.
+    """This rank's tokens of `x`, which every rank holds whole.
 
     Shape:
-        x: [..., S, ...] at ``dim``. Returns [..., S / ranks, ...]; ``x`` itself for one rank.
+        x: [..., S, ...] at `dim`. Returns [..., S / ranks, ...]; `x` itself for one rank.
 
     Raises:
-        TypeError: ``cu_seqlens`` are no integers.
+        TypeError: `cu_seqlens` are no integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -201,7 +201,7 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: object, x: Tensor, group: dist.ProcessGroup, own: Tensor, order: Tensor
     ) -> Tensor:
-        """Gathers [S, ...] shards and puts every token where it belongs."""
+        """Gather [S, ...] shards and put every token where it belongs."""
         ctx.group, ctx.own = group, own  # type: ignore[attr-defined]
         out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
@@ -209,7 +209,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sums what the ranks did with the whole and keeps the own tokens."""
+        """Sum what the ranks did with the whole and keep the own tokens."""
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
         return total.index_select(0, ctx.own), None, None, None  # type: ignore[attr-defined]
@@ -223,17 +223,17 @@ def unshard(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """The whole of what :func:`shard` split, on every rank.
+    """The whole of what `shard` split, on every rank.
 
     Forward is an all-gather over the group, backward an all-reduce that sums the ranks' gradients:
     it is the adjoint for ranks that use the whole for different work. Where all compute the same
     loss from it, divide that loss by the group's size.
 
     Shape:
-        x: [..., S / ranks, ...] at ``dim``. Returns [..., S, ...]; ``x`` itself for one rank.
+        x: [..., S / ranks, ...] at `dim`. Returns [..., S, ...]; `x` itself for one rank.
 
     Raises:
-        TypeError: ``cu_seqlens`` are no integers.
+        TypeError: `cu_seqlens` are no integers.
         ValueError: The whole sequence, or a document of it, does not divide.
     """
     ranks = 1 if group is None else group.size()

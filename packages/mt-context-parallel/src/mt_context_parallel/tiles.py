@@ -23,7 +23,7 @@ class AttentionMask:
         causal: a query at i sees keys at j <= i only.
         window: a query sees keys less than this many positions away only; None for all.
         documents: a query sees keys of the same document only: ids of all tokens of the whole
-            (not split) sequence, equal on every rank. Prefer ``cu_seqlens`` where the bounds are
+            (not split) sequence, equal on every rank. Prefer `cu_seqlens` where the bounds are
             known to the host: tiles between documents are then not computed at all.
 
     Shape:
@@ -54,13 +54,13 @@ def _check_integers(name: str, x: Tensor) -> None:
 class AttentionDropout:
     """Dropout of attention weights as a function of (sample, head, query, key) alone.
 
-    The weight with the index ``((sample * num_heads + head) * S + query) * S + key`` in a sequence
-    of S tokens is dropped where ``random_uniform(key, index) < probability``: the same for every
+    The weight with the index `((sample * num_heads + head) * S + query) * S + key` in a sequence
+    of S tokens is dropped where `random_uniform(key, index) < probability`: the same for every
     split of samples, heads or sequence over ranks.
 
     Attributes:
         probability: chance of a weight to be dropped, in [0, 1).
-        key: of the random values, from ``mt_parallel_state.hash_key``.
+        key: of the random values, from `mt_parallel_state.hash_key`.
         sample_ids: global id of each sample of the batch.
         heads: global indices of this rank's query heads; None where it has all of them.
         num_heads: query heads of all ranks; None where this rank has all of them.
@@ -103,7 +103,7 @@ class AttentionDropout:
                 )
 
     def of_heads(self, start: int, count: int, total: int) -> AttentionDropout:
-        """For ``count`` of the ``total`` query heads here, from ``start``."""
+        """For `count` of the `total` query heads here, from `start`."""
         device = self.sample_ids.device
         heads = torch.arange(total, device=device) if self.heads is None else self.heads
         return replace(self, heads=heads[start : start + count], num_heads=self.num_heads or total)
@@ -242,7 +242,7 @@ def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment])
 
 
 def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
-    """``tile`` cut in blocks of at most ``block`` queries and keys, the masked ones left out."""
+    """`tile` cut in blocks of at most `block` queries and keys, the masked ones left out."""
     return [
         part
         for q in _cut(tile.q, block)

@@ -52,18 +52,18 @@ class _Rows(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Moves the split from one dim to another: all-to-all, backward the reverse all-to-all.
+    """Move the split from one dim to another: all-to-all, backward the reverse all-to-all.
 
-    Rank j gets piece j of every rank's ``split_dim``; the pieces are joined along ``concat_dim``.
-    With the sequence as ``concat_dim`` and the hidden or head dim as ``split_dim`` a sequence shard
+    Rank j gets piece j of every rank's `split_dim`; the pieces are joined along `concat_dim`.
+    With the sequence as `concat_dim` and the hidden or head dim as `split_dim` a sequence shard
     becomes a hidden shard, and the other way round.
 
     Shape:
-        x: [..., n, ..., m, ...] with n at ``split_dim`` and m at ``concat_dim``. Returns the same
+        x: [..., n, ..., m, ...] with n at `split_dim` and m at `concat_dim`. Returns the same
         with n / ranks and m * ranks.
 
     Raises:
-        ValueError: The group does not divide ``split_dim``, or a dim is out of range or both are
+        ValueError: The group does not divide `split_dim`, or a dim is out of range or both are
             the same.
     """
     dims = [dim + x.dim() if dim < 0 else dim for dim in (split_dim, concat_dim)]
@@ -80,11 +80,11 @@ def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> T
 def all_to_all_rows(
     x: Tensor, group: Group, *, input_splits: Sequence[int], output_splits: Sequence[int]
 ) -> Tensor:
-    """Sends a given number of rows to each rank: uneven all-to-all, backward the reverse.
+    """Send a given number of rows to each rank: uneven all-to-all, backward the reverse.
 
     Args:
         x: Rows for rank 0, then for rank 1, and so on.
-        group: ``None`` means one rank.
+        group: `None` means one rank.
         input_splits: Rows for each rank.
         output_splits: Rows from each rank.
 
@@ -92,7 +92,7 @@ def all_to_all_rows(
         x: [sum(input_splits), ...]. Returns [sum(output_splits), ...].
 
     Raises:
-        ValueError: The splits do not fit ``x`` or the number of ranks.
+        ValueError: The splits do not fit `x` or the number of ranks.
     """
     ranks = 1 if group is None else group.size()
     inputs, outputs = list(input_splits), list(output_splits)
@@ -117,14 +117,14 @@ def all_to_all_rows(
 
 
 def exchange_kv_groups(qkv: Tensor, group: Group) -> Tensor:
-    """Turns a split of ``head_dim`` into a split of the query heads, each with its key and value.
+    """Turn a split of `head_dim` into a split of the query heads, each with its key and value.
 
     With more ranks than key/value groups a fused projection cannot be cut between groups. Cut along
-    ``head_dim`` instead (``shard_dim=2``), its weight is still a plain box per rank, no row of it
+    `head_dim` instead (`shard_dim=2`), its weight is still a plain box per rank, no row of it
     is on two ranks, and this exchange hands every rank its query heads with the key and value head
     that they share. One all-to-all forward and one backward; the gradients of a key or value head
     that several ranks use are summed on the way back. Each rank sends and receives
-    ``tokens * (queries per rank + 2) * head_dim`` elements.
+    `tokens * (queries per rank + 2) * head_dim` elements.
 
     Shape:
         qkv: [B, S, G, Q + 2, D / ranks]; in a group the Q queries come first, then the key, then

@@ -9,7 +9,7 @@ __all__ = ["as_autocast", "check_dtypes"]
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype; outside of autocast, or where its rule leaves it alone, ``x``.
+    """`x` in autocast's dtype; outside of autocast, or where its rule leaves it alone, `x`.
 
     The forward of an autograd function runs under autocast and its backward does not, so operands
     are cast before the function, and autograd casts their gradients back. As in torch, fp64 and
@@ -25,7 +25,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def check_dtypes(x: Tensor, weight: Tensor, name: str) -> None:
-    """Raises TypeError if the operands of a product differ in dtype, outside of autocast."""
+    """Raise TypeError if the operands of a product differ in dtype, outside of autocast."""
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"{name} is {x.dtype} and the weight {weight.dtype}; convert one of them, for example "

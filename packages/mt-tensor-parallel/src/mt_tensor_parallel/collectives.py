@@ -1,6 +1,6 @@
 """Collectives that autograd understands. Each one's backward is its adjoint.
 
-Every function takes a process group; ``None`` (and a group of one rank) means "not split": the
+Every function takes a process group; `None` (and a group of one rank) means "not split": the
 input comes back unchanged and nothing is sent.
 """
 
@@ -29,17 +29,17 @@ Group = dist.ProcessGroup | None
 
 
 def group_size(group: Group) -> int:
-    """The number of ranks of ``group``; 1 for ``None``."""
+    """The number of ranks of `group`; 1 for `None`."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:
-    """This rank's index in ``group``; 0 for ``None``."""
+    """This rank's index in `group`; 0 for `None`."""
     return 0 if group is None else group.rank()
 
 
 def shard_size(size: int, group: Group, *, what: str) -> int:
-    """``size`` divided by the group's size.
+    """`size` divided by the group's size.
 
     Raises:
         ValueError: It is 0 or does not divide; the message has both numbers and the nearest valid
@@ -61,7 +61,7 @@ def shard_size(size: int, group: Group, *, what: str) -> int:
 
 
 class Pending:
-    """A collective under way; :meth:`wait` gives its result."""
+    """A collective under way; `wait` gives its result."""
 
     def __init__(
         self, work: dist.Work, result: Tensor, finish: Callable[[Tensor], Tensor] | None = None
@@ -69,19 +69,19 @@ class Pending:
         self._work, self._result, self._finish = work, result, finish
 
     def wait(self) -> Tensor:
-        """Blocks (the current stream, on CUDA) until the result is there, and returns it."""
+        """Block (the current stream, on CUDA) until the result is there, and return it."""
         self._work.wait()
         return self._result if self._finish is None else self._finish(self._result)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Sums ``x`` over the group, in place if it is contiguous."""
+    """Sum `x` over the group, in place if it is contiguous."""
     x = x.contiguous()
     return Pending(cast(dist.Work, dist.all_reduce(x, group=group, async_op=True)), x)
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
-    """Concatenates the ranks' ``x`` along ``dim``."""
+    """Concatenate the ranks' `x` along `dim`."""
     x, ranks = x.contiguous(), group.size()
     # gloo takes the concatenated form only, not the stacked one.
     out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
@@ -94,7 +94,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
-    """Sums ``x`` over the group and keeps this rank's piece along ``dim``."""
+    """Sum `x` over the group and keep this rank's piece along `dim`."""
     ranks = group.size()
     local = shard_size(x.shape[dim], group, what=f"dim {dim} of shape {tuple(x.shape)}")
     pieces = x.unflatten(dim, (ranks, local)).movedim(dim, 0).contiguous()
@@ -180,7 +180,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def apply_outside_graph(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Applies a function that communicates; a graph of ``torch.compile`` breaks around it.
+    """Apply a function that communicates; a graph of `torch.compile` breaks around it.
 
     Dynamo fails on some functions that hold a group (torch 2.15), and computes zero gradients
     for others (torch 2.11).
@@ -206,7 +206,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Enters a split region with a replicated tensor: identity, backward all-reduce SUM.
+    """Enter a split region with a replicated tensor: identity, backward all-reduce SUM.
 
     Shape:
         x: any, equal on all ranks. Returns the same.
@@ -215,7 +215,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Leaves a split region with partial sums: all-reduce SUM, backward identity.
+    """Leave a split region with partial sums: all-reduce SUM, backward identity.
 
     Shape:
         x: any, a partial sum on each rank. Returns the sum, equal on all ranks.
@@ -224,22 +224,22 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Makes a split tensor whole for replicated work: all-gather, backward keeps the own piece.
+    """Make a split tensor whole for replicated work: all-gather, backward keeps the own piece.
 
     The backward is right where all ranks go on to compute the same thing, so that their output
-    gradients are equal; where they do not, use :func:`all_gather`.
+    gradients are equal; where they do not, use `all_gather`.
 
     Shape:
-        x: [..., n / ranks, ...] at ``dim``. Returns [..., n, ...], equal on all ranks.
+        x: [..., n / ranks, ...] at `dim`. Returns [..., n, ...], equal on all ranks.
     """
     return x if _alone(group) else apply_outside_graph(_Gather, x, group, _dim(x, dim))
 
 
 def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Keeps this rank's piece of a replicated tensor; backward all-gather.
+    """Keep this rank's piece of a replicated tensor; backward all-gather.
 
     Shape:
-        x: [..., n, ...] at ``dim``, equal on all ranks. Returns [..., n / ranks, ...].
+        x: [..., n, ...] at `dim`, equal on all ranks. Returns [..., n / ranks, ...].
 
     Raises:
         ValueError: The group does not divide the dim.
@@ -248,19 +248,19 @@ def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Makes a split tensor whole for split work: all-gather, backward reduce-scatter SUM.
+    """Make a split tensor whole for split work: all-gather, backward reduce-scatter SUM.
 
     Shape:
-        x: [..., n / ranks, ...] at ``dim``. Returns [..., n, ...], equal on all ranks.
+        x: [..., n / ranks, ...] at `dim`. Returns [..., n, ...], equal on all ranks.
     """
     return x if _alone(group) else apply_outside_graph(_AllGather, x, group, _dim(x, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Sums partial results and keeps this rank's piece: reduce-scatter SUM, backward all-gather.
+    """Sum partial results and keep this rank's piece: reduce-scatter SUM, backward all-gather.
 
     Shape:
-        x: [..., n, ...] at ``dim``, a partial sum on each rank. Returns [..., n / ranks, ...].
+        x: [..., n, ...] at `dim`, a partial sum on each rank. Returns [..., n / ranks, ...].
 
     Raises:
         ValueError: The group does not divide the dim.

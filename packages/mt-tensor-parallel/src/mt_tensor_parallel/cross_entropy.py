@@ -85,9 +85,9 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The cross entropy of each token, with the vocabulary split over ``group``.
+    """The cross entropy of each token, with the vocabulary split over `group`.
 
-    ``loss = log(sum_k exp(x_k - M)) - (x_label - M)`` with M the largest logit, as in Megatron-LM
+    `loss = log(sum_k exp(x_k - M)) - (x_label - M)` with M the largest logit, as in Megatron-LM
     (Shoeybi et al. 2019). Forward runs two all-reduces of one or two numbers per token (MAX, then
     SUM of the exponentials' sums and of the label's logit); backward sends nothing. Everything is
     computed in fp32 (fp64 for fp64 logits), block of rows by block of rows, so no fp32 copy of the
@@ -95,12 +95,12 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: This rank's part of the logits.
-        labels: Global token ids, or ``ignore_index``.
-        group: ``None`` means the vocabulary is whole.
+        labels: Global token ids, or `ignore_index`.
+        group: `None` means the vocabulary is whole.
         ignore_index: Tokens with this label have loss 0 and no gradient.
-        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further columns are padding. ``None`` means all.
+        vocab_size: Real tokens; further columns are padding. `None` means all.
 
     Shape:
         logits: [..., V / ranks]. labels: [...] int64. Returns [...], fp32 (fp64 for fp64 logits),

@@ -23,7 +23,7 @@ __all__ = ["VocabParallelEmbedding"]
 
 
 class _Lookup(torch.autograd.Function):
-    """``F.embedding`` whose backward accumulates low precision in fp32 on a CPU too.
+    """`F.embedding` whose backward accumulates low precision in fp32 on a CPU too.
 
     torch does so on CUDA; on a CPU it adds bf16 to bf16, where a frequent token's gradient stops
     growing after a few hundred additions.
@@ -59,18 +59,18 @@ class VocabParallelEmbedding(nn.Module):
     Rank t of n holds rows [t V / n, (t + 1) V / n). Ids of other ranks give zero rows, and the sum
     over the group is the lookup: forward all-reduces (reduce-scatters along the sequence under
     sequence parallelism), backward sends nothing (all-gathers). The initial values are standard
-    normal, like ``nn.Embedding``.
+    normal, like `nn.Embedding`.
 
     Args:
         vocab_size: Whole number of rows.
         hidden_size: Length of a row.
-        group: ``None`` means not split.
+        group: `None` means not split.
         axis: Axis name for the parameter's sharding record.
         sequence_parallel: Whether the output is a sequence shard.
         deterministic: Whether the table's gradient has the same bits in every run, on CUDA too,
             where that is slower. It always has on a CPU.
-        dtype: Of the table; ``None`` is torch's default.
-        device: Of the table; ``"meta"`` draws no values.
+        dtype: Of the table; `None` is torch's default.
+        device: Of the table; `"meta"` draws no values.
 
     Shape:
         Input [B, S] int64 (any dims without sequence parallelism), output [B, S, hidden_size]
@@ -112,7 +112,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = shard_param(nn.Parameter(part), spec)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up ``ids``; see the class for shapes."""
+        """Look up `ids`; see the class for shapes."""
         check_range(ids, self.vocab_size, what="token id")
         if self.group is None or self.group.size() == 1:
             return _lookup(ids, self.weight, deterministic=self.deterministic)
@@ -140,7 +140,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def check_range(ids: Tensor, size: int, *, what: str) -> None:
-    """Raises if an id is outside [0, size).
+    """Raise if an id is outside [0, size).
 
     On an accelerator the check is a device-side assertion, which does not wait for the device, and
     in a compiled graph it is one too.

@@ -65,7 +65,7 @@ class _How:
     overlap: Overlap
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor) -> None:
-        """Keeps the input only where the weight is trained."""
+        """Keep the input only where the weight is trained."""
         ctx.how = self
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
@@ -203,35 +203,35 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     grad_sink: GradSink | None = None,
     overlap: Overlap | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` with ``weight`` split over ``group``.
+    """`x @ weight.T + bias` with `weight` split over `group`.
 
-    ``mode="column"`` splits the output features. Forward sends nothing, backward all-reduces the
-    input's gradient while the weight's is computed. With ``sequence_parallel`` the input is a
+    `mode="column"` splits the output features. Forward sends nothing, backward all-reduces the
+    input's gradient while the weight's is computed. With `sequence_parallel` the input is a
     sequence shard: forward all-gathers it, backward gathers it again and reduce-scatters its
     gradient.
 
-    ``mode="row"`` splits the input features. Forward all-reduces the output, backward sends
-    nothing; with ``sequence_parallel`` forward reduce-scatters along the sequence, backward
+    `mode="row"` splits the input features. Forward all-reduces the output, backward sends
+    nothing; with `sequence_parallel` forward reduce-scatters along the sequence, backward
     all-gathers. The bias is whole, and is added once, after the reduction.
 
     Under autocast products and communication are in its dtype, as on one rank; the gradients of
-    ``x``, ``weight`` and ``bias`` have their own dtypes, and a sink gets the weight's.
+    `x`, `weight` and `bias` have their own dtypes, and a sink gets the weight's.
 
     Args:
         x: The input.
         weight: This rank's part of the weight.
         bias: Its bias; a part for column, whole for row.
         mode: Which features are split.
-        group: ``None`` means the weight is whole.
-        gemm: ``None`` is :class:`TorchGemm`.
+        group: `None` means the weight is whole.
+        gemm: `None` is `TorchGemm`.
         sequence_parallel: Whether activations outside the split region are split along dim 1.
-        wgrad_store: Asked in backward for a :class:`WgradStore` that takes the computation of the
-            weight's gradient, or ``None`` to compute it then. Compiled graphs do not ask. A weight
+        wgrad_store: Asked in backward for a `WgradStore` that takes the computation of the
+            weight's gradient, or `None` to compute it then. Compiled graphs do not ask. A weight
             that was computed cannot be given one.
         grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
             none. Compiled graphs leave it to autograd.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
-            ``None`` is :func:`pick_overlap`.
+            `None` is `pick_overlap`.
 
     Shape:
         x: [B, S, in] (column) or [B, S, in / ranks] (row); any leading dims without sequence
@@ -240,9 +240,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         (column) or [B, S, out] (row).
 
     Raises:
-        TypeError: ``x`` and ``weight`` differ in dtype, outside of autocast.
+        TypeError: `x` and `weight` differ in dtype, outside of autocast.
         ValueError: Unknown mode, fewer than 3 dims under sequence parallelism, a sequence that
-            the group does not divide, or an ``overlap`` that cannot work here.
+            the group does not divide, or an `overlap` that cannot work here.
     """
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")

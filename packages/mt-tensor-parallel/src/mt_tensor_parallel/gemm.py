@@ -20,7 +20,7 @@ class Gemm(Protocol):
     """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns ``x @ weight.T``.
+        """Return `x @ weight.T`.
 
         Shape:
             x: [..., in]. weight: [out, in]. Returns [..., out].
@@ -28,7 +28,7 @@ class Gemm(Protocol):
         ...
 
     def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """Returns the gradient of the input, ``grad_y @ weight``.
+        """Return the gradient of the input, `grad_y @ weight`.
 
         Shape:
             grad_y: [..., out]. weight: [out, in]. Returns [..., in].
@@ -36,7 +36,7 @@ class Gemm(Protocol):
         ...
 
     def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
-        """Returns the gradient of the weight, ``grad_y.T @ x`` over all leading dims.
+        """Return the gradient of the weight, `grad_y.T @ x` over all leading dims.
 
         Shape:
             grad_y: [..., out]. x: [..., in]. Returns [out, in].
@@ -46,10 +46,10 @@ class Gemm(Protocol):
 
 @runtime_checkable
 class AccumulatingGemm(Gemm, Protocol):
-    """A :class:`Gemm` that can write the weight's gradient where it is summed."""
+    """A `Gemm` that can write the weight's gradient where it is summed."""
 
     def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Sets ``out`` to the weight's gradient, or adds it.
+        """Set `out` to the weight's gradient, or add it.
 
         Shape:
             grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
@@ -61,22 +61,22 @@ class TorchGemm:
     """torch's own products, in the dtype of the tensors."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``F.linear(x, weight)``; see :class:`Gemm` for shapes."""
+        """`F.linear(x, weight)`; see `Gemm` for shapes."""
         return F.linear(x, weight)
 
     def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """``grad_y @ weight``; see :class:`Gemm` for shapes."""
+        """`grad_y @ weight`; see `Gemm` for shapes."""
         return grad_y.matmul(weight)
 
     def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
-        """``grad_y.T @ x``; see :class:`Gemm` for shapes."""
+        """`grad_y.T @ x`; see `Gemm` for shapes."""
         return grad_y.flatten(0, -2).t().mm(x.flatten(0, -2))
 
     def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """See :class:`AccumulatingGemm`. One kernel, without a temporary, where torch has one.
+        """See `AccumulatingGemm`. One kernel, without a temporary, where torch has one.
 
-        That is for an ``out`` of the operands' dtype, and on CUDA for an fp32 ``out`` of bf16 and
-        fp16 operands, which is then summed in fp32. Elsewhere :meth:`wgrad` is added.
+        That is for an `out` of the operands' dtype, and on CUDA for an fp32 `out` of bf16 and
+        fp16 operands, which is then summed in fp32. Elsewhere `wgrad` is added.
         """
         rows = grad_y.flatten(0, -2).t()
         total = out.view(rows.shape[0], x.shape[-1])

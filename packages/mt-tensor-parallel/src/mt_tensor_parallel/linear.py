@@ -51,7 +51,7 @@ def _own_part(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> nn.Parameter:
-    """Draws the whole tensor uniformly in +-bound on the CPU and keeps this rank's part of it."""
+    """Draw the whole tensor uniformly in +-bound on the CPU and keep this rank's part of it."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
     local = list(shape)
@@ -132,29 +132,29 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are split over a group.
 
     The output may have several dims, one of which is split; a fused projection keeps a dim per
-    part, so that every shard is a plain box: ``(2, ffn)`` with ``shard_dim=1`` for a gated MLP,
-    ``(kv_groups, q_per_group + 2, head_dim)`` with ``shard_dim=0`` for attention.
+    part, so that every shard is a plain box: `(2, ffn)` with `shard_dim=1` for a gated MLP,
+    `(kv_groups, q_per_group + 2, head_dim)` with `shard_dim=0` for attention.
 
-    Collectives and accumulation are those of :func:`parallel_linear` with ``mode="column"``.
+    Collectives and accumulation are those of `parallel_linear` with `mode="column"`.
 
     Args:
         in_features: Input size, whole on every rank.
         out_features: Whole output size or sizes.
         shard_dim: Which of the output sizes is split.
-        group: ``None`` means not split.
+        group: `None` means not split.
         axis: Axis name for the parameters' sharding records.
         bias: Whether there is one; it is split like the output.
         sequence_parallel: Whether the input is a sequence shard.
-        gemm: ``None`` is :class:`TorchGemm`.
+        gemm: `None` is `TorchGemm`.
         gather_output: Whether the output is made whole on every rank (all-gather; backward keeps
             the own piece), and with it a bias whose addition is skipped.
-        communicate: ``False`` leaves the collectives of input and output to the caller, as an
+        communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does.
-        skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
-        wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
-        overlap: How communication along the sequence is hidden; ``None`` is picked by capability.
-        dtype: Of the parameters; ``None`` is torch's default.
-        device: Of the parameters; ``"meta"`` draws no values.
+        skip_bias_add: Return `(output, bias)` and leave the addition to what comes next.
+        wgrad_store: Takes the weight's gradient (see `WgradStore`).
+        overlap: How communication along the sequence is hidden; `None` is picked by capability.
+        dtype: Of the parameters; `None` is torch's default.
+        device: Of the parameters; `"meta"` draws no values.
 
     Shape:
         Input [B, S, in] (S / ranks under sequence parallelism), output [B, S, *local_out], weight
@@ -214,7 +214,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(
         self, x: Tensor, weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Applies the layer; see the class for shapes.
+        """Apply the layer; see the class for shapes.
 
         Args:
             x: The input.
@@ -241,27 +241,27 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are split over a group.
 
-    The mirror of :class:`ColumnParallelLinear`: the input may have several feature dims, one of
-    which is split. Collectives are those of :func:`parallel_linear` with ``mode="row"``. The bias
+    The mirror of `ColumnParallelLinear`: the input may have several feature dims, one of
+    which is split. Collectives are those of `parallel_linear` with `mode="row"`. The bias
     is replicated and added once, after the reduction; under sequence parallelism its gradient is a
-    partial sum over the sequence shards, which its record says (``partial_grad=(axis,)``).
+    partial sum over the sequence shards, which its record says (`partial_grad=(axis,)`).
 
     Args:
         in_features: Whole input size or sizes.
         out_features: Output size, whole on every rank.
         shard_dim: Which of the input sizes is split.
-        group: ``None`` means not split.
+        group: `None` means not split.
         axis: Axis name for the parameters' sharding records.
         bias: Whether there is one.
         sequence_parallel: Whether the output is a sequence shard.
-        gemm: ``None`` is :class:`TorchGemm`.
-        communicate: ``False`` leaves the collectives of input and output to the caller, as an
-            expert's dispatcher does. A bias is then the caller's too: it needs ``skip_bias_add``.
-        skip_bias_add: Return ``(output, bias)`` and leave the addition to what comes next.
-        wgrad_store: Takes the weight's gradient (see :class:`WgradStore`).
-        overlap: How communication along the sequence is hidden; ``None`` is picked by capability.
-        dtype: Of the parameters; ``None`` is torch's default.
-        device: Of the parameters; ``"meta"`` draws no values.
+        gemm: `None` is `TorchGemm`.
+        communicate: `False` leaves the collectives of input and output to the caller, as an
+            expert's dispatcher does. A bias is then the caller's too: it needs `skip_bias_add`.
+        skip_bias_add: Return `(output, bias)` and leave the addition to what comes next.
+        wgrad_store: Takes the weight's gradient (see `WgradStore`).
+        overlap: How communication along the sequence is hidden; `None` is picked by capability.
+        dtype: Of the parameters; `None` is torch's default.
+        device: Of the parameters; `"meta"` draws no values.
 
     Shape:
         Input [B, S, *local_in], output [B, S, out] (S / ranks under sequence parallelism), weight
@@ -322,7 +322,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(
         self, x: Tensor, weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Applies the layer; see the class for shapes.
+        """Apply the layer; see the class for shapes.
 
         Args:
             x: The input.
@@ -338,9 +338,9 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:
-    """Sets what takes the weight gradients of all parallel linear layers inside ``module``.
+    """Set what takes the weight gradients of all parallel linear layers inside `module`.
 
-    Backward asks for it, so it may be switched between a forward and its backward; ``None`` has
+    Backward asks for it, so it may be switched between a forward and its backward; `None` has
     the gradients computed there. A layer on one rank obeys from the forward after the first such
     call on.
     """
@@ -353,10 +353,10 @@ def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:
 def sum_weight_gradients(
     module: nn.Module, sink_of: Callable[[nn.Parameter], GradSink | None]
 ) -> None:
-    """Has the parallel linear layers inside ``module`` add their weights' gradients to sinks.
+    """Have the parallel linear layers inside `module` add their weights' gradients to sinks.
 
-    ``sink_of`` is ``buffer.sink`` of an ``mt_data_parallel.GradBuffer``: backward then multiplies
-    straight into ``main_grad``, without a temporary gradient and a copy. ``lambda param: None``
+    `sink_of` is `buffer.sink` of an `mt_data_parallel.GradBuffer`: backward then multiplies
+    straight into `main_grad`, without a temporary gradient and a copy. `lambda param: None`
     ends it. A weight with a sink must be used once per forward, by its own layer: autograd no
     longer sums its uses.
     """

@@ -30,22 +30,22 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """:func:`linear_cross_entropy` with all logits at once, on one rank, by torch's functions.
+    """`linear_cross_entropy` with all logits at once, on one rank, by torch's functions.
 
     Args:
         hidden: Final hidden states.
         weight: The whole head.
-        labels: Token ids, or ``ignore_index`` for tokens that do not count.
+        labels: Token ids, or `ignore_index` for tokens that do not count.
         ignore_index: Such tokens have neither loss nor gradient.
-        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further rows of the head are padding. ``None`` means all.
+        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
 
     Shape:
         hidden: [N, H]. weight: [V, H]. labels: [N]. Returns a scalar, fp32 (fp64 for fp64).
 
     Raises:
-        TypeError: ``hidden`` and ``weight`` differ in dtype, outside of autocast.
+        TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, or an option is out of range.
     """
     _check(hidden, weight, labels)
@@ -89,8 +89,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     Gradients are computed in forward, block by block, and scaled in backward, so the [N, V] logits
     neither go through memory nor stay there between the passes. With a group, each block
     does one MAX and one SUM all-reduce of per-token values in forward; backward does none: the
-    gradient of ``hidden`` is **this rank's part only**. Pass ``hidden`` through ``copy_to_group``
-    (``all_gather`` under sequence parallelism), whose backward sums the parts. Softmax and losses
+    gradient of `hidden` is **this rank's part only**. Pass `hidden` through `copy_to_group`
+    (`all_gather` under sequence parallelism), whose backward sums the parts. Softmax and losses
     are in fp32 (fp64 for fp64), and so are the weight's sum over blocks and the scaling in
     backward, after which gradients are rounded. No gradient is computed for a frozen weight. A
     compiled graph on one rank takes all tokens as one block.
@@ -98,19 +98,19 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     Args:
         hidden: Final hidden states, replicated over the group.
         weight: This rank's rows of the head.
-        labels: Global token ids, or ``ignore_index`` for tokens that do not count.
+        labels: Global token ids, or `ignore_index` for tokens that do not count.
         group: Ranks that share the vocabulary.
         ignore_index: Such tokens have neither loss nor gradient.
-        label_smoothing: Share of the target moved to the other tokens (see :class:`LossTerms`).
+        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further rows of the head are padding. ``None`` means all.
+        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
         block_size: Tokens per block, at least 1; by default about 4 million logits.
 
     Shape:
         hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. Returns a scalar.
 
     Raises:
-        TypeError: ``hidden`` and ``weight`` differ in dtype, outside of autocast.
+        TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """

@@ -36,13 +36,13 @@ _PREFIX = "base_model.model."
 class LoraLinear(nn.Module):
     """A frozen parallel linear layer plus a trained product of two thin matrices.
 
-    ``y = base(x) + (alpha / rank) B A x``. For a column-parallel base A is whole on every rank and
+    `y = base(x) + (alpha / rank) B A x`. For a column-parallel base A is whole on every rank and
     B is split like the base's output; for a row-parallel base A is split like the base's input and
-    B is whole. B starts at zero, so the layer starts as its base. What travels is ``A x``: rank
+    B is whole. B starts at zero, so the layer starts as its base. What travels is `A x`: rank
     numbers a token. Under sequence parallelism the gradient of the whole matrix is a partial sum
-    over the sequence shards, which its sharding record says (``partial_grad``).
+    over the sequence shards, which its sharding record says (`partial_grad`).
 
-    A depends on ``seed``, ``name`` and the global index of the element alone, never on the group or
+    A depends on `seed`, `name` and the global index of the element alone, never on the group or
     a generator. So does the dropout's mask, together with one number that each call in training
     draws from the default generator of the input's device: calls differ, and recomputation, which
     puts the generator back, draws the same mask again. The group's first rank draws for all
@@ -54,7 +54,7 @@ class LoraLinear(nn.Module):
     Args:
         base: The layer; its parameters are frozen.
         rank: Of the product.
-        alpha: Its scale is alpha / rank; ``rank`` by default.
+        alpha: Its scale is alpha / rank; `rank` by default.
         dropout: Of the adapter's input, while training.
         seed: Of A and of the masks.
         name: Of the layer in the model; equal layers need different ones to draw different values.
@@ -63,7 +63,7 @@ class LoraLinear(nn.Module):
         As of the base.
 
     Raises:
-        ValueError: ``rank`` or ``dropout`` is out of range, or the base gathers its output, skips
+        ValueError: `rank` or `dropout` is out of range, or the base gathers its output, skips
             its bias or does not communicate.
     """
 
@@ -110,7 +110,7 @@ class LoraLinear(nn.Module):
         shard_param(split, PartitionSpec(*dims[:-1]) if column else PartitionSpec(None, *dims[1:]))
 
     def _draw(self) -> None:
-        """Fills this rank's part of A."""
+        """Fill this rank's part of A."""
         dim, group = _split_dim(self.a), self.base.group
         columns = math.prod(self._in) * (1 if dim is None else group_size(group))
         bound = 1 / math.sqrt(columns)  # PEFT's: Kaiming uniform with a = sqrt(5)
@@ -120,7 +120,7 @@ class LoraLinear(nn.Module):
             self.a.copy_(uniform.mul_(2 * bound).sub_(bound))
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Drops elements of the adapter's input by their place in the input of all ranks."""
+        """Drop elements of the adapter's input by their place in the input of all ranks."""
         group, dim = self.base.group, _split_dim(self.a)
         if dim is not None:  # the features are split: x ends in the dims of A after the first
             dim += x.dim() - self.a.dim()
@@ -139,7 +139,7 @@ class LoraLinear(nn.Module):
         return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies base and adapter."""
+        """Apply base and adapter."""
         y = self.base(x)
         if self.merged:
             return y
@@ -175,9 +175,9 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Adds the adapter into the base's weight; forward then costs what the base costs.
+        """Add the adapter into the base's weight; forward then costs what the base costs.
 
-        ``state_dict`` remembers it. What saves parameters alone should do so unmerged.
+        `state_dict` remembers it. What saves parameters alone should do so unmerged.
         """
         if not self.merged:
             self.base.weight.add_(self.delta())
@@ -185,17 +185,17 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Takes it out again, up to rounding."""
+        """Take it out again, up to rounding."""
         if self.merged:
             self.base.weight.sub_(self.delta())
             self.merged = False
 
     def get_extra_state(self) -> Tensor:
-        """Whether the weight holds the adapter, for ``state_dict``."""
+        """Whether the weight holds the adapter, for `state_dict`."""
         return torch.tensor(self.merged)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Takes over what :meth:`get_extra_state` gave."""
+        """Take over what `get_extra_state` gave."""
         self.merged = bool(state)
 
 
@@ -208,7 +208,7 @@ def add_lora(
     seed: int = 0,
     matches: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
-    """Freezes ``module`` and puts adapters on its parallel linear layers.
+    """Freeze `module` and put adapters on its parallel linear layers.
 
     Adapters that are there already stay as they are, so different layers can get different ones by
     several calls. A layer that the module holds under several names gets one adapter, under all.
@@ -225,7 +225,7 @@ def add_lora(
         The names of the layers that got one, the first for each.
 
     Raises:
-        TypeError: ``module`` is itself such a layer, which cannot be replaced in place.
+        TypeError: `module` is itself such a layer, which cannot be replaced in place.
         ValueError: No layer matches that has no adapter yet.
     """
     if isinstance(module, ParallelLinear | LoraLinear):
@@ -261,14 +261,14 @@ def add_lora(
 def lora_state(module: nn.Module, *, export: Export | None = None) -> dict[str, Tensor]:
     """All adapters with whole matrices, under the names that Hugging Face PEFT gives them.
 
-    Every rank of the layers' groups calls it and gets the same: ``base_model.model.<layer>.lora_A.
-    weight`` [rank, in] and ``lora_B.weight`` [out, rank].
+    Every rank of the layers' groups calls it and gets the same: `base_model.model.<layer>.lora_A.
+    weight` [rank, in] and `lora_B.weight` [out, rank].
 
     Args:
         module: With adapters.
         export: Takes a layer's name, A [rank, *in] and B [*out, rank], and returns the layers of
             another model that they stand for, each with its own A and B. A fused layer becomes
-            several: all have its A, and each has its rows of B. ``None`` keeps name and matrices.
+            several: all have its A, and each has its rows of B. `None` keeps name and matrices.
     """
     state: dict[str, Tensor] = {}
     for name, layer in module.named_modules():
@@ -290,7 +290,7 @@ def save_lora(
     export: Export | None = None,
     write: bool = True,
 ) -> None:
-    """Writes ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT reads them.
+    """Write `adapter_model.safetensors` and `adapter_config.json` as PEFT reads them.
 
     Args:
         module: With adapters of one rank and alpha.
@@ -298,8 +298,8 @@ def save_lora(
         base_model: Name or path of the base model, for PEFT.
         target_modules: The layers that PEFT puts adapters on. By default the exported ones: by
             their last names if all layers of those names have adapters, else by their full ones.
-        export: From this module's layers to those of the base model, as for :func:`lora_state`;
-            ``mt_model.export_lora`` is one.
+        export: From this module's layers to those of the base model, as for `lora_state`;
+            `mt_model.export_lora` is one.
         write: Whether this rank writes; all ranks of the layers' groups call.
 
     Raises:
@@ -371,7 +371,7 @@ def _copy(matrix: Tensor) -> Tensor:
 def _global_index(
     shape: Sequence[int], dim: int | None, group: Group, device: torch.device
 ) -> Tensor:
-    """Row-major index, in a tensor split equally in ``dim``, of each element of this part."""
+    """Row-major index, in a tensor split equally in `dim`, of each element of this part."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for i, size in enumerate(shape):
         ranks, own = (group_size(group), group_rank(group)) if i == dim else (1, 0)

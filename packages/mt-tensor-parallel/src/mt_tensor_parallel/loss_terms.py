@@ -15,9 +15,9 @@ __all__ = ["LossTerms"]
 class LossTerms:
     """The terms of a token's loss on this rank's columns of the vocabulary.
 
-    ``loss = lse - (1 - s) x_label - s mean_k x_k + z lse^2`` with ``lse`` the log-sum-exp over
-    the K real tokens and ``s = alpha K / (K - 1)``: label smoothing moves ``alpha`` of the target
-    to the other K - 1 tokens (torch's ``label_smoothing`` is ``s``). The z-loss keeps ``lse`` near
+    `loss = lse - (1 - s) x_label - s mean_k x_k + z lse^2` with `lse` the log-sum-exp over
+    the K real tokens and `s = alpha K / (K - 1)`: label smoothing moves `alpha` of the target
+    to the other K - 1 tokens (torch's `label_smoothing` is `s`). The z-loss keeps `lse` near
     zero (Chowdhery et al. 2022, PaLM). K and the mean are of the whole vocabulary, not of a shard.
 
     Attributes:
@@ -47,7 +47,7 @@ class LossTerms:
         z_loss: float,
         vocab_size: int | None,
     ) -> LossTerms:
-        """The terms for ``width`` local columns.
+        """The terms for `width` local columns.
 
         Raises:
             ValueError: A number is out of range.
@@ -101,11 +101,11 @@ class LossTerms:
         return loss if total is None else loss - self.smoothing / self.vocab_size * total
 
     def grad_(self, probs: Tensor, lse: Tensor, column: Tensor, hit: Tensor) -> Tensor:
-        """Turns probabilities into the gradient of the logits, in place.
+        """Turn probabilities into the gradient of the logits, in place.
 
         Shape:
-            probs: [N, columns]. lse, column, hit: [N]; ``column`` is the label's own column,
-            ``hit`` whether it has one here.
+            probs: [N, columns]. lse, column, hit: [N]; `column` is the label's own column,
+            `hit` whether it has one here.
         """
         if self.z_loss:
             probs.mul_((1 + 2 * self.z_loss * lse).unsqueeze(1))

@@ -27,9 +27,9 @@ SEQUENCE_DIM = 1
 class Overlap:
     """How a layer's communication is hidden.
 
-    Args:
-        kind: ``"plain"``: not at all in forward; ``"chunked"``: in pieces; ``"symmetric"``: by
-            torch's products over symmetric memory (``torch.ops.symm_mem``).
+    Attributes:
+        kind: `"plain"`: not at all in forward; `"chunked"`: in pieces; `"symmetric"`: by
+            torch's products over symmetric memory (`torch.ops.symm_mem`).
         chunks: Pieces of each rank's share of the sequence; fewer where it is shorter.
         reason: Why this one was picked.
     """
@@ -46,7 +46,7 @@ class Overlap:
             raise ValueError(f"chunks={self.chunks} must be {fewest} or more for {self.kind!r}")
 
     def sizes(self, length: int) -> list[int]:
-        """The pieces of a share of ``length`` tokens."""
+        """The pieces of a share of `length` tokens."""
         chunks = min(self.chunks, max(length, 1))
         each, more = divmod(length, chunks)
         return [each + (i < more) for i in range(chunks)]
@@ -60,13 +60,13 @@ class Product(NamedTuple):
     is_dgrad: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies through the layer's :class:`Gemm`."""
+        """Multiply through the layer's `Gemm`."""
         product = self.gemm.dgrad if self.is_dgrad else self.gemm.forward
         return product(x, self.weight)
 
     @property
     def matrix(self) -> Tensor:
-        """What ``x`` is multiplied by."""
+        """What `x` is multiplied by."""
         return self.weight if self.is_dgrad else self.weight.t()
 
 
@@ -84,7 +84,7 @@ def pick_overlap(
         group: The layer's ranks.
         sequence_parallel: Whether the layer gathers and scatters at all.
         device: Of its activations.
-        gemm: Of the layer; ``None`` is :class:`TorchGemm`.
+        gemm: Of the layer; `None` is `TorchGemm`.
         chunks: Pieces, where it is done in pieces.
     """
     if group is None or group.size() == 1:
@@ -131,7 +131,7 @@ def symmetric_obstacle(
 def _fused() -> tuple[Any, Any]:
     """The fused all-gather and product, and product and reduce-scatter.
 
-    ``import torch.distributed`` alone does not define torch's; this module does.
+    `import torch.distributed` alone does not define torch's; this module does.
 
     Raises:
         ImportError: torch was built without symmetric memory.
@@ -146,7 +146,7 @@ def _fused() -> tuple[Any, Any]:
 def check_overlap(
     overlap: Overlap, group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
 ) -> None:
-    """Raises if a layer was told to use symmetric memory where it cannot."""
+    """Raise if a layer was told to use symmetric memory where it cannot."""
     if overlap.kind == "symmetric":
         obstacle = symmetric_obstacle(group, device, gemm)
         if obstacle is not None:
@@ -159,7 +159,7 @@ def check_overlap(
 def gather_and(
     product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap, *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """All-gathers ``x`` along the sequence and applies ``product`` to it, piece by piece.
+    """All-gather `x` along the sequence and apply `product` to it, piece by piece.
 
     Args:
         product: Applied to the whole.
@@ -204,7 +204,7 @@ def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 def scatter_after(
     product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
 ) -> Tensor:
-    """Applies ``product`` and reduce-scatters the result along the sequence, piece by piece.
+    """Apply `product` and reduce-scatter the result along the sequence, piece by piece.
 
     Shape:
         x: [B, ranks * s, in]. Returns [B, s, out].

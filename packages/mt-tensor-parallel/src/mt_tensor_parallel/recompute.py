@@ -101,17 +101,17 @@ def recompute(
     group: Group = None,
     streams: RngStreams | None = None,
 ) -> Tensor:
-    """``function(*inputs)`` that keeps its inputs only, and is run again in backward.
+    """`function(*inputs)` that keeps its inputs only, and is run again in backward.
 
     Random numbers are drawn as in the first run: the default generator of the device and all of
-    ``streams`` are put back, and afterwards to where they were. Autocast is what it was. Parameters
+    `streams` are put back, and afterwards to where they were. Autocast is what it was. Parameters
     used inside get their gradients as usual (Chen et al. 2016), frozen inputs or not.
 
     Args:
         function: Takes tensors and returns one; it depends on them and on random numbers only.
         inputs: What the function takes; at least one.
         group: Ranks on which the first input is equal: each keeps its share, and backward gathers
-            it (all-gather). ``None`` keeps it whole.
+            it (all-gather). `None` keeps it whole.
         streams: Named streams that the function draws from.
 
     Raises:
@@ -145,7 +145,7 @@ class DiscardedOutput:
 
     Keeping the input of a norm or an activation *and* its output is wasteful: the output is kept
     only because the next layer's backward reads it. Run the function through this object, use the
-    output, then call :meth:`discard` with what came of it: its backward first runs the function
+    output, then call `discard` with what came of it: its backward first runs the function
     again, into the same memory.
 
     Args:
@@ -167,7 +167,7 @@ class DiscardedOutput:
         self.graph: tuple[list[Tensor], Tensor] | None = None
 
     def run(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Runs ``function(*inputs)``; once for each object."""
+        """Run `function(*inputs)`; once for each object."""
         if self._again is not None:
             raise RuntimeError("this DiscardedOutput has run already; make one for each call")
         surroundings = _Surroundings(self._streams, inputs[0].device)
@@ -184,14 +184,14 @@ class DiscardedOutput:
         return output
 
     def discard(self, result: Tensor) -> None:
-        """Frees the output; the backward of ``result`` makes it again.
+        """Free the output; the backward of `result` makes it again.
 
         Args:
             result: Computed from the output; its gradient arrives before the output is read.
 
         Raises:
-            RuntimeError: :meth:`run` was not called.
-            ValueError: ``result`` needs no gradient, so nothing would bring the output back.
+            RuntimeError: `run` was not called.
+            ValueError: `result` needs no gradient, so nothing would bring the output back.
         """
         if self._output is None or self._again is None:
             raise RuntimeError("discard() before run(): there is no output to free")

@@ -15,8 +15,8 @@ class RngStreams:
     """Random streams that do not disturb each other.
 
     Dropout inside a tensor-parallel region must differ over its ranks, outside it must not. With a
-    stream for each (seeded by ``mt_parallel_state.stream_key(seed, name, tp=rank)`` and
-    ``stream_key(seed, name)``) the order in which they are used does not matter. An ordinary
+    stream for each (seeded by `mt_parallel_state.stream_key(seed, name, tp=rank)` and
+    `stream_key(seed, name)`) the order in which they are used does not matter. An ordinary
     object: a process may hold as many as it likes.
 
     Args:
@@ -39,7 +39,7 @@ class RngStreams:
         self._used: set[str] = set()
 
     def add(self, name: str, seed: int) -> None:
-        """Makes a stream.
+        """Make a stream.
 
         Raises:
             ValueError: The name or the seed is taken: two streams would be one.
@@ -57,7 +57,7 @@ class RngStreams:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Draws from the stream inside the block; the default generator goes on after it.
+        """Draw from the stream inside the block; the default generator goes on after it.
 
         Raises:
             KeyError: There is no such stream.
@@ -87,7 +87,7 @@ class RngStreams:
         return torch.get_rng_state()
 
     def set_default_state(self, state: Tensor) -> None:
-        """Puts the device's default generator into a state."""
+        """Put the device's default generator into a state."""
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state, self.device)
         else:
@@ -98,7 +98,7 @@ class RngStreams:
         return {name: state.clone() for name, state in self._states.items()}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
-        """Puts the streams into saved states.
+        """Put the streams into saved states.
 
         Raises:
             ValueError: The names are not those of this object's streams.

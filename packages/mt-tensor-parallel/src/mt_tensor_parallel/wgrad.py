@@ -17,20 +17,20 @@ class Deferral(Protocol):
     """Takes the computation of weight gradients that can wait."""
 
     def put(self, compute: Callable[[], None], /) -> None:
-        """Has ``compute`` called later; it adds to a parameter's gradient."""
+        """Have `compute` called later; it adds to a parameter's gradient."""
         ...
 
 
 class GradSink(Protocol):
-    """Where one parameter's gradients are summed; ``mt_data_parallel.GradBuffer.sink`` gives it."""
+    """Where one parameter's gradients are summed; `mt_data_parallel.GradBuffer.sink` gives it."""
 
     def add(self, write: Callable[[Tensor, bool], None], /) -> None:
-        """Has ``write(out, accumulate)`` put a gradient into ``out``: add it, or set it if not."""
+        """Have `write(out, accumulate)` put a gradient into `out`: add it, or set it if not."""
         ...
 
 
 class WgradStore:
-    """Computations of weight gradients, put off until :meth:`run`.
+    """Computations of weight gradients, put off until `run`.
 
     Backward then makes the input gradients only, which the pipeline stage before waits for, and the
     weight gradients fill the time in which there is nothing else to do (zero-bubble schedules, Qi
@@ -41,7 +41,7 @@ class WgradStore:
     backward, which goes through its computation only once.
 
     Args:
-        limit: Most computations to hold; the oldest runs when one more comes. ``None``: no limit.
+        limit: Most computations to hold; the oldest runs when one more comes. `None`: no limit.
 
     Example:
         >>> import torch
@@ -66,22 +66,22 @@ class WgradStore:
         return len(self._waiting)
 
     def put(self, compute: Callable[[], None], /) -> None:
-        """Has ``compute`` called later; it adds to a parameter's gradient."""
+        """Have `compute` called later; it adds to a parameter's gradient."""
         self._waiting.append(compute)
         if self._limit is not None and len(self._waiting) > self._limit:
             self.run(1)
 
     def run(self, count: int | None = None) -> None:
-        """Runs the oldest ``count`` computations, or all."""
+        """Run the oldest `count` computations, or all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
             self._waiting.popleft()()
 
 
 def defer(store: Deferral, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Puts off the gradient of ``weight``, a parameter or a view of one.
+    """Put off the gradient of `weight`, a parameter or a view of one.
 
     Raises:
-        ValueError: ``weight`` was computed: backward goes through its computation now, once.
+        ValueError: `weight` was computed: backward goes through its computation now, once.
     """
     source = weight if weight._base is None else weight._base
     if not source.is_leaf:
