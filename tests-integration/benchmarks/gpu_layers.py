@@ -38,10 +38,7 @@ def pairs(options: argparse.Namespace, device: torch.device) -> dict[str, tuple[
     wide = torch.randn(1, options.tokens, ffn, requires_grad=True, **make)
     ids = torch.randint(0, vocab, (1, options.tokens), device=device)
     column, row = ColumnParallelLinear(hidden, ffn, **make), RowParallelLinear(ffn, hidden, **make)
-    up, down = (
-        nn.Linear(hidden, ffn, bias=False, **make),
-        nn.Linear(ffn, hidden, bias=False, **make),
-    )
+    up, down = nn.Linear(hidden, ffn, **make), nn.Linear(ffn, hidden, **make)
     table, plain = (
         VocabParallelEmbedding(vocab, hidden, **make),
         nn.Embedding(vocab, hidden, **make),

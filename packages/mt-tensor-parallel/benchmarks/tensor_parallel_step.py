@@ -25,7 +25,8 @@ class Ours(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = ColumnParallelLinear(HIDDEN, FFN), RowParallelLinear(FFN, HIDDEN)
+        self.up = ColumnParallelLinear(HIDDEN, FFN, bias=False)
+        self.down = RowParallelLinear(FFN, HIDDEN, bias=False)
         self.head = nn.Parameter(torch.randn(VOCAB, HIDDEN) * 0.02)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:

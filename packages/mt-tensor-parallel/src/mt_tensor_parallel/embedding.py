@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from mt_tensor_parallel.collectives import (
     reduce_scatter,
     shard_size,
 )
+from mt_tensor_parallel.shards import take_part
 
 __all__ = ["VocabParallelEmbedding"]
 
@@ -110,6 +111,57 @@ class VocabParallelEmbedding(nn.Module):
             part = whole[self.first : self.first + rows].to(dtype=dtype, device=device, copy=True)
         spec = PartitionSpec() if group is None else PartitionSpec(axis)
         self.weight = shard_param(nn.Parameter(part), spec)
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        *,
+        group: Group = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        deterministic: bool = False,
+    ) -> Self:
+        """Split a `torch.nn.Embedding`: this rank's rows of its table.
+
+        They are a copy with its values, dtype, device and `requires_grad`. Nothing is sent: every
+        rank of the group has the same embedding.
+
+        Args:
+            embedding: The whole embedding.
+            group: As for the constructor; `None` copies the whole table.
+            axis: As for the constructor.
+            sequence_parallel: As for the constructor.
+            deterministic: As for the constructor.
+
+        Raises:
+            TypeError: `embedding` is no `torch.nn.Embedding`.
+            ValueError: As of the constructor, or it has options that a split table lacks.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(
+                f"{cls.__name__}.from_embedding takes a torch.nn.Embedding, got "
+                f"{type(embedding).__name__}"
+            )
+        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            value = getattr(embedding, name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{embedding!r} has {name}={value!r}, which a split table does not do; make "
+                    "one without it"
+                )
+        weight = embedding.weight
+        layer = cls(
+            *weight.shape,
+            group=group,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            deterministic=deterministic,
+            dtype=weight.dtype,
+            device="meta",
+        )
+        layer.weight = take_part(layer.weight, weight, group)
+        return layer.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`; see the class for shapes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod, sqrt
+from typing import Self
 
 import torch
 from mt_parallel_state import PartitionSpec, shard_param
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from mt_tensor_parallel.collectives import (
     Group,
-    gather_from_group,
     group_rank,
     group_size,
     shard_size,
@@ -19,6 +19,7 @@ from mt_tensor_parallel.collectives import (
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.overlap import Overlap
+from mt_tensor_parallel.shards import take_part
 from mt_tensor_parallel.wgrad import Deferral, GradSink
 
 __all__ = [
@@ -72,7 +73,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(  # noqa: PLR0913 - the settings that both layers share, by keyword
+    def __init__(
         self,
         *,
         group: Group,
@@ -80,7 +81,6 @@ class _ParallelLinear(nn.Module):
         sequence_parallel: bool,
         gemm: Gemm | None,
         communicate: bool,
-        skip_bias_add: bool,
         wgrad_store: Deferral | None,
         overlap: Overlap | None,
     ) -> None:
@@ -91,7 +91,7 @@ class _ParallelLinear(nn.Module):
                 "sequence_parallel=True needs communicate=True: the layer gathers and scatters"
             )
         self.group = group
-        self.communicate, self.skip_bias_add = communicate, skip_bias_add
+        self.communicate = communicate
         self.wgrad_store: Deferral | None = wgrad_store
         self.grad_sink: GradSink | None = None
         # On one rank without a store the layer is F.linear, which defers nothing.
@@ -99,6 +99,14 @@ class _ParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.gemm: Gemm = TorchGemm() if gemm is None else gemm
+
+    def _take_over(self, linear: nn.Linear) -> None:
+        """Replace the parameters by copies of this rank's parts of a linear layer's."""
+        for name in ("weight", "bias"):
+            own, whole = getattr(self, name), getattr(linear, name)
+            if own is not None:
+                setattr(self, name, take_part(own, whole, self.group))
+        self.train(linear.training)
 
     def _apply_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str, *, own_weight: bool
@@ -146,11 +154,8 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: Whether there is one; it is split like the output.
         sequence_parallel: Whether the input is a sequence shard.
         gemm: `None` is `TorchGemm`.
-        gather_output: Whether the output is made whole on every rank (all-gather; backward keeps
-            the own piece), and with it a bias whose addition is skipped.
         communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does.
-        skip_bias_add: Return `(output, bias)` and leave the addition to what comes next.
         wgrad_store: Takes the weight's gradient (see `WgradStore`).
         overlap: How communication along the sequence is hidden; `None` is picked by capability.
         dtype: Of the parameters; `None` is torch's default.
@@ -173,12 +178,10 @@ class ColumnParallelLinear(_ParallelLinear):
         shard_dim: int = 0,
         group: Group = None,
         axis: str = "tp",
-        bias: bool = False,
+        bias: bool = True,
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
-        gather_output: bool = False,
         communicate: bool = True,
-        skip_bias_add: bool = False,
         wgrad_store: Deferral | None = None,
         overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
@@ -190,13 +193,9 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gemm=gemm,
             communicate=communicate,
-            skip_bias_add=skip_bias_add,
             wgrad_store=wgrad_store,
             overlap=overlap,
         )
-        if gather_output and not communicate:
-            raise ValueError("gather_output=True needs communicate=True: it is an all-gather")
-        self.gather_output = gather_output
         out = _features(out_features, "out_features")
         shard_dim = _shard_dim(shard_dim, out)
         local = shard_size(out[shard_dim], group, what=f"out_features[{shard_dim}] of {out}")
@@ -211,9 +210,62 @@ class ColumnParallelLinear(_ParallelLinear):
             part = _own_part(out, shard_dim, bound, group, dtype=dtype, device=device)
             self.bias = shard_param(part, spec)
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        out_features: int | tuple[int, ...] | None = None,
+        shard_dim: int = 0,
+        group: Group = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+    ) -> Self:
+        """Split a `torch.nn.Linear`: this rank's rows of its weight and bias.
+
+        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
+        rank of the group has the same layer.
+
+        Args:
+            linear: The whole layer.
+            out_features: Its output as several dims, as for the constructor; `None` is one dim.
+            shard_dim: Which of them is split.
+            group: As for the constructor; `None` copies the whole layer.
+            axis: As for the constructor.
+            sequence_parallel: As for the constructor.
+
+        Raises:
+            TypeError: `linear` is no `torch.nn.Linear`.
+            ValueError: As of the constructor, or the sizes are not those of `linear`.
+
+        Example:
+            >>> from torch import nn
+            >>> from mt_tensor_parallel import ColumnParallelLinear
+            >>> ColumnParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
+            torch.Size([8, 4])
+        """
+        linear = _check_linear(linear, cls)
+        out = linear.out_features if out_features is None else out_features
+        sizes = _features(out, "out_features")
+        if prod(sizes) != linear.out_features:
+            raise ValueError(
+                f"out_features={out} must multiply to the {linear.out_features} of {linear!r}"
+            )
+        layer = cls(
+            linear.in_features,
+            sizes,
+            shard_dim=shard_dim,
+            group=group,
+            axis=axis,
+            bias=linear.bias is not None,
+            sequence_parallel=sequence_parallel,
+            dtype=linear.weight.dtype,
+            device="meta",
+        )
+        layer._take_over(linear)
+        return layer
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Apply the layer; see the class for shapes.
 
         Args:
@@ -226,16 +278,8 @@ class ColumnParallelLinear(_ParallelLinear):
         bias = self.bias
         if several:
             weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        if self.skip_bias_add:
-            bias = None
         y = self._apply_linear(x, weight, bias, "column", own_weight=own_weight)
-        y = y.unflatten(-1, self.local_out) if several else y
-        bias = self.bias if self.skip_bias_add else None
-        if self.gather_output:
-            dim = self.shard_dim - len(self.local_out)
-            y = gather_from_group(y, self.group, dim=dim)
-            bias = None if bias is None else gather_from_group(bias, self.group, dim=dim)
-        return (y, bias) if self.skip_bias_add else y
+        return y.unflatten(-1, self.local_out) if several else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -256,8 +300,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: Whether the output is a sequence shard.
         gemm: `None` is `TorchGemm`.
         communicate: `False` leaves the collectives of input and output to the caller, as an
-            expert's dispatcher does. A bias is then the caller's too: it needs `skip_bias_add`.
-        skip_bias_add: Return `(output, bias)` and leave the addition to what comes next.
+            expert's dispatcher does. A bias is then the caller's too: it needs `bias=False`.
         wgrad_store: Takes the weight's gradient (see `WgradStore`).
         overlap: How communication along the sequence is hidden; `None` is picked by capability.
         dtype: Of the parameters; `None` is torch's default.
@@ -280,11 +323,10 @@ class RowParallelLinear(_ParallelLinear):
         shard_dim: int = 0,
         group: Group = None,
         axis: str = "tp",
-        bias: bool = False,
+        bias: bool = True,
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
         communicate: bool = True,
-        skip_bias_add: bool = False,
         wgrad_store: Deferral | None = None,
         overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
@@ -296,14 +338,13 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gemm=gemm,
             communicate=communicate,
-            skip_bias_add=skip_bias_add,
             wgrad_store=wgrad_store,
             overlap=overlap,
         )
-        if bias and not communicate and not skip_bias_add:
+        if bias and not communicate:
             raise ValueError(
                 "bias=True with communicate=False would be added on every rank, before the sum "
-                "over the group; use skip_bias_add=True and add the bias after that sum"
+                "over the group; use bias=False and add one after that sum"
             )
         sizes = _features(in_features, "in_features")
         shard_dim = _shard_dim(shard_dim, sizes)
@@ -319,9 +360,62 @@ class RowParallelLinear(_ParallelLinear):
             partial = (axis,) if sequence_parallel and group is not None else ()
             self.bias = shard_param(whole, PartitionSpec(), partial_grad=partial)
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        in_features: int | tuple[int, ...] | None = None,
+        shard_dim: int = 0,
+        group: Group = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+    ) -> Self:
+        """Split a `torch.nn.Linear`: this rank's columns of its weight, and its whole bias.
+
+        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
+        rank of the group has the same layer.
+
+        Args:
+            linear: The whole layer.
+            in_features: Its input as several dims, as for the constructor; `None` is one dim.
+            shard_dim: Which of them is split.
+            group: As for the constructor; `None` copies the whole layer.
+            axis: As for the constructor.
+            sequence_parallel: As for the constructor.
+
+        Raises:
+            TypeError: `linear` is no `torch.nn.Linear`.
+            ValueError: As of the constructor, or the sizes are not those of `linear`.
+
+        Example:
+            >>> from torch import nn
+            >>> from mt_tensor_parallel import RowParallelLinear
+            >>> RowParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
+            torch.Size([8, 4])
+        """
+        linear = _check_linear(linear, cls)
+        given = linear.in_features if in_features is None else in_features
+        sizes = _features(given, "in_features")
+        if prod(sizes) != linear.in_features:
+            raise ValueError(
+                f"in_features={given} must multiply to the {linear.in_features} of {linear!r}"
+            )
+        layer = cls(
+            sizes,
+            linear.out_features,
+            shard_dim=shard_dim,
+            group=group,
+            axis=axis,
+            bias=linear.bias is not None,
+            sequence_parallel=sequence_parallel,
+            dtype=linear.weight.dtype,
+            device="meta",
+        )
+        layer._take_over(linear)
+        return layer
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Apply the layer; see the class for shapes.
 
         Args:
@@ -332,9 +426,15 @@ class RowParallelLinear(_ParallelLinear):
         weight = self.weight if weight is None else weight
         if len(self.local_in) > 1:
             x, weight = x.flatten(-len(self.local_in)), weight.flatten(1)
-        bias = None if self.skip_bias_add else self.bias
-        y = self._apply_linear(x, weight, bias, "row", own_weight=own_weight)
-        return (y, self.bias) if self.skip_bias_add else y
+        return self._apply_linear(x, weight, self.bias, "row", own_weight=own_weight)
+
+
+def _check_linear(linear: object, cls: type) -> nn.Linear:
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(
+            f"{cls.__name__}.from_linear takes a torch.nn.Linear, got {type(linear).__name__}"
+        )
+    return linear
 
 
 def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:

@@ -63,8 +63,7 @@ class LoraLinear(nn.Module):
         As of the base.
 
     Raises:
-        ValueError: `rank` or `dropout` is out of range, or the base gathers its output, skips
-            its bias or does not communicate.
+        ValueError: `rank` or `dropout` is out of range, or the base does not communicate.
     """
 
     def __init__(
@@ -80,11 +79,8 @@ class LoraLinear(nn.Module):
         super().__init__()
         if rank < 1 or not 0 <= dropout < 1:
             raise ValueError(f"rank={rank} must be at least 1 and dropout={dropout} in [0, 1)")
-        plain = base.communicate and not base.skip_bias_add
-        if not plain or (isinstance(base, ColumnParallelLinear) and base.gather_output):
-            raise ValueError(
-                "LoRA needs a base with communicate=True, skip_bias_add=False, gather_output=False"
-            )
+        if not base.communicate:
+            raise ValueError("LoRA needs a base with communicate=True")
         self.base = base.requires_grad_(requires_grad=False)
         self.rank, self.alpha = rank, float(rank if alpha is None else alpha)
         self.dropout, self.merged = dropout, False
