@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from mt_parallel_state import shard_param, sharding_of
-from torch import nn
+from torch import Tensor, nn
 
 from mt_tensor_parallel.collectives import Group, group_rank, group_size
 
 __all__ = ["take_part"]
 
 
-def take_part(own: nn.Parameter, whole: nn.Parameter, group: Group) -> nn.Parameter:
+def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:
     """Copy the part of `whole` that `own` stands for, with `own`'s sharding record.
 
     Shape:
