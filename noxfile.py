@@ -19,11 +19,14 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 DEV = ["uv", "run", "--frozen"]
 QUICK = "not gpu and not campaign"
+REPORTS = ROOT / ".nox" / "reports"
+# Seconds of tests on two cores. What is above belongs in the campaign, or is too slow.
+BUDGET = {"": 180, "mt-pipeline": 240, "integration": 600}
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"  # `uv sync --exact` removes what does not belong in a reused one
-nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "docs"]
+nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "docs", "budget"]
 
 # Without .pyc files `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
 for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
@@ -62,7 +65,7 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests with only what it declares: itself, all its extras, its `test` group."""
     sync(session, package, "--all-extras", "--group", "test")
-    pytest(session, f"packages/{package}/tests", "-m", QUICK)
+    pytest(session, package, f"packages/{package}/tests", "-m", QUICK)
 
 
 @nox.session
@@ -71,7 +74,7 @@ def integration(session: nox.Session) -> None:
     sync(session, "mt-integration")
     # Two at a time: much of each is waiting, for other ranks and for processes to start.
     two = ["-n", "2", "--dist", "worksteal"]
-    pytest(session, "tests-integration/tests", "-m", QUICK, *two)
+    pytest(session, "integration", "tests-integration/tests", "-m", QUICK, *two)
 
 
 @nox.session(reuse_venv=False)
@@ -96,6 +99,16 @@ def wheels(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Run every fenced command and snippet of the READMEs and docs pages, and every example."""
     session.run(*DEV, "python", "tools/run_docs.py", *session.posargs)
+
+
+@nox.session(python=False)
+def budget(session: nox.Session) -> None:
+    """Time of each session's last run and the slowest tests; fails above the budget."""
+    reports = sorted(str(path) for path in REPORTS.glob("*.xml"))
+    if not reports:
+        session.skip("no session has run its tests yet")
+    limits = [f"--limit={name}={seconds}" for name, seconds in BUDGET.items()]
+    session.run(*DEV, "python", "tools/budget.py", *limits, *reports)
 
 
 @nox.session
@@ -158,10 +171,11 @@ def sync(session: nox.Session, package: str, *options: str) -> None:
     )
 
 
-def pytest(session: nox.Session, *arguments: str) -> None:
+def pytest(session: nox.Session, name: str, *arguments: str) -> None:
     """Run pytest with one thread a process: tests run several ranks on few cores."""
+    report = ["--junitxml", str(REPORTS / f"{name}.xml")]
     with bytecode(session):
-        session.run("pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+        session.run("pytest", *arguments, *report, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @contextmanager

@@ -1,0 +1,36 @@
+from budget import main
+
+SUITE = (
+    '<testsuites><testsuite time="{total}">'
+    '<testcase classname="packages.mt-x.tests.test_a" name="test_slow[2]" time="{slow}"/>'
+    '<testcase classname="packages.mt-x.tests.test_a" name="test_quick" time="0.1"/>'
+    "</testsuite></testsuites>"
+)
+
+
+def write(folder, name, total, slow):
+    path = folder / f"{name}.xml"
+    path.write_text(SUITE.format(total=total, slow=slow))
+    return str(path)
+
+
+def test_sessions_and_slowest_tests_are_listed_slowest_first(tmp_path, capsys):
+    files = [write(tmp_path, "mt-a", 5, 2), write(tmp_path, "mt-b", 50, 40)]
+    assert main(files) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["     50  mt-b", "      5  mt-a"]
+    assert lines[5] == "   40.0  packages/mt-x/tests/test_a.py::test_slow[2]"
+
+
+def test_a_session_above_its_limit_fails_and_is_named(tmp_path, capsys):
+    files = [write(tmp_path, "mt-a", 100, 2), write(tmp_path, "mt-b", 100, 2)]
+    assert main([*files, "--limit", "90", "--limit", "mt-b=110"]) == 1
+    out = capsys.readouterr().out
+    assert "over budget: mt-a: 100 s of at most 90" in out
+    assert "over budget: mt-b" not in out
+
+
+def test_only_ten_tests_are_listed(tmp_path, capsys):
+    files = [write(tmp_path, f"mt-{n}", n, n) for n in range(12)]
+    assert main(files) == 0
+    assert capsys.readouterr().out.count("::") == 10
