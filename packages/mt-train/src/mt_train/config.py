@@ -1,64 +1,58 @@
 """The run configuration: one small frozen dataclass per section, each validated once.
 
-Every section collects all its problems (`FieldError`), so that a user sees them together.
+Every section collects all its problems (`FieldError`), so that a user sees them together. Sizes
+have largest values, so that nothing is built from a slip of the keyboard.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from mt_data_parallel import DEFAULT_BUCKET_SIZE
-from mt_model import Recompute
-from mt_pipeline import GENERATORS
+from mt_files import Checks, FieldError, divisors
+from mt_model import Activation, Positions, Recompute
 
-from mt_train.problem import FieldError
+Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
+ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
-Dtype = Literal["fp64", "fp32", "bf16"]
-ContextAlgorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
-
-
-class _Checks:
-    """Collects what is wrong with a section's fields and raises once."""
-
-    def __init__(self, section: object) -> None:
-        self.section = section
-        self.errors: dict[str, str] = {}
-
-    def at_least(self, minimum: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self.section, name)
-            if value is not None and value < minimum:
-                self.errors[name] = f"{value} is too small; use {minimum} or more"
-
-    def above(self, minimum: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self.section, name)
-            if value is not None and value <= minimum:
-                self.errors[name] = f"{value} must be greater than {minimum}"
-
-    def fraction(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self.section, name)
-            if value is not None and not 0 <= value < 1:
-                self.errors[name] = f"{value} must be at least 0 and below 1"
-
-    def add(self, name: str, text: str) -> None:
-        self.errors.setdefault(name, text)
-
-    def done(self) -> None:
-        if self.errors:
-            raise FieldError(self.errors)
+# Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
+_MAX_STEPS, _MAX_BATCH, _MAX_LENGTH, _MAX_RANKS = 10**9, 10**7, 1 << 27, 1 << 20
+_MAX_TOKENS = 1 << 32  # of one micro-batch
+_MAX_TOKENIZER = 10**7
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """The model: a preset, single fields over it, or all fields without a preset.
 
-    A field left at null comes from the preset, or from the builder's default (`mt_model.gpt`).
-    `vocab_size: null` takes the tokenizer's size, rounded up to a multiple of 128.
+    A field left at null comes from the preset, or else has the default that is named here.
+
+    Attributes:
+        preset: A named shape of mt-model, such as `gpt2-124m` or `llama-3.2-1b`.
+        vocab_size: Rows of the embedding; by default the tokenizer's size, rounded up to a multiple
+            of 128.
+        hidden_size: Width of the residual stream.
+        num_layers: Number of equal layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, which divide `num_heads`; by default as many.
+        head_dim: Width of one head; by default hidden_size / num_heads.
+        ffn_size: Width of the feed-forward; by default 4 x hidden_size, or 8/3 of it rounded up to
+            64 when gated.
+        activation: Of the feed-forward; `silu` by default. `gelu` is exact, `gelu_tanh` is
+            GPT-2's, `relu2` the squared ReLU.
+        gated: Multiply the activation by a second projection (SwiGLU with `silu`); true by default.
+        norm: `rms` (the default) or `layer`.
+        norm_eps: Added to the mean square before the root; 1e-5 by default.
+        positions: `rope` (the default), `learned` (a table) or `none`.
+        rope_theta: Base of the rotary embedding; 10000 by default.
+        qk_norm: RMSNorm on queries and keys; false by default.
+        bias: A bias on every projection of the layers; false by default.
+        tied: The head is the embedding matrix; true by default.
+        dropout: Probability of dropping an element of embedding, attention or feed-forward outputs;
+            0 by default.
+        attention_dropout: Probability of dropping an attention weight; 0 by default.
+        init_std: Standard deviation of the initial weights; 0.02 by default.
     """
 
     preset: str | None = None
@@ -69,10 +63,11 @@ class ModelSection:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     ffn_size: int | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] | None = None
+    activation: Activation | None = None
     gated: bool | None = None
     norm: Literal["rms", "layer"] | None = None
-    positions: Literal["rope", "learned", "none"] | None = None
+    norm_eps: float | None = None
+    positions: Positions | None = None
     rope_theta: float | None = None
     qk_norm: bool | None = None
     bias: bool | None = None
@@ -82,12 +77,12 @@ class ModelSection:
     init_std: float | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.at_least(
             1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
         )
         checks.at_least(1, "ffn_size")
-        checks.above(0, "init_std", "rope_theta")
+        checks.above(0, "init_std", "rope_theta", "norm_eps")
         checks.fraction("dropout", "attention_dropout")
         if self.preset is None:
             for name in ("hidden_size", "num_layers", "num_heads"):
@@ -100,8 +95,23 @@ class ModelSection:
 class DataSection:
     """Where tokens come from: prepared `.bin/.idx` prefixes, or a corpus built on first use.
 
-    `corpus` is `standard-library`, a folder of sources, a `.jsonl` file or a text file; its
-    tokenizer and token files are made once under the run's `data` folder.
+    Paths in the YAML are relative to its folder, those on the command line to the working
+    directory. What a corpus needs is made once, under the run's `data` folder.
+
+    Attributes:
+        corpus: `standard-library` (Python's own sources), a folder of text files, a `.jsonl` file
+            or a text file.
+        glob: Which files of a corpus folder are read.
+        max_files: Read at most so many documents of the corpus.
+        vocab_size: Tokens of the tokenizer that is trained on the corpus.
+        pattern: How that tokenizer cuts text into words: `gpt2`, or `code`, which keeps runs of
+            spaces together.
+        validation_fraction: Share of the corpus's documents that is held out.
+        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
+        weights: How much of each entry of `train` is in a batch; by default as many as it has
+            tokens.
+        validation: Prefix of prepared held-out tokens.
+        tokenizer: The tokenizer.json of `train`, or one to use for `corpus`.
     """
 
     corpus: str | None = None
@@ -116,11 +126,17 @@ class DataSection:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.at_least(2, "max_files")
         checks.at_least(257, "vocab_size")
+        checks.at_most(_MAX_TOKENIZER, "vocab_size")
         checks.above(0, "validation_fraction")
         checks.fraction("validation_fraction")
+        if not checks.errors:
+            self._check_sources(checks)
+        checks.done()
+
+    def _check_sources(self, checks: Checks) -> None:
         if (self.corpus is None) == (not self.train):
             checks.add("corpus", "set exactly one of data.corpus and data.train")
         if self.train and self.tokenizer is None:
@@ -130,19 +146,30 @@ class DataSection:
                 "weights",
                 f"{len(self.weights)} weights for {len(self.train)} entries of data.train",
             )
-        if any(weight <= 0 for weight in self.weights):
-            checks.add("weights", f"{list(self.weights)}: every weight must be greater than 0")
-        checks.done()
+        for weight in self.weights:
+            if not 0 < weight <= 1e100:
+                checks.add("weights", f"{weight}: every weight must be greater than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
     """Length, batch and numerics of the run.
 
-    `time_budget` (seconds) ends training earlier: the learning-rate schedule then follows
-    whichever of steps and time is further, so a slow machine still anneals.
-    `recompute` saves memory: "selective" makes outputs of norms and activations again in backward,
-    "full" whole layers.
+    Attributes:
+        steps: Optimizer steps of the whole run.
+        global_batch_size: Sequences per step, over all ranks.
+        micro_batch_size: Sequences that one rank takes at a time; lower it to save memory. The
+            numbers stay the same up to rounding.
+        sequence_length: Tokens per sequence.
+        dtype: Of weights and activations. `bf16` keeps fp32 master weights.
+        grad_clip: Largest norm of the gradient; a longer one is scaled down.
+        seed: Of initial weights, data order and dropout. Seed and step are the whole random state.
+        time_budget: Seconds of training after which the run ends, however many steps are done. The
+            learning rate follows whichever of steps and time is further, so that a slow machine
+            anneals too.
+        compile: Compile each stage with torch.compile.
+        recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
+            and activations) or `full` (whole layers). The numbers stay the same.
     """
 
     steps: int
@@ -157,7 +184,7 @@ class TrainingSection:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         if self.compile and self.recompute != "none":
             checks.add(
                 "recompute",
@@ -165,18 +192,40 @@ class TrainingSection:
                 'itself what to compute again; use "none", or compile: false',
             )
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
+        checks.at_most(_MAX_STEPS, "steps")
+        checks.at_most(_MAX_BATCH, "global_batch_size", "micro_batch_size")
+        checks.at_most(_MAX_LENGTH, "sequence_length")
         checks.above(0, "grad_clip", "time_budget")
         checks.at_least(0, "seed")
+        if not checks.errors and self.micro_batch_size * self.sequence_length > _MAX_TOKENS:
+            checks.add(
+                "micro_batch_size",
+                f"{self.micro_batch_size} sequences of {self.sequence_length} tokens are more than "
+                f"{_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less",
+            )
         checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW and its learning-rate schedule (in steps)."""
+    """AdamW and its learning-rate schedule.
+
+    Attributes:
+        lr: The largest learning rate.
+        min_lr: The rate that the decay reaches one step after the last.
+        betas: Decay per step of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Taken off the weights per step, times the rate; biases and norms have none.
+        schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
+        warmup: Steps in which the rate rises to `lr`; the first has lr / warmup.
+        anneal: Share of the steps at the end in which `wsd` falls from `lr` to `min_lr`, 0 to 1.
+        anneal_shape: How `wsd` falls: `linear`, `cosine`, `exponential`, or `minus-sqrt` (1 - the
+            root of the share that is done).
+    """
 
     lr: float = 3e-4
     min_lr: float = 0.0
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = "cosine"
@@ -185,26 +234,41 @@ class OptimizerSection:
     anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.above(0, "lr", "eps")
         checks.at_least(0, "min_lr", "weight_decay", "warmup", "anneal")
-        if self.anneal > 1:
-            checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
-        if self.min_lr > self.lr:
-            checks.add("min_lr", f"{self.min_lr} is above lr {self.lr}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+        checks.at_most(_MAX_STEPS, "warmup")
+        if not checks.errors:
+            if self.anneal > 1:
+                checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
+            if self.min_lr > self.lr:
+                checks.add("min_lr", f"{self.min_lr} is above lr {self.lr}")
+            if not all(0 <= beta < 1 for beta in self.betas):
+                checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
         checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """Axis sizes; `dp: null` takes what the processes leave over.
+    """How many ranks share what. Their product is the number of processes.
 
-    `cp_algorithm` is how attention reaches the keys of the other cp ranks, one for all layers or a
-    list with one for each; "hierarchical" swaps heads among `cp_inner` neighbours.
-    `check_timeout` (seconds) compares every collective between its ranks before it starts, which
-    names the call and the rank behind a wrong number or a hang; slow.
+    Attributes:
+        tp: Tensor parallel: ranks that share each layer's weights.
+        pp: Pipeline parallel: ranks that hold different layers.
+        dp: Data parallel: ranks with batches of their own; by default what the processes leave
+            over.
+        cp: Context parallel: ranks that share each sequence.
+        cp_algorithm: How attention reaches the keys of the other cp ranks: `ring`, `all_gather`,
+            `ulysses` (swaps heads) or `hierarchical` (swaps heads among `cp_inner` neighbours, ring
+            between them). One for all layers, or a list with one for each.
+        cp_inner: Neighbours of the hierarchical algorithm; divides `cp`.
+        ep: Expert parallel; must be 1, there are no expert layers yet.
+        order: Which axes have neighbouring ranks, the first most.
+        sequence_parallel: Split the activations between the tensor-parallel regions over the
+            sequence; saves memory for the same traffic.
+        bucket_size: Elements of a gradient bucket; each is reduced as soon as it is full.
+        check_timeout: Seconds. Compares every collective between its ranks before it starts, which
+            names the call and the rank behind a wrong number or a hang; slow.
     """
 
     tp: int = 1
@@ -216,30 +280,32 @@ class ParallelSection:
     ep: int = 1
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
-    bucket_size: int = DEFAULT_BUCKET_SIZE
+    bucket_size: int = 25 * 2**20 // 4
     check_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
-        checks.at_least(1, "tp", "pp", "dp", "cp", "cp_inner", "ep", "bucket_size")
+        checks = Checks(self)
+        axes = ("tp", "pp", "dp", "cp", "cp_inner", "ep")
+        checks.at_least(1, *axes, "bucket_size")
+        checks.at_most(_MAX_RANKS, *axes)
+        checks.at_most(1 << 40, "bucket_size")
         checks.above(0, "check_timeout")
-        if self.ep > 1:
+        checks.at_most(10**6, "check_timeout")
+        if self.ep != 1:
             checks.add(
-                "ep",
-                f"{self.ep} is not available in mt-train 0.1, which has no expert parallel layers; "
-                "use 1",
+                "ep", f"{self.ep} is not available, as there are no expert layers yet; use 1"
             )
-        hierarchical = "hierarchical" in self.cp_algorithms(1)
+        hierarchical = not checks.errors and "hierarchical" in self.cp_algorithms(1)
         if hierarchical and (not self.cp_inner or self.cp % self.cp_inner):
             checks.add(
                 "cp_inner",
                 f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
-                f"algorithm needs; use one of {divisors(self.cp)}",
+                f"algorithm needs; use one of {listed(divisors(self.cp))}",
             )
         checks.done()
 
     def cp_algorithms(self, num_layers: int) -> tuple[ContextAlgorithm, ...]:
-        """The algorithm of each layer."""
+        """Return the algorithm of each layer."""
         chosen = self.cp_algorithm
         return (chosen,) * num_layers if isinstance(chosen, str) else chosen
 
@@ -248,10 +314,16 @@ class ParallelSection:
 class PipelineSection:
     """How micro-batches move through the pipeline ranks.
 
-    `schedule` is a name of `mt_pipeline.make_schedule`; `stages` is the number of pipeline ranks
-    (`parallel.pp` says the same); `microbatches` is checked against the batch sizes; `layout`
-    places layers by hand, as in `Et|tt|tt|tL`; `chunks` and `group` are options of `interleaved`
-    and `bfs`.
+    Attributes:
+        schedule: A schedule of mt-pipeline: gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v,
+            v-half, v-min, dualpipe or dualpipe-v.
+        stages: Pipeline ranks; `parallel.pp` says the same.
+        microbatches: Micro-batches per step and rank; only checked against the batch sizes.
+        layout: Places the layers by hand, as in `Et|tt|tt|tL`: `E` the embedding, `t` a layer, `L`
+            the head and the loss.
+        chunks: Stages on each rank, of `interleaved` and `bfs`.
+        group: Micro-batches that pass one stage before the rank turns to its next, of
+            `interleaved`.
     """
 
     schedule: str = "1f1b"
@@ -262,21 +334,30 @@ class PipelineSection:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        from mt_pipeline import GENERATORS
+
+        checks = Checks(self)
         checks.at_least(1, "stages", "microbatches", "chunks", "group")
+        checks.at_most(_MAX_RANKS, "stages", "chunks", "group")
         if self.schedule not in GENERATORS:
-            near = difflib.get_close_matches(self.schedule, GENERATORS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(self.schedule[:50], GENERATORS, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]}? " if near else ""
-            checks.add(
-                "schedule",
-                f"{self.schedule!r} is no schedule. {hint}Known: {', '.join(GENERATORS)}",
-            )
+            known = ", ".join(GENERATORS)
+            checks.add("schedule", f"{self.schedule[:50]!r} is no schedule. {hint}Known: {known}")
         checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Held-out loss and bits per byte; `every: null` evaluates at the end only."""
+    """Held-out loss and bits per byte, always at the end of a run that has held-out data.
+
+    Attributes:
+        every: Steps from one evaluation to the next; null evaluates at the end only.
+        micro_batch_size: Sequences at a time; by default `training.micro_batch_size`.
+        max_windows: Evaluate on at most so many sequences.
+        stride: Tokens from one window to the next; by default `training.sequence_length`. A smaller
+            one gives every token more context, for more work.
+    """
 
     every: int | None = None
     micro_batch_size: int | None = None
@@ -284,8 +365,9 @@ class EvaluationSection:
     stride: int | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.at_least(1, "every", "micro_batch_size", "max_windows", "stride")
+        checks.at_most(_MAX_BATCH, "micro_batch_size")
         checks.done()
 
 
@@ -293,8 +375,12 @@ class EvaluationSection:
 class CheckpointSection:
     """When to save, how many to keep, and what to start from.
 
-    `load` names another run's folder or step folder to start from; a run's own folder is always
-    continued.
+    A run saves at its end. Its own folder is always continued.
+
+    Attributes:
+        every: Steps from one save to the next; null saves at the end only.
+        keep: How many checkpoints stay; null keeps all.
+        load: Another run's folder or step folder to start from.
     """
 
     every: int | None = None
@@ -302,27 +388,44 @@ class CheckpointSection:
     load: str | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.at_least(1, "every", "keep")
         checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSection:
-    """What is reported besides metrics.jsonl."""
+    """What is reported besides metrics.jsonl.
+
+    Attributes:
+        every: Steps from one line of the console to the next.
+        tensorboard: Write event files into the run folder; needs `mt-train[tensorboard]`.
+    """
 
     every: int = 10
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        checks = _Checks(self)
+        checks = Checks(self)
         checks.at_least(1, "every")
         checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. Problems that join two sections are named by their dotted field."""
+    """A whole run. Problems that join two sections are named by their dotted field.
+
+    Attributes:
+        model: The model.
+        data: Where tokens come from.
+        training: Length, batch and numerics.
+        optimizer: AdamW and its schedule.
+        parallel: How many ranks share what.
+        pipeline: How micro-batches move through the pipeline ranks.
+        evaluation: Held-out loss and bits per byte.
+        checkpoint: When to save, and what to start from.
+        logging: What is reported.
+    """
 
     model: ModelSection
     data: DataSection
@@ -338,9 +441,10 @@ class RunConfig:
         errors: dict[str, str] = {}
         training, parallel = self.training, self.parallel
         if training.global_batch_size % training.micro_batch_size:
+            sizes = listed(divisors(training.global_batch_size))
             errors["training.micro_batch_size"] = (
                 f"{training.micro_batch_size} does not divide training.global_batch_size "
-                f"{training.global_batch_size}; use one of {divisors(training.global_batch_size)}"
+                f"{training.global_batch_size}; use one of {sizes}"
             )
         parts = (2 * parallel.cp if parallel.cp > 1 else 1) * (
             parallel.tp if parallel.sequence_parallel else 1
@@ -357,13 +461,20 @@ class RunConfig:
             errors["pipeline.stages"] = (
                 f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
             )
-        stride = self.evaluation.stride
-        if stride is not None and stride > training.sequence_length:
-            errors["evaluation.stride"] = (
-                f"{stride} is longer than training.sequence_length {training.sequence_length}"
-            )
+        errors |= self._evaluation_errors()
         if errors:
             raise FieldError(errors)
+
+    def _evaluation_errors(self) -> dict[str, str]:
+        length, batch = self.training.sequence_length, self.evaluation.micro_batch_size
+        stride = self.evaluation.stride
+        if stride is not None and stride > length:
+            text = f"{stride} is longer than training.sequence_length {length}"
+            return {"evaluation.stride": text}
+        if batch is not None and batch * length > _MAX_TOKENS:
+            text = f"{batch} sequences of {length} tokens are more than {_MAX_TOKENS} tokens"
+            return {"evaluation.micro_batch_size": text}
+        return {}
 
     @property
     def pp(self) -> int:
@@ -371,11 +482,9 @@ class RunConfig:
         return self.pipeline.stages or self.parallel.pp
 
 
-def divisors(number: int) -> str:
-    """List the divisors of a size for a message, the twelve smallest if there are more."""
-    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
-    found = sorted({*small, *(number // value for value in small)})
-    return ", ".join(str(value) for value in found[:12]) + (" ..." if len(found) > 12 else "")
+def listed(numbers: list[int]) -> str:
+    """Write numbers for a message, the twelve smallest if there are more."""
+    return ", ".join(map(str, numbers[:12])) + (" ..." if len(numbers) > 12 else "")
 
 
 def _nearest(value: int, multiple: int) -> str:

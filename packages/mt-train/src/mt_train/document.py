@@ -1,85 +1,88 @@
-"""A YAML file as located nodes: every value knows its file and line.
+"""A YAML file as plain values, with the place of each.
 
-PyYAML parses; the traps of YAML 1.1 are closed here. Scalars stay text until a field's type says
-what they are (`1e-4` is a float, `no` is a string, `010` is ten), and duplicate keys, anchors,
-aliases and tags are refused.
+PyYAML scans; the traps of YAML 1.1 are closed here. Scalars stay text until a field's type says
+what they are (`1e-4` is a float, `no` is a string, `010` is ten), duplicate keys, anchors, aliases
+and tags are refused, and so is a file too large to have been written by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
+from mt_files import PlainText, read_bytes, shorten
 
 from mt_train.problem import ConfigError, Problem
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 20
+_MAX_VALUES = 20_000
+_MAX_WORD = 100
 COMMAND_LINE = "command line"
 Place = Callable[[yaml.Mark | None], str]
+# What YAML would take for an alias, a tag or an error is a file name's star or mark in a list.
+_BARE_MARK = re.compile(r"(?<=[\[,])(\s*)([*&!%@`][^,\[\]{}\"']*)")
 
 
 @dataclass(kw_only=True)
-class Node:
-    """A scalar (`text`), a list (`items`) or a mapping (`entries`) with the place it came from."""
+class Document:
+    """Sections of plain values: mappings, lists, quoted text, and `PlainText`.
 
-    where: str
-    text: str | None = None
-    quoted: bool = False
-    items: list[Node] | None = None
-    entries: dict[str, Node] | None = None
-    key_where: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        root: The sections.
+        places: Where each dotted name is written, as `file:line`, or `command line (...)`.
+    """
 
-    @property
-    def kind(self) -> str:
-        """Name the YAML kind for messages."""
-        if self.entries is not None:
-            return "a mapping"
-        return "a list" if self.items is not None else f"{self.text!r}"
+    root: dict[str, Any]
+    places: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def is_null(self) -> bool:
-        """Tell whether this is YAML's null."""
-        return self.text in ("", "~", "null") and not self.quoted
+    def place(self, path: str) -> str:
+        """Return where a field, or else its nearest section, is written."""
+        while path and path not in self.places:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self.places[path]
 
 
-def read_document(path: Path) -> Node:
+def read_document(path: Path) -> Document:
     """Read a YAML file whose root is a mapping.
 
     Raises:
         ConfigError: Missing or empty file, YAML that does not parse, duplicate keys, aliases.
     """
+    start = f"{path}:1"
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = read_bytes(path, limit=_MAX_BYTES)
+    except (OSError, ValueError) as error:
         text = (
-            f"cannot read the configuration: {error.strerror}. "
+            f"cannot read the configuration: {getattr(error, 'strerror', None) or error}. "
             "Check the path, or start from packages/mt-train/examples/tiny.yaml"
         )
-        raise ConfigError([Problem(where=f"{path}:1", path="", text=text)]) from error
-    if len(data) > _MAX_BYTES:
-        text = f"{len(data)} bytes is too large for a configuration; at most {_MAX_BYTES}"
-        raise ConfigError([Problem(where=f"{path}:1", path="", text=text)])
+        raise _error(start, text) from error
     try:
         source = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         text = "the file is not UTF-8 text; save it as UTF-8"
-        raise ConfigError([Problem(where=f"{path}:{line}", path="", text=text)]) from error
-    node = _parse(source, str(path))
-    if node is None:
+        raise _error(f"{path}:{line}", text) from error
+    parser = _Parser(source, str(path))
+    root = parser.parse()
+    if root is None:
         text = "the file is empty; a run needs at least `model:`, `data:` and `training:`"
-        raise ConfigError([Problem(where=f"{path}:1", path="", text=text)])
-    if node.entries is None:
-        text = f"expected a mapping of sections such as `model:`, found {node.kind}"
-        raise ConfigError([Problem(where=node.where, path="", text=text)])
-    return node
+        raise _error(start, text)
+    if not isinstance(root, dict):
+        text = f"expected a mapping of sections such as `model:`, found {_kind(root)}"
+        raise _error(parser.places[""], text)
+    return Document(root=root, places=parser.places)
 
 
-def apply_overrides(root: Node, overrides: list[str]) -> None:
+def apply_overrides(document: Document, overrides: list[str]) -> None:
     """Set `a.b=c` arguments in the document, creating sections as needed.
+
+    A value in quotes, brackets or braces is YAML; any other is text as it stands.
 
     Raises:
         ConfigError: An override without `=`, or one that goes through a scalar.
@@ -88,115 +91,178 @@ def apply_overrides(root: Node, overrides: list[str]) -> None:
     for override in overrides:
         path, equals, value = override.partition("=")
         if not equals or not path:
-            text = f"{override!r} is not an override; write section.key=value"
+            text = f"{shorten(override)} is not an override; write section.key=value"
             problems.append(Problem(where=COMMAND_LINE, path="", text=text))
             continue
-        where = f"{COMMAND_LINE} ({override})"
-        leaf = _parse(value, where, lines=False) or Node(where=where, text="")
+        where = f"{COMMAND_LINE} ({override if len(override) <= 80 else override[:80] + '...'})"
+        parser = _override_parser(value.strip(), where)
         *parents, last = path.split(".")
-        node = root
-        for name in parents:
-            node = _entry(node, name, where)
-        entries = _entries(node)
-        if entries is None:
-            text = f"{'.'.join(parents)} is {node.kind} ({node.where}), which has no {last!r} in it"
-            problems.append(Problem(where=where, path=path, text=text))
-            continue
-        entries[last] = leaf
-        node.key_where[last] = where
-    if problems:
-        raise ConfigError(problems)
-
-
-def _entries(node: Node) -> dict[str, Node] | None:
-    """The entries of a mapping, or of an empty section; None for a scalar or a list."""
-    if node.entries is None and node.items is None and node.is_null:
-        node.entries, node.text = {}, None
-    return node.entries
-
-
-def _entry(node: Node, name: str, where: str) -> Node:
-    """The section `name`, made if missing; a scalar on the way is returned as it is."""
-    entries = _entries(node)
-    if entries is None:
-        return node
-    node.key_where.setdefault(name, where)
-    return entries.setdefault(name, Node(where=where, entries={}))
-
-
-def _parse(source: str, name: str, *, lines: bool = True) -> Node | None:
-    def place(mark: yaml.Mark | None) -> str:
-        return f"{name}:{mark.line + 1 if mark else 1}" if lines else name
-
-    try:
-        _refuse_indirection(source, place)
-        root = yaml.compose(source, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        what = " ".join(part for part in (error.context, error.problem) if part)
-        fix = "correct the YAML here"
-        if "\\t" in what or _line_of(source, mark).lstrip(" ").startswith("\t"):
-            what, fix = "a tab is used for indentation", "YAML allows spaces only; use two spaces"
-        problem = Problem(where=place(mark), path="", text=f"{what}; {fix}")
-        raise ConfigError([problem]) from error
-    except yaml.YAMLError as error:
-        problem = Problem(where=place(None), path="", text=f"not valid YAML: {error}")
-        raise ConfigError([problem]) from error
-    if root is None:
-        return None
-    problems: list[Problem] = []
-    node = _convert(root, place, problems, "")
-    if problems:
-        raise ConfigError(problems)
-    return node
-
-
-def _line_of(source: str, mark: yaml.Mark | None) -> str:
-    lines = source.splitlines()
-    return lines[mark.line] if mark and mark.line < len(lines) else ""
-
-
-def _refuse_indirection(source: str, place: Place) -> None:
-    depth = 0
-    for event in yaml.parse(source, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        anchor = getattr(event, "anchor", None)
-        tag = getattr(event, "tag", None)
-        if anchor:
-            text = f"anchors and aliases (`{anchor}`) are not supported; write the value out"
-        elif tag:
-            text = f"the tag {tag} is not supported; plain values take their type from the field"
-        elif depth > _MAX_DEPTH:
-            text = f"nested deeper than {_MAX_DEPTH} levels"
+        node: Any = document.root
+        for depth, name in enumerate(parents):
+            below = node.get(name)
+            if below is None or (isinstance(below, PlainText) and below.is_null):
+                below = node[name] = {}
+                document.places.setdefault(".".join(parents[: depth + 1]), where)
+            if not isinstance(below, dict):
+                section = ".".join(parents[: depth + 1])
+                text = (
+                    f"{section} is {_kind(below)} ({document.place(section)}), which has no "
+                    f"{shorten(last)} in it"
+                )
+                problems.append(Problem(where=where, path=path, text=text))
+                break
+            node = below
         else:
-            continue
-        raise ConfigError([Problem(where=place(event.start_mark), path="", text=text)])
+            node[last] = parser.parse()
+            document.places |= {f"{path}{inner}": where for inner in parser.places}
+    if problems:
+        raise ConfigError(problems)
 
 
-def _convert(node: yaml.Node, place: Place, problems: list[Problem], path: str) -> Node:
-    where = place(node.start_mark)
-    if isinstance(node, yaml.ScalarNode):
-        return Node(where=where, text=node.value, quoted=node.style in ("'", '"', "|", ">"))
-    if isinstance(node, yaml.SequenceNode):
-        items = [
-            _convert(item, place, problems, f"{path}[{i}]") for i, item in enumerate(node.value)
-        ]
-        return Node(where=where, items=items)
-    entries: dict[str, Node] = {}
-    result = Node(where=where, entries=entries)
-    for key_node, value_node in node.value:
-        key_place = place(key_node.start_mark)
-        if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(Problem(where=key_place, path=path, text="keys must be plain words"))
-            continue
-        key = key_node.value
-        dotted = f"{path}.{key}" if path else key
-        if key in entries:
-            first = result.key_where[key].rpartition(":")[2]
-            text = f"this key is already set on line {first}; keep one of the two"
-            problems.append(Problem(where=key_place, path=dotted, text=text))
-            continue
-        entries[key] = _convert(value_node, place, problems, dotted)
-        result.key_where[key] = key_place
-    return result
+def _override_parser(value: str, where: str) -> _Parser:
+    if not value.startswith(("[", "{", '"', "'")):
+        return _PlainParser(value, where)
+    try:
+        parser = _Parser(value, where, lines=False)
+        parser.parse()
+    except ConfigError:
+        quoted = _BARE_MARK.sub(lambda found: f"{found[1]}'{found[2].rstrip()}'", value)
+        if quoted == value:
+            raise
+        value = quoted
+    return _Parser(value, where, lines=False)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else shorten(value)
+
+
+def _error(where: str, text: str) -> ConfigError:
+    return ConfigError([Problem(where=where, path="", text=text)])
+
+
+class _Parser:
+    """Build plain values from YAML's events in one pass.
+
+    Attributes:
+        places: Where each dotted name is written.
+    """
+
+    def __init__(self, source: str, name: str, *, lines: bool = True) -> None:
+        self._source, self._name, self._lines = source, name, lines
+        self._problems: list[Problem] = []
+        self._values = self._depth = 0
+        self.places: dict[str, str] = {}
+
+    def parse(self) -> Any:
+        """Return the value of the document, or None when it is empty.
+
+        Raises:
+            ConfigError: What is wrong, with its line.
+        """
+        try:
+            value = self._document(yaml.parse(self._source, Loader=yaml.SafeLoader))
+        except yaml.MarkedYAMLError as error:
+            raise self._syntax(error) from error
+        except (yaml.YAMLError, ValueError) as error:
+            raise _error(self._place(None), f"not valid YAML: {str(error)[:200]}") from error
+        if self._problems:
+            raise ConfigError(self._problems)
+        return value
+
+    def _document(self, events: Iterator[Any]) -> Any:
+        value, documents = None, 0
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    text = "a second document starts here; a configuration is one document"
+                    raise _error(self._place(event.start_mark), text)
+            elif isinstance(event, yaml.NodeEvent):
+                self.places[""] = self._place(event.start_mark)
+                value = self._value(event, events, "")
+                empty = isinstance(value, PlainText) and value == ""
+                value = None if empty else value
+        return value
+
+    def _place(self, mark: yaml.Mark | None) -> str:
+        return f"{self._name}:{mark.line + 1 if mark else 1}" if self._lines else self._name
+
+    def _value(self, event: Any, events: Iterator[Any], path: str) -> Any:
+        self._refuse(event)
+        if isinstance(event, yaml.ScalarEvent):
+            return event.value if event.style else PlainText(event.value)
+        self._depth += 1
+        if isinstance(event, yaml.SequenceStartEvent):
+            value: Any = self._list(events, path)
+        else:
+            value = self._mapping(events, path)
+        self._depth -= 1
+        return value
+
+    def _list(self, events: Iterator[Any], path: str) -> list[Any]:
+        items: list[Any] = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            inner = f"{path}[{len(items)}]"
+            self.places[inner] = self._place(event.start_mark)
+            items.append(self._value(event, events, inner))
+        return items
+
+    def _mapping(self, events: Iterator[Any], path: str) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            place = self._place(event.start_mark)
+            key = self._value(event, events, path)
+            word = key if isinstance(key, str) else "?"
+            dotted = f"{path}.{word}" if path else str(word)
+            first = self.places.get(dotted, "")
+            value = self._value(next(events), events, dotted)
+            if not isinstance(key, str) or len(key) > _MAX_WORD:
+                text = f"keys must be plain words of at most {_MAX_WORD} characters"
+                self._problems.append(Problem(where=place, path=path, text=text))
+            elif key in entries:
+                line = first.rpartition(":")[2]
+                text = f"this key is already set on line {line}; keep one of the two"
+                self._problems.append(Problem(where=place, path=dotted, text=text))
+            else:
+                entries[str(key)] = value
+                self.places[dotted] = place
+        return entries
+
+    def _refuse(self, event: Any) -> None:
+        self._values += 1
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        if anchor:
+            text = f"anchors and aliases (`{anchor[:40]}`) are not supported; write the value out"
+        elif tag:
+            text = (
+                f"the tag {tag[:40]} is not supported; plain values take their type from the field"
+            )
+        elif self._depth > _MAX_DEPTH:
+            text = f"nested deeper than {_MAX_DEPTH} levels"
+        elif self._values > _MAX_VALUES:
+            text = f"more than {_MAX_VALUES} keys and values, too many for a configuration"
+        else:
+            return
+        raise _error(self._place(event.start_mark), text)
+
+    def _syntax(self, error: yaml.MarkedYAMLError) -> ConfigError:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)[:200]
+        fix = "correct the YAML here"
+        lines = self._source.splitlines()
+        line = lines[mark.line] if mark and mark.line < len(lines) else ""
+        if "\\t" in what or line.lstrip(" ").startswith("\t"):
+            what, fix = "a tab is used for indentation", "YAML allows spaces only; use two spaces"
+        return _error(self._place(mark), f"{what}; {fix}")
+
+
+class _PlainParser(_Parser):
+    """Takes text as it stands."""
+
+    def parse(self) -> Any:
+        """Return the text."""
+        self.places[""] = self._place(None)
+        return PlainText(self._source)

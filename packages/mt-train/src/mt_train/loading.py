@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from mt_data import DataError, load_tokenizer
-from mt_files import FieldError
+from mt_files import MAX_PROBLEMS, Bound, FieldError, bind, shorten, to_plain
 from mt_model import ModelConfig, gpt, preset, validate_split
-from mt_parallel_state import ParallelLayout
 
-from mt_train.binding import Binder
 from mt_train.config import ModelSection, ParallelSection, RunConfig
-from mt_train.document import COMMAND_LINE, apply_overrides, read_document
-from mt_train.pipeline import PipelineError, plan_pipeline
-from mt_train.problem import ConfigError
+from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
+from mt_train.problem import ConfigError, Problem
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # checking a file takes no torch
+    from mt_parallel_state import ParallelLayout
+
 _VOCAB_MULTIPLE = 128
+_MAX_SCHEDULE = 1 << 20  # forward passes of one step over all stages
 STANDARD_LIBRARY = "standard-library"
+# Arguments of the model's builder that are not named like their field.
+_ELSEWHERE = {"max_sequence_length": "training.sequence_length"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +38,29 @@ class LoadedConfig:
 
     config: RunConfig
     path: Path
-    _binder: Binder
+    _document: Document
 
     def error(self, field: str, text: str) -> ConfigError:
         """Make the error for one field found wrong later (world size, a missing file)."""
-        return ConfigError([self._binder.problem(field, text)])
+        return ConfigError([_problem(self._document, field, text)])
 
     def model(self, vocab_size: int) -> ModelConfig:
-        """Build the model configuration; `vocab_size` is the tokenizer's."""
+        """Build the model configuration; `vocab_size` is the tokenizer's.
+
+        Raises:
+            ConfigError: Sizes that do not fit each other.
+        """
         given = self.config.model.vocab_size
         if given is not None and given < vocab_size:
             text = f"{given} is below the tokenizer's {vocab_size}; leave it out or raise it"
             raise self.error("model.vocab_size", text)
         rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         length = self.config.training.sequence_length
-        return self._try("model", lambda: build_model(self.config.model, given or rounded, length))
+        try:
+            return build_model(self.config.model, given or rounded, length)
+        except FieldError as error:
+            found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
+            raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
@@ -73,10 +81,12 @@ class LoadedConfig:
                 f"tp {p.tp} x pp {pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
                 f"there are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
             )
-        return self._try(
-            "parallel",
-            lambda: ParallelLayout.fit(world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, order=p.order),
-        )
+        from mt_parallel_state import ParallelLayout
+
+        try:  # the sizes fit, so only the order can be wrong
+            return ParallelLayout.fit(world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, order=p.order)
+        except ValueError as error:
+            raise self.error("parallel.order", str(error)[:500]) from error
 
     def check_world(self, world_size: int) -> None:
         """Check before starting processes that the layout fits them and the model.
@@ -85,7 +95,7 @@ class LoadedConfig:
             ConfigError: Everything that does not fit.
         """
         layout = self.layout(world_size)
-        self.check_layout(self.model(_planned_vocab_size(self.config)), layout)
+        self.check_layout(self.model(planned_vocab_size(self)), layout)
 
     def check_layout(self, model: ModelConfig, layout: ParallelLayout) -> None:
         """Check what joins model, batch and layout.
@@ -93,18 +103,13 @@ class LoadedConfig:
         Raises:
             ConfigError: Everything that does not fit.
         """
-        found = [self._binder.problem(*pair) for pair in _misfits(self.config, model, layout)]
+        found = [_problem(self._document, *pair) for pair in _misfits(self.config, model, layout)]
         if found:
             raise ConfigError(found)
 
-    def _try(self, field: str, build: Callable[[], T]) -> T:
-        try:
-            return build()
-        except FieldError as error:
-            problems = [(f"{field}.{name}", text) for name, text in error.errors.items()]
-            raise ConfigError([self._binder.problem(*pair) for pair in problems]) from error
-        except (ValueError, TypeError) as error:
-            raise self.error(_blame(self.config, field, str(error)), str(error)) from error
+
+def _problem(document: Document, path: str, text: str) -> Problem:
+    return Problem(where=document.place(path), path=path, text=text)
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
@@ -119,52 +124,52 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     Raises:
         ConfigError: All problems in one pass.
     """
-    root = read_document(path)
-    apply_overrides(root, overrides or [])
-    binder = Binder(root)
-    config = binder.section(RunConfig, root)
-    sections = dict(binder.sections)
-    paths = _Paths(binder, path.parent)
-    for name, resolve in (("data", paths.data), ("checkpoint", paths.checkpoint)):
-        if name in sections:
-            sections[name] = resolve(sections[name])
-    if getattr(sections.get("logging"), "tensorboard", False) and find_spec("tensorboard") is None:
-        binder.add("logging.tensorboard", "needs: pip install 'mt-train[tensorboard]'")
-    loaded = None
-    if config is not None:
-        config = dataclasses.replace(config, **sections)
-        loaded = LoadedConfig(config=config, path=path, _binder=binder)
-        if not any(problem.path == "data.tokenizer" for problem in binder.problems):
-            try:
-                loaded.model(_planned_vocab_size(config))
-            except ConfigError as error:
-                binder.problems += error.problems
-            except DataError as error:
-                binder.add("data.tokenizer", str(error))
-    if loaded is None or binder.problems:
-        raise ConfigError(binder.problems)
+    document = read_document(path)
+    apply_overrides(document, overrides or [])
+    bound: Bound[RunConfig] = bind(RunConfig, document.root)
+    problems = [_problem(document, *found) for found in bound.problems]
+    paths = _Paths(document, path.parent, problems)
+    sections: dict[str, Any] = {}
+    if "data" in bound.parts:
+        sections["data"] = paths.data(bound.parts["data"])
+    if "checkpoint" in bound.parts:
+        sections["checkpoint"] = paths.checkpoint(bound.parts["checkpoint"])
+    logging = bound.parts.get("logging")
+    if logging is not None and logging.tensorboard and find_spec("tensorboard") is None:
+        text = "needs: pip install 'mt-train[tensorboard]'"
+        problems.append(_problem(document, "logging.tensorboard", text))
+    if bound.value is None:
+        raise ConfigError(problems, bound.hidden)
+    config = dataclasses.replace(bound.value, **sections)
+    loaded = LoadedConfig(config=config, path=path, _document=document)
+    if not any(problem.path == "data.tokenizer" for problem in problems):
+        try:
+            loaded.model(planned_vocab_size(loaded))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     return loaded
 
 
 class _Paths:
     """Makes the paths of sections absolute, and notes those that do not exist."""
 
-    def __init__(self, binder: Binder, folder: Path) -> None:
-        self._binder, self._folder = binder, folder.absolute()
+    def __init__(self, document: Document, folder: Path, problems: list[Problem]) -> None:
+        self._document, self._folder, self._problems = document, folder.absolute(), problems
 
     def data(self, data: Any) -> Any:
+        files = (".bin", ".idx")
         changes: dict[str, Any] = {
             "train": tuple(
-                self._resolve(f"data.train[{i}]", prefix, (".bin", ".idx"))
+                self._resolve(f"data.train[{i}]", prefix, files)
                 for i, prefix in enumerate(data.train)
             )
         }
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
             changes["corpus"] = self._resolve("data.corpus", data.corpus)
         if data.validation is not None:
-            changes["validation"] = self._resolve(
-                "data.validation", data.validation, (".bin", ".idx")
-            )
+            changes["validation"] = self._resolve("data.validation", data.validation, files)
         if data.tokenizer is not None:
             changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
         return dataclasses.replace(data, **changes)
@@ -176,46 +181,61 @@ class _Paths:
         return dataclasses.replace(checkpoint, load=load)
 
     def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
-        by_hand = self._binder.place(field).startswith(COMMAND_LINE)
+        by_hand = self._document.place(field).startswith(COMMAND_LINE)
         origin = "the working directory" if by_hand else "the YAML file"
         try:
             path = (Path.cwd() if by_hand else self._folder) / Path(text).expanduser()
-        except RuntimeError as error:
-            self._binder.add(field, f"{text!r}: {error}; write the path out")
+            missing = [suffix for suffix in suffixes if not Path(f"{path}{suffix}").exists()]
+        except (RuntimeError, OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._add(field, f"{shorten(text)}: {reason}; write another path")
             return text
-        for suffix in suffixes:
-            if not Path(f"{path}{suffix}").exists():
-                self._binder.add(
-                    field, f"{path}{suffix} does not exist; paths are relative to {origin}"
-                )
+        for suffix in missing:
+            shown = shorten(f"{path}{suffix}", 200).strip("'\"")
+            self._add(field, f"{shown} does not exist; paths are relative to {origin}")
         return str(path)
+
+    def _add(self, field: str, text: str) -> None:
+        if len(self._problems) <= MAX_PROBLEMS:
+            self._problems.append(_problem(self._document, field, text))
 
 
 def build_model(section: ModelSection, vocab_size: int, sequence_length: int) -> ModelConfig:
     """Turn the model section into a typed layer list."""
     fields = {
         name: value
-        for name, value in dataclasses.asdict(section).items()
+        for name, value in to_plain(section).items()
         if value is not None and name != "preset"
     }
     fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
     return preset(section.preset, **fields) if section.preset is not None else gpt(**fields)
 
 
+def planned_vocab_size(loaded: LoadedConfig) -> int:
+    """Return the size of the tokenizer: the given one's, or the one to be trained.
+
+    Raises:
+        ConfigError: The file is no tokenizer.
+    """
+    data = loaded.config.data
+    if data.tokenizer is None:
+        return data.vocab_size
+    from mt_data import DataError, load_tokenizer
+
+    try:
+        return load_tokenizer(Path(data.tokenizer)).vocab_size
+    except DataError as error:
+        raise loaded.error("data.tokenizer", str(error)) from error
+
+
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Turn a configuration into plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return to_plain(config)
 
 
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
-
-
-def _planned_vocab_size(config: RunConfig) -> int:
-    if config.data.tokenizer is None:
-        return config.data.vocab_size
-    return load_tokenizer(Path(config.data.tokenizer)).vocab_size
 
 
 def _misfits(
@@ -231,25 +251,45 @@ def _misfits(
             f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
             f"use a multiple of {per_step}",
         )
-    elif layout.pp > len(model.layers):
-        text = f"{layout.pp} stages for {len(model.layers)} layers; use at most one per layer"
-        yield "parallel.pp" if config.pipeline.stages is None else "pipeline.stages", text
     else:
-        try:
-            plan_pipeline(
-                config.pipeline,
-                ranks=layout.pp,
-                microbatches=training.global_batch_size // per_step,
-                num_layers=len(model.layers),
-            )
-        except PipelineError as error:
-            yield error.field, str(error)
+        microbatches = training.global_batch_size // per_step
+        yield from _pipeline_misfits(config, model.num_layers, layout.pp, microbatches)
     try:
         validate_split(model, layout.tp)
     except ValueError as error:
         yield "parallel.tp", str(error)
         return
     yield from _context_misfits(config.parallel, model, layout)
+
+
+def _pipeline_misfits(
+    config: RunConfig, num_layers: int, ranks: int, microbatches: int
+) -> Iterator[tuple[str, str]]:
+    """Yield why the schedule can't be made, before it is."""
+    section, training = config.pipeline, config.training
+    stages = ranks * (section.chunks or 1)
+    field = "parallel.pp" if section.stages is None else "pipeline.stages"
+    if ranks > num_layers:
+        yield field, f"{ranks} stages for {num_layers} layers; use at most one per layer"
+        return
+    if stages > num_layers:
+        text = f"{section.chunks} x {ranks} ranks are more stages than the {num_layers} layers"
+        yield "pipeline.chunks", f"{text}; use {num_layers // ranks} or less"
+        return
+    if microbatches * stages > _MAX_SCHEDULE:
+        least = -(-microbatches * stages * training.micro_batch_size // _MAX_SCHEDULE)
+        yield (
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} cuts the global batch into {microbatches} micro-batches "
+            f"for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} or more",
+        )
+        return
+    from mt_train.pipeline import PipelineError, plan_pipeline
+
+    try:
+        plan_pipeline(section, ranks=ranks, microbatches=microbatches, num_layers=num_layers)
+    except PipelineError as error:
+        yield error.field, str(error)
 
 
 def _context_misfits(
@@ -273,10 +313,3 @@ def _context_misfits(
                 f"to {ranks} ranks, and they do not divide; use ring or all_gather",
             )
             return
-
-
-def _blame(config: RunConfig, section: str, message: str) -> str:
-    """Point a deeper package's message at the field whose name it mentions."""
-    names = [item.name for item in dataclasses.fields(getattr(config, section))]
-    mentioned = [name for name in names if name in message]
-    return f"{section}.{min(mentioned, key=message.index)}" if mentioned else section

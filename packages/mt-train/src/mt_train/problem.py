@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from mt_files import MAX_PROBLEMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +27,18 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """All problems of a configuration, found in one pass."""
+    """All problems of a configuration, found in one pass.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+    Attributes:
+        problems: What is wrong; the message shows `MAX_PROBLEMS` of them.
+        hidden: How many more were found and not kept.
+    """
 
+    def __init__(self, problems: Iterable[Problem], hidden: int = 0) -> None:
+        self.problems, self.hidden = tuple(problems), hidden
+        shown = [str(problem) for problem in self.problems[:MAX_PROBLEMS]]
+        more = len(self.problems) - len(shown) + hidden
+        super().__init__("\n".join(shown + ([f"and {more} more problems"] if more else [])))
 
-class FieldError(ValueError):
-    """What a section's `__post_init__` found, by field name (dotted when it joins sections)."""
-
-    def __init__(self, errors: Mapping[str, str]) -> None:
-        self.errors = dict(errors)
-        super().__init__("; ".join(f"{name}: {text}" for name, text in self.errors.items()))
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], int]]:
+        return type(self), (self.problems, self.hidden)

@@ -13,9 +13,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
+from mt_files import divisors
 from mt_parallel_state import DistributedEnv
 
-from mt_train.config import divisors
+from mt_train.config import listed
 from mt_train.corpus import split_corpus
 from mt_train.document import COMMAND_LINE
 from mt_train.loading import LoadedConfig, load_config
@@ -38,7 +39,7 @@ def load_quickstart(steps: int | None, nproc: int = 1) -> LoadedConfig:
         ConfigError: The processes can't share the batch.
     """
     if _BATCH % nproc:
-        text = f"{nproc} processes cannot share {_BATCH} samples; use {divisors(_BATCH)}"
+        text = f"{nproc} processes cannot share {_BATCH} samples; use {listed(divisors(_BATCH))}"
         raise ConfigError([Problem(where=COMMAND_LINE, path="--nproc", text=text)])
     dtype = "bf16" if _has_fast_bf16() else "fp32"
     overrides = [f"training.micro_batch_size={_BATCH // nproc}", f"training.dtype={dtype}"]
