@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -68,11 +67,11 @@ def _main(arguments: list[str]) -> int:
 
 
 def _run(command: Generate, arguments: list[str]) -> int:
-    from mt_parallel_state import detect_env, launch
+    from mt_parallel_state import detect_env, launch, must_launch
 
     env = detect_env()
     run, sampling = _check(command, env)
-    if command.nproc > 1 and env.world_size == 1:
+    if must_launch(command.nproc, env):
         return launch("mt_infer", arguments, command.nproc)
     text = _generate(command, env, run, sampling)
     if env.rank == 0:
@@ -83,6 +82,7 @@ def _run(command: Generate, arguments: list[str]) -> int:
 def _check(command: Generate, env: DistributedEnv) -> tuple[Run, Sampling]:
     """Find every mistake that shows before weights are read, so that one process reports it."""
     from mt_model import validate_split
+    from mt_parallel_state import must_launch
 
     from mt_infer.generation import encode_prompt
     from mt_infer.loading import open_run
@@ -90,7 +90,7 @@ def _check(command: Generate, env: DistributedEnv) -> tuple[Run, Sampling]:
 
     if command.max_tokens < 1:
         raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
-    _check_nproc(command.nproc, env)
+    must_launch(command.nproc, env)
     sampling = Sampling(
         temperature=0.0 if command.greedy else command.temperature,
         top_k=command.top_k,
@@ -105,24 +105,6 @@ def _check(command: Generate, env: DistributedEnv) -> tuple[Run, Sampling]:
         raise ValueError(f"{processes} processes can't share this model: {error}") from error
     encode_prompt(command.prompt, run.tokenizer, run.config.max_sequence_length)
     return run, sampling
-
-
-def _check_nproc(nproc: int, env: DistributedEnv) -> None:
-    import torch
-
-    if nproc < 1:
-        raise ValueError(f"--nproc {nproc}: use 1 or more")
-    if env.world_size > 1 and nproc not in (1, env.world_size):
-        raise ValueError(
-            f"--nproc {nproc} under {env.launcher}, which started {env.world_size} processes: "
-            f"leave --nproc out, or let {env.launcher} start {nproc}"
-        )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else nproc
-    if env.world_size == 1 and nproc > gpus:
-        raise ValueError(
-            f"--nproc {nproc} needs a GPU for each process, and this machine shows {gpus}; use "
-            "fewer processes, or set CUDA_VISIBLE_DEVICES='' to generate on the CPU"
-        )
 
 
 def _print(text: str) -> None:
@@ -141,24 +123,12 @@ def _print(text: str) -> None:
 
 
 def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> str:
-    import torch
-    from mt_parallel_state import (
-        ParallelLayout,
-        ParallelState,
-        init_process_group,
-        leave_process_group,
-    )
+    from mt_parallel_state import ParallelLayout, ParallelState, joined
 
     from mt_infer.loading import load_weights
 
-    with ExitStack() as stack:
-        if env.world_size > 1:
-            device = init_process_group(env)
-            stack.callback(leave_process_group)
-        else:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        layout = ParallelLayout(tp=env.world_size)
-        state = stack.enter_context(ParallelState(layout, rank=env.rank, device=device))
+    layout = ParallelLayout(tp=env.world_size)
+    with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
         generator = load_weights(run, state, dtype=command.dtype)
         return generator.generate(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 
