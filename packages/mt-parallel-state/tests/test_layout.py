@@ -76,7 +76,8 @@ def _layouts(draw: st.DrawFn) -> ParallelLayout:
     before_pp = order.split("-")[: order.split("-").index("pp")]
     dense = prod(sizes[axis] for axis in before_pp if axis != "ep")
     view = {"tp": etp, "cp": 1, "ep": ep, "dp": stage // (ep * etp)}
-    if sizes["pp"] > 1 and dense != prod(view[axis] for axis in before_pp):
+    experts = ep > 1 or etp != sizes["tp"]
+    if experts and sizes["pp"] > 1 and dense != prod(view[axis] for axis in before_pp):
         order = order.replace("pp-", "").replace("-pp", "") + "-pp"
     return ParallelLayout(**sizes, ep=ep, etp=etp, order=order)
 
@@ -84,6 +85,9 @@ def _layouts(draw: st.DrawFn) -> ParallelLayout:
 def _brute_force(layout: ParallelLayout, axes: str) -> list[list[int]]:
     """Enumerate the world by its definition: nested loops in reversed order, rank counts up."""
     expert = bool({"ep", "etp", "edp"} & set(axes.split("-")))
+    if expert and layout.ep == 1 and layout.etp == layout.tp:  # no experts: the dense view
+        dense = {"etp": "tp", "tp": "tp", "edp": "dp-cp", "dp": "dp-cp", "pp": "pp"}
+        axes, expert = "-".join(dense[a] for a in axes.split("-") if a != "ep"), False
     rename = {"tp": "etp", "dp": "edp"} if expert else {}
     names = [rename.get(a, a) for a in layout.order.split("-") if a != ("cp" if expert else "ep")]
     chosen = {rename.get(a, a) for a in axes.split("-")}
@@ -128,6 +132,25 @@ def test_both_views_form_the_same_pipeline_groups(layout: ParallelLayout) -> Non
     assert sorted(layout.groups("tp-cp-dp")) == expert_pp
 
 
+@given(
+    sizes=st.fixed_dictionaries({axis: st.integers(1, 5) for axis in ("tp", "cp", "dp", "pp")}),
+    order=st.permutations(["tp", "cp", "ep", "dp", "pp"]),
+)
+def test_a_layout_without_experts_never_fails_for_the_expert_view(
+    sizes: dict[str, int], order: list[str]
+) -> None:
+    layout = ParallelLayout(**sizes, order="-".join(order))
+    assert layout.groups("edp") == layout.groups("dp-cp")
+    assert layout.groups("etp") == layout.groups("tp")
+    assert layout.groups("ep") == [[rank] for rank in range(layout.world_size)]
+
+
+def test_three_stages_of_three_by_four_by_four_need_no_experts() -> None:
+    layout = ParallelLayout(tp=3, cp=4, dp=4, pp=3, order="tp-cp-ep-pp-dp")
+    assert layout.group_of("pp", 0) == [0, 12, 24]
+    assert layout.group_of("edp", 0) == layout.group_of("dp-cp", 0)
+
+
 def test_a_world_of_thousands_answers_for_one_rank_at_once() -> None:
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, ep=64)
     assert layout.world_size == 16384
@@ -157,6 +180,8 @@ def test_fit_derives_dp_and_names_sizes_when_it_cannot() -> None:
         ({"tp": 0}, ValueError, "tp must be at least 1, got 0"),
         ({"tp": 2.0}, TypeError, "tp must be an int, got 2.0"),
         ({"dp": True}, TypeError, "dp must be an int, got True"),
+        ({"order": None}, TypeError, "order must be a string such as .*, got None"),
+        ({"tp": 10**12}, ValueError, "make 1000000000000 ranks; a layout has at most 1048576"),
         ({"order": "tp-xp"}, ValueError, "order 'tp-xp' has 'xp'"),
         ({"order": "tp-tp"}, ValueError, "names tp twice"),
         ({"dp": 2, "order": "tp-pp"}, ValueError, "leaves out dp, which has size 2"),
@@ -212,13 +237,6 @@ def test_a_world_of_16384_ranks_is_enumerated_in_a_second() -> None:
         groups = layout.groups(axes)
         assert sum(map(len, groups)) in (16384, 2048)
     assert time.perf_counter() - started < 1.0
-
-
-def test_only_the_first_stage_has_position_tables() -> None:
-    layout = ParallelLayout(tp=2, pp=3)
-    assert layout.groups("position-embedding") == [[0], [1]]
-    assert layout.size("position-embedding") == 1
-    assert layout.group_of("position-embedding", 5) == [5]
 
 
 def test_mirrored_pipeline_ranks_are_pairs() -> None:

@@ -83,11 +83,3 @@ def test_blocks_are_aligned_powers_of_two_or_everything() -> None:
     assert blocks(range(6), 6) == [[0, 1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="block size 4 does not cut 6 ranks; use one of 1, 2, 6"):
         blocks(range(6), 4)
-
-
-def test_stages_of_virtual_pipelines_match_megatron_and_the_v_shape() -> None:
-    layout = ParallelLayout(pp=2)
-    assert [layout.stages_of(r, chunks=2) for r in range(2)] == [[0, 2], [1, 3]]
-    assert [layout.stages_of(r, chunks=2, v_shaped=True) for r in range(2)] == [[0, 3], [1, 2]]
-    with pytest.raises(ValueError, match="chunks=0 must be at least 1"):
-        layout.stages_of(0, chunks=0)

@@ -1,25 +1,21 @@
 """Rank arithmetic: which rank sits where in a tp x cp x ep x dp x pp world.
 
-Nothing here knows about ``torch.distributed``; every answer follows from the sizes and the order
+Nothing here knows about `torch.distributed`; every answer follows from the sizes and the order
 string alone, so a layout of thousands of ranks can be inspected on a laptop.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from mt_parallel_state.levels import cut_into_levels
 
-__all__ = ["EMBEDDING", "MIRROR", "POSITION_EMBEDDING", "ParallelLayout"]
-
 EMBEDDING = "embedding"
 """The pseudo axis of tied embeddings: the first and the last pipeline stage."""
-POSITION_EMBEDDING = "position-embedding"
-"""The pseudo axis of position tables, which only the first pipeline stage has."""
 MIRROR = "mirror"
 """The pseudo axis of bidirectional schedules: pipeline ranks r and pp - 1 - r hold the same."""
 
@@ -28,36 +24,39 @@ _EXPERT = ("etp", "ep", "edp", "pp")
 _EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
-_PSEUDO = (EMBEDDING, POSITION_EMBEDDING, MIRROR)
+_PSEUDO = (EMBEDDING, MIRROR)
 _KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
     """The sizes of the parallel axes and the order in which they fill the world.
 
-    A rank is a mixed-radix number: ``rank = sum(index[axis] * stride[axis])``, where the stride of
-    an axis is the product of the sizes to its left in ``order`` (the leftmost axis has stride 1).
+    A rank is a mixed-radix number: `rank = sum(index[axis] * stride[axis])`, where the stride of an
+    axis is the product of the sizes to its left in `order` (the leftmost axis has stride 1).
 
     The same ranks are factorised twice. The *dense* view is tp x cp x dp x pp. The *expert* view is
-    etp x ep x edp x pp, in which etp takes the place of tp in ``order``, edp the place of dp, and
-    cp has size 1 ("parallel folding"). Its data-parallel size is derived:
-    ``edp = tp * cp * dp / (etp * ep)``. Both views must form the same pipeline groups.
+    etp x ep x edp x pp, in which etp takes the place of tp in `order`, edp the place of dp, and cp
+    has size 1 ("parallel folding"). Its data-parallel size is derived:
+    `edp = tp * cp * dp / (etp * ep)`. Both views must form the same pipeline groups. Without
+    experts (`ep == 1` and `etp == tp`) the expert view is the dense one, with cp and dp as edp.
 
-    Args:
+    Attributes:
         tp: Tensor-parallel size.
         cp: Context-parallel size.
         ep: Expert-parallel size.
         dp: Data-parallel size.
         pp: Number of pipeline stages.
-        etp: Tensor-parallel size inside one expert. ``None`` means ``tp`` when ``ep == 1`` (expert
-            layers are split like dense ones) and 1 otherwise (each expert is whole).
-        order: The axes, fastest varying first, joined by ``-``. Axes of size 1 may be left out.
+        etp: Tensor-parallel size inside one expert. `None` means `tp` when `ep == 1` (expert layers
+            are split like dense ones) and 1 otherwise (each expert is whole).
+        order: The axes, fastest varying first, joined by `-`. Axes of size 1 may be left out.
 
     Raises:
-        TypeError: A size is not an int.
-        ValueError: A size is below 1, ``order`` is not a permutation of the axes, the expert view
-            does not fit, or the two views disagree on the pipeline groups.
+        TypeError: A size is not an int, or `order` is not a string.
+        ValueError: A size is below 1, there are more than 2**20 ranks, `order` is not a permutation
+            of the axes, the expert view does not fit, or the two views disagree on the pipeline
+            groups.
     """
 
     tp: int = 1
@@ -73,10 +72,13 @@ class ParallelLayout:
             value = getattr(self, axis)
             if axis == "etp" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{axis} must be an int, got {value!r} ({type(value).__name__})")
+            check_int(axis, value)
             if value < 1:
                 raise ValueError(f"{axis} must be at least 1, got {value}")
+        if self.world_size > _MOST_RANKS:
+            raise ValueError(
+                f"{self._sizes()} make {self.world_size} ranks; a layout has at most {_MOST_RANKS}"
+            )
         self._check_order()
         if self.etp is None:
             object.__setattr__(self, "etp", self.tp if self.ep == 1 else 1)
@@ -94,11 +96,12 @@ class ParallelLayout:
         etp: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
     ) -> ParallelLayout:
-        """Builds the layout that fills ``world_size`` ranks; the data-parallel size is derived.
+        """Build the layout that fills `world_size` ranks; the data-parallel size is derived.
 
         Raises:
-            ValueError: ``world_size`` is not a multiple of ``tp * cp * pp``.
+            ValueError: `world_size` is not a multiple of `tp * cp * pp`.
         """
+        check_int("world_size", world_size)
         cls(tp=tp, cp=cp, pp=pp)
         replica = tp * cp * pp
         dp, rest = divmod(world_size, replica)
@@ -127,30 +130,28 @@ class ParallelLayout:
         return self.tp if self.etp is None else self.etp
 
     def size(self, axes: str) -> int:
-        """The number of ranks in one group of ``axes`` (``"tp"``, ``"dp-cp"``, ``"embedding"``)."""
+        """Return the number of ranks in one group of `axes` (`"tp"`, `"dp-cp"`, `"embedding"`)."""
         if axes in _PSEUDO:
-            return 1 if axes == POSITION_EMBEDDING else min(self.pp, 2)
+            return min(self.pp, 2)
         return prod(self._axis_size(axis) for axis in self._resolve(axes))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of ``rank`` on every axis of both views: tp, cp, dp, pp, etp, ep, edp."""
+        """Return the index of `rank` on every axis of both views: tp, cp, dp, pp, etp, ep, edp."""
         self._check_rank(rank)
-        result: dict[str, int] = {}
-        for strides in (self._strides(expert=False), self._strides(expert=True)):
-            for axis, stride in strides.items():
-                result[axis] = rank // stride % self._axis_size(axis)
-        return result
+        both = {**self._digits(expert=False), **self._digits(expert=True)}
+        return {axis: _index(rank, digits) for axis, digits in both.items()}
 
     def rank(self, **coords: int) -> int:
-        """The rank at the given coordinates; axes left out are 0.
+        """Return the rank at the given coordinates; axes left out are 0.
 
         Dense names (tp, cp, dp, pp) decide when there are any besides pp; expert names (etp, ep,
         edp) given with them must agree. Expert names alone (with pp) select in the expert view, so
-        ``layout.rank(**layout.coordinates(r)) == r``.
+        `layout.rank(**layout.coordinates(r)) == r`.
         """
         for axis, index in coords.items():
             if axis not in _KNOWN or axis in _PSEUDO:
                 raise ValueError(_unknown_axis(axis))
+            check_int(axis, index)
             if not 0 <= index < self._axis_size(axis):
                 raise ValueError(
                     f"{axis} index {index} is out of range: {axis} has size "
@@ -158,7 +159,8 @@ class ParallelLayout:
                 )
         expert = bool(_EXPERT_ONLY & coords.keys()) and not {"tp", "cp", "dp"} & coords.keys()
         result = sum(
-            coords.get(axis, 0) * stride for axis, stride in self._strides(expert=expert).items()
+            _offset(coords.get(axis, 0), digits)
+            for axis, digits in self._digits(expert=expert).items()
         )
         actual = self.coordinates(result)
         wrong = {a: i for a, i in coords.items() if actual[a] != i}
@@ -170,11 +172,10 @@ class ParallelLayout:
         return result
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups of ``axes``: each varies those axes and fixes the others.
+        """Return all groups of `axes`: each varies those axes and fixes the others.
 
         Every group lists its ranks in ascending order, and the groups are ordered by their first
-        rank. They partition the world, except ``"embedding"`` and ``"position-embedding"``, which
-        leave out inner stages.
+        rank. They partition the world, except `"embedding"`, which leaves out inner stages.
         A string that names ep, etp or edp reads the expert view (tp as etp, dp as edp).
 
         Args:
@@ -182,40 +183,36 @@ class ParallelLayout:
         """
         if axes == EMBEDDING:
             return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
-        if axes == POSITION_EMBEDDING:
-            return [g[:1] for g in self.groups("pp")]
         if axes == MIRROR:
             half = (self.pp + 1) // 2
             return [sorted({g[i], g[-1 - i]}) for g in self.groups("pp") for i in range(half)]
         chosen = self._resolve(axes)
-        strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
-        inside = _spans(self, {a: s for a, s in strides.items() if a in chosen})
-        outside = _spans(self, {a: s for a, s in strides.items() if a not in chosen})
+        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
+        inside = _spans([digit for a, digits in view.items() if a in chosen for digit in digits])
+        outside = _spans([d for a, digits in view.items() if a not in chosen for d in digits])
         return [[base + offset for offset in inside] for base in outside]
 
     def group_of(self, axes: str, rank: int) -> list[int]:
-        """The group of ``axes`` that holds ``rank``; ``[rank]`` if no group does."""
+        """Return the group of `axes` that holds `rank`; `[rank]` if no group does."""
         self._check_rank(rank)
         if axes == EMBEDDING:
             stages = self.group_of("pp", rank)
             ends = [stages[0], stages[-1]]
             return ends if rank in ends and len(stages) > 1 else [rank]
-        if axes == POSITION_EMBEDDING:
-            return [rank]
         if axes == MIRROR:
             stages = self.group_of("pp", rank)
             return sorted({rank, stages[-1 - stages.index(rank)]})
         chosen = self._resolve(axes)
-        strides = self._strides(expert=bool(_EXPERT_ONLY & chosen))
-        inner = {a: s for a, s in strides.items() if a in chosen}
-        base = rank - sum(rank // s % self._axis_size(a) * s for a, s in inner.items())
-        return [base + offset for offset in _spans(self, inner)]
+        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
+        inner = [digit for a, digits in view.items() if a in chosen for digit in digits]
+        base = rank - sum(rank // stride % size * stride for stride, size in inner)
+        return [base + offset for offset in _spans(inner)]
 
     def levels(self, axes: str, sizes: Sequence[int]) -> list[list[list[int]]]:
-        """All groups of ``axes`` cut into levels (see :func:`cut_into_levels`), innermost first.
+        """Return all groups of `axes` cut into levels (see `cut_into_levels`), innermost first.
 
-        ``levels("dp-cp", (dp * cp // n, n))`` are the groups inside and across ``n`` data-parallel
-        instances; ``levels("cp", (8, 2))`` those of hierarchical context parallelism.
+        `levels("dp-cp", (dp * cp // n, n))` are the groups inside and across `n` data-parallel
+        instances; `levels("cp", (8, 2))` those of hierarchical context parallelism.
 
         Returns:
             For each level its groups; each level partitions the world.
@@ -224,18 +221,19 @@ class ParallelLayout:
         return [[group for each in level for group in each] for level in zip(*cut, strict=True)]
 
     def instances(self, count: int) -> list[list[int]]:
-        """The ranks of each of ``count`` optimizer instances, which partition the world.
+        """Return the ranks of each of `count` optimizer instances, which partition the world.
 
         An instance has whole replicas of the model: all ranks, over tp and pp, whose places in
-        their ``dp-cp`` groups lie in the same one of ``count`` equal runs. Statistics over all
+        their `dp-cp` groups lie in the same one of `count` equal runs. Statistics over all
         gradients, such as their norm, are summed inside one. Inside and across instances one
-        parameter is handled by the two ``levels("dp-cp", (dp * cp // count, count))``, an expert's
-        by those of ``"edp"``.
+        parameter is handled by the two `levels("dp-cp", (dp * cp // count, count))`, an expert's
+        by those of `"edp"`.
 
         Raises:
-            ValueError: ``count`` does not divide dp * cp, or the levels of ``edp`` would join ranks
-                of two instances.
+            ValueError: `count` does not divide dp * cp, or the levels of `edp` would join ranks of
+                two instances.
         """
+        check_int("count", count)
         places = self.dp * self.cp
         valid = [n for n in range(1, places + 1) if places % n == 0]
         if count not in valid:
@@ -258,22 +256,8 @@ class ParallelLayout:
             )
         return [sorted(ranks) for ranks in found]
 
-    def stages_of(self, rank: int, *, chunks: int = 1, v_shaped: bool = False) -> list[int]:
-        """The pipeline stages of ``rank`` when each rank holds several model chunks.
-
-        Chunk c of pipeline index r is stage ``c * pp + r``; V-shaped, where every second chunk
-        runs backwards through the ranks, odd chunks are ``(c + 1) * pp - 1 - r``.
-        """
-        if chunks < 1:
-            raise ValueError(f"chunks={chunks} must be at least 1")
-        r = self.coordinates(rank)["pp"]
-        return [
-            (c + 1) * self.pp - 1 - r if v_shaped and c % 2 else c * self.pp + r
-            for c in range(chunks)
-        ]
-
     def axis_names(self, axes: str) -> tuple[str, ...]:
-        """The axes of an axes string as :meth:`coordinates` names them, in the order given."""
+        """Return the axes of an axes string as `coordinates` names them, in the order given."""
         chosen = self._resolve(axes)
         return tuple(a if a in chosen else _DENSE_TO_EXPERT[a] for a in axes.split("-"))
 
@@ -284,19 +268,30 @@ class ParallelLayout:
         named = tuple(self.order.split("-"))
         return named + tuple(axis for axis in _ORDER_AXES if axis not in named)
 
-    def _strides(self, *, expert: bool) -> dict[str, int]:
-        strides: dict[str, int] = {}
+    @property
+    def _has_experts(self) -> bool:
+        return self.ep > 1 or self._etp != self.tp
+
+    def _digits(self, *, expert: bool) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return for each axis of a view its digits in a rank: stride and size, minor one first."""
+        if expert and not self._has_experts:
+            dense = self._digits(expert=False)
+            edp = tuple(sorted(dense["cp"] + dense["dp"]))
+            return {"etp": dense["tp"], "ep": ((1, 1),), "edp": edp, "pp": dense["pp"]}
+        digits: dict[str, tuple[tuple[int, int], ...]] = {}
         stride = 1
         for axis in self._ordered_axes():
             if axis == ("cp" if expert else "ep"):
                 continue
             name = _DENSE_TO_EXPERT.get(axis, axis) if expert else axis
-            strides[name] = stride
+            digits[name] = ((stride, self._axis_size(name)),)
             stride *= self._axis_size(name)
-        return strides
+        return digits
 
     def _resolve(self, axes: str) -> frozenset[str]:
-        """The axis names of one view that an axes string stands for."""
+        """Return the axis names of one view that an axes string stands for."""
+        if not isinstance(axes, str):
+            raise TypeError(f"axes must be a string such as 'dp-cp', got {axes!r}")
         names = axes.split("-")
         for name in names:
             if name not in _KNOWN or name in _PSEUDO:
@@ -313,6 +308,7 @@ class ParallelLayout:
         return frozenset(names)
 
     def _check_rank(self, rank: int) -> None:
+        check_int("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"rank {rank} is out of range: the world has {self.world_size} ranks "
@@ -323,6 +319,8 @@ class ParallelLayout:
         return f"tp={self.tp}, cp={self.cp}, dp={self.dp}, pp={self.pp}"
 
     def _check_order(self) -> None:
+        if not isinstance(self.order, str):
+            raise TypeError(f"order must be a string such as 'tp-cp-ep-dp-pp', got {self.order!r}")
         named = self.order.split("-")
         valid = f"a permutation of {'-'.join(_ORDER_AXES)}"
         for axis in named:
@@ -348,8 +346,8 @@ class ParallelLayout:
                 f"a pipeline stage (tp={self.tp} x cp={self.cp} x dp={self.dp}); choose etp and ep "
                 f"whose product divides {per_stage}, or a stage of {nearest} ranks"
             )
-        dense = self._strides(expert=False)["pp"]
-        expert = self._strides(expert=True)["pp"]
+        ((dense, _),) = self._digits(expert=False)["pp"]
+        ((expert, _),) = self._digits(expert=True)["pp"]
         if self.pp > 1 and dense != expert:
             raise ValueError(
                 f"the dense view ({self._sizes()}) and the expert view (etp={self._etp}, "
@@ -359,9 +357,33 @@ class ParallelLayout:
             )
 
 
-def _spans(layout: ParallelLayout, strides: Mapping[str, int]) -> list[int]:
-    """All sums of index * stride over the given axes, ascending."""
-    ranges = [[i * s for i in range(layout.size(a))] for a, s in strides.items()]
+def check_int(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is an int and no bool."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+
+
+def _index(rank: int, digits: Iterable[tuple[int, int]]) -> int:
+    """Read the index of an axis off a rank."""
+    result, weight = 0, 1
+    for stride, size in digits:
+        result += rank // stride % size * weight
+        weight *= size
+    return result
+
+
+def _offset(index: int, digits: Iterable[tuple[int, int]]) -> int:
+    """Return what the index of an axis adds to a rank."""
+    result = 0
+    for stride, size in digits:
+        result += index % size * stride
+        index //= size
+    return result
+
+
+def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:
+    """Return all sums of index * stride over the given digits, ascending."""
+    ranges = [[i * stride for i in range(size)] for stride, size in digits]
     return sorted(sum(offsets) for offsets in product(*ranges))
 
 

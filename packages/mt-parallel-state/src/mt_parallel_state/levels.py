@@ -1,8 +1,8 @@
 """Groups cut into levels: neighbours first, then across them.
 
 One primitive serves three uses. Sharding inside an instance and replication across instances
-(HSDP): two levels of ``dp-cp``. Hierarchical context parallelism: levels of ``cp``, the inner ones
-on fast links. Dynamic context parallelism: aligned blocks of 2, 4, ... ranks of ``dp-cp``.
+(HSDP): two levels of `dp-cp`. Hierarchical context parallelism: levels of `cp`, the inner ones
+on fast links. Dynamic context parallelism: aligned blocks of 2, 4, ... ranks of `dp-cp`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-__all__ = ["blocks", "cut_into_levels"]
-
 
 def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Cuts one group into levels whose sizes multiply to its own.
+    """Cut one group into levels whose sizes multiply to its own.
 
     Level 0 holds neighbours; level i holds the ranks at the same place in neighbouring groups of
     the levels below. Each level partitions the group.
@@ -48,10 +46,10 @@ def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[lis
 
 
 def blocks(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Cuts one group into aligned blocks of a power of two (the whole group counts as one).
+    """Cut one group into aligned blocks of a power of two (the whole group counts as one).
 
     Raises:
-        ValueError: ``size`` is neither the whole group nor a power of two that divides it.
+        ValueError: `size` is neither the whole group nor a power of two that divides it.
     """
     fits = size == len(ranks) or (size > 0 and size & (size - 1) == 0 and len(ranks) % size == 0)
     if not fits:
