@@ -111,6 +111,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "null": ({**GOOD, "name": None}, "name: expected text, found nothing"),
     "a mapping for text": ({**GOOD, "name": {}}, "name: expected text, found a mapping"),
+    "a mapping for a choice": (
+        {"layers": [{"mixer": ATTENTION, "norm": {}}]},
+        "layers[0].norm: expected one of rms, layer, found a mapping",
+    ),
     "a list for a mapping": ({"layers": [[]]}, "layers[0]: expected a mapping, found a list"),
     "length": ({**GOOD, "betas": [0.9]}, "betas: expected a list of 2, found 1"),
     "kind": (

@@ -1,12 +1,16 @@
+import inspect
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_files import FieldError
 from mt_model import (
+    GPT,
     PRESETS,
     AttentionConfig,
     LayerConfig,
@@ -104,22 +108,6 @@ def test_a_configuration_is_read_without_torch():
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"num_layers": 10**9},
-        {"num_heads": 10**17, "hidden_size": 10**17},
-        {"hidden_size": 10**17},
-        {"vocab_size": 10**17},
-        {"ffn_size": 10**17},
-        {"max_sequence_length": 10**17},
-    ],
-)
-def test_absurd_sizes_are_refused_before_anything_is_built(sizes):
-    with pytest.raises(FieldError):
-        gpt(**{**SMALL, **sizes})
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
@@ -210,3 +198,97 @@ def test_indivisible_split_names_both_and_the_nearest(changes, tp, message):
     validate_split(config, 1)
     with pytest.raises(ValueError, match=message):
         validate_split(config, tp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**30}, "num_heads|head_dim|hidden_size"),
+        ({"hidden_size": 1e30}, r"hidden_size: expected an integer, found 1e\+30"),
+        ({"num_layers": 10**9}, "num_layers: 1000000000; use 1 to 4096"),
+        ({"num_layers": 20_000}, "num_layers: 20000; use 1 to 4096"),
+        ({"num_layers": 2.5}, "num_layers: expected an integer, found 2.5"),
+        ({"num_heads": 10**18 - 1}, "hidden_size: 8 does not divide"),
+        ({"num_heads": 10**17, "hidden_size": 10**17}, "num_heads: 1000.* is too large"),
+        ({"num_heads": 0}, "does not divide by num_heads=0"),
+        ({"num_heads": "2"}, "num_heads: expected an integer, found '2'"),
+        ({"vocab_size": 10**17}, "vocab_size: 1000.* is too large"),
+        ({"max_sequence_length": 10**5000}, "an integer of 16610 bits"),
+        ({"ffn_size": 2**40}, "ffn_size: 1099511627776 is too large"),
+        ({"rope_theta": float("nan")}, "rope_theta: expected a number or null, found nan"),
+        ({"init_std": float("inf")}, "init_std: expected a number, found inf"),
+        ({"dropout": float("nan")}, "dropout: expected a number, found nan"),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(changes, message):
+    began = time.perf_counter()
+    with pytest.raises((ValueError, TypeError), match=message):
+        gpt(**{**SMALL, **changes})
+    assert time.perf_counter() - began < 0.5
+
+
+def test_a_long_context_costs_nothing_until_it_is_used():
+    import torch
+
+    model = GPT(gpt(**{**SMALL, "max_sequence_length": 10**7}))
+    sizes = [x.numel() for x in (*model.buffers(), *model.parameters())]
+    assert max(sizes) < 10**4
+    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 32)
+
+
+HOSTILE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -1, 2**63, 2**31])
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["attention", "mlp", "rope", "rms"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "mixer", "num_heads", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_hostile_values_give_a_value_error_or_a_config(data):
+    layer = gpt(**SMALL).to_dict()["layers"][0]
+    whole = {**gpt(**SMALL).to_dict(), "layers": [layer]}
+    places = [whole, layer, layer["mixer"], layer["feed_forward"], whole["norm"]]
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(places))
+        key = data.draw(st.sampled_from([*place, "unknown", 3, None, ("a", 1)]))
+        place[key] = data.draw(HOSTILE)
+    with suppress(ValueError):  # and nothing else
+        ModelConfig.from_dict(whole)
+
+
+def test_deep_and_long_values_are_cut_in_the_message():
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, "x" * 10**7, [0] * 10**7, {str(i): i for i in range(10**5)}):
+        for field in ("hidden_size", "norm", "layers"):
+            with pytest.raises(ValueError, match=field) as caught:
+                ModelConfig.from_dict({**gpt(**SMALL).to_dict(), field: value})
+            assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_are_every_argument_that_builds_the_config(name):
+    settings = preset(name).settings()
+    assert settings.keys() == inspect.signature(gpt).parameters.keys()
+    assert None not in {**settings, "rope_theta": 0}.values()
+    assert gpt(**settings) == preset(name)
+
+
+def test_settings_of_different_layers_have_the_list():
+    config = preset("tiny")
+    odd = replace(config.layers[1], feed_forward=None)
+    config = replace(config, layers=(config.layers[0], odd))
+    settings = config.settings()
+    assert settings["layers"] == config.to_dict()["layers"]
+    assert "num_heads" not in settings

@@ -1,12 +1,15 @@
 """The model against a separate one written with einsum, and its behaviour on one rank."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mt_model import GPT, gpt, preset
 from mt_parallel_state import ParallelLayout, ParallelState
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TINY = {
     "vocab_size": 48,
@@ -280,8 +283,6 @@ def test_misuse_is_refused_with_the_reason():
         model(None, {"tokens": long, "labels": long})
     with pytest.raises(ValueError, match="33 tokens are more than max_sequence_length=32"):
         model.logits(long)
-    with pytest.raises(ValueError, match=r"needs batch\['labels'\]"):
-        model(None, {"tokens": data["tokens"]})
     with pytest.raises(ValueError, match=r"every stage needs batch\['tokens'\]"):
         model(None, {})
     with pytest.raises(ValueError, match=r"layers=range\(2, 5\) is not a range"):
@@ -300,7 +301,10 @@ def test_misuse_is_refused_with_the_reason():
 
 
 def test_pipeline_layout_needs_the_layers_of_the_stage():
-    class TwoStages:
+    class TwoStages(ParallelState):
+        def __init__(self):
+            pass
+
         def size(self, axis):
             return {"pp": 2}.get(axis, 1)
 
@@ -335,3 +339,165 @@ def test_recomputation_keeps_less():
     assert selective < 0.9 * nothing
     with pytest.raises(ValueError, match=r"recompute must be one of .*, got 'all'"):
         GPT(gpt(**TINY), recompute="all")
+
+
+def test_tokens_alone_give_logits_and_with_labels_the_losses():
+    model, data = double(gpt(**TINY, num_kv_heads=2)), batch()
+    tokens, labels = data["tokens"], data["labels"]
+    logits = model(tokens)
+    assert torch.allclose(logits, model.logits(tokens), rtol=1e-12)
+    assert torch.equal(logits, model(None, {"tokens": tokens}))
+    output, expected = model(tokens, labels=labels), model(None, data)
+    assert torch.equal(output["lm"], expected["lm"])
+    ours = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    ours.backward()
+    found = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    expected["lm"].backward()
+    for name, param in model.named_parameters():
+        assert torch.allclose(found[name], param.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_sample_ids_go_with_tokens():
+    model, data = double(gpt(**TINY, dropout=0.2)), batch()
+    tokens, rest = data["tokens"], {key: data[key] for key in ("labels", "sample_ids")}
+    assert torch.equal(model(tokens, **rest)["lm"], model(None, data)["lm"])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m, d: m(None), TypeError, r"model\(tokens\) needs int64 tokens .* got None"),
+        (lambda m, d: m("text"), TypeError, "tokens must be a tensor of integers.* got str"),
+        (lambda m, d: m(d["tokens"].float()), TypeError, "tokens must be .*got torch.float32"),
+        (lambda m, d: m(d["tokens"][0]), ValueError, r"tokens must be \[B, S\].*got \(9,\)"),
+        (lambda m, d: m(d["tokens"][:, :0]), ValueError, r"at least one token, got \(2, 0\)"),
+        (
+            lambda m, d: m(d["tokens"], labels=d["labels"][:1]),
+            ValueError,
+            r"labels must be \(2, 9\)",
+        ),
+        (lambda m, d: m(d["tokens"], labels=3), TypeError, "labels must be .*got int"),
+        (lambda m, d: m(None, d["tokens"]), TypeError, "batch must be a mapping"),
+        (lambda m, d: m(None, d, labels=d["labels"]), ValueError, "in the batch, or tokens"),
+        (
+            lambda m, d: m(d["tokens"], sample_ids=d["tokens"]),
+            ValueError,
+            r"sample_ids must be \(2,",
+        ),
+        (lambda m, d: m.logits(d["tokens"][0]), ValueError, r"tokens must be \[B, S\]"),
+        (lambda m, d: m.logits(d["tokens"], start=-1), ValueError, "start=-1"),
+        (lambda m, d: m.logits(d["tokens"], cache=3), TypeError, "cache must be a KVCache"),
+        (lambda m, d: m.new_cache(batch_size=0, max_length=3), ValueError, "batch_size=0"),
+        (
+            lambda m, d: m.new_cache(batch_size=1, max_length="3"),
+            TypeError,
+            "max_length must be an int, got '3'",
+        ),
+        (lambda m, d: GPT("gpt2"), TypeError, "config must be a ModelConfig.* got str"),
+        (lambda m, d: GPT(m.config, layers=[0, 1]), ValueError, r"layers=\[0, 1\] is not a range"),
+        (lambda m, d: GPT(m.config, dtype="fp32"), TypeError, "dtype must be one of .* got 'fp32'"),
+        (lambda m, d: GPT(m.config, 3), TypeError, "state must be a ParallelState.* got int"),
+        (lambda m, d: GPT(m.config, seed="a"), TypeError, "seed must be an int, got 'a'"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call(GPT(gpt(**TINY)), batch())
+
+
+def test_building_and_running_imports_nothing_slow():
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+from mt_model import GPT, gpt
+model = GPT(gpt(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, qk_norm=True))
+cache = model.new_cache(batch_size=1, max_length=8)
+model.logits(torch.zeros(1, 4, dtype=torch.long), cache=cache)
+new = set(sys.modules) - before
+assert not {"sympy", "torch._dynamo", "torch._inductor", "numpy"} & new, sorted(new)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Device:
+    """A query that says it is on a device this machine need not have."""
+
+    def __init__(self, kind):
+        self.device = torch.device(kind)
+
+
+def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
+    from mt_model.attention import steady_kernels
+    from torch.nn.attention import SDPBackend
+
+    asked = []
+    monkeypatch.setattr("torch.nn.attention.sdpa_kernel", asked.append)
+    steady_kernels(Device("cuda"), cached=True)
+    assert asked[0]
+    assert SDPBackend.CUDNN_ATTENTION not in asked[0]
+    for kind, cached in (("cuda", False), ("cpu", True)):
+        with steady_kernels(Device(kind), cached=cached):
+            pass
+    assert len(asked) == 1
+
+
+def test_decoding_asks_for_steady_kernels_and_training_does_not(monkeypatch):
+    from mt_model import attention
+
+    asked, real = [], attention.steady_kernels
+    monkeypatch.setattr(
+        attention,
+        "steady_kernels",
+        lambda q, cached: asked.append(cached) or real(q, cached=cached),
+    )
+    model, tokens = GPT(gpt(**TINY)), batch()["tokens"]
+    cache = model.new_cache(batch_size=2, max_length=12)
+    model.logits(tokens, cache=cache)
+    model.logits(tokens[:, :1], cache=cache, start=9)
+    assert asked == [True] * 6
+    model(tokens)
+    assert True not in asked[6:]
+
+
+class LargestIndex(TorchDispatchMode):
+    """Notes the largest int64 tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+            self.largest = max(self.largest, out.untyped_storage().nbytes() // 8)
+        return out
+
+
+def test_attention_dropout_makes_no_index_of_all_weights():
+    rows, heads, length = 2, 4, 1200
+    sizes = {**TINY, "num_layers": 1, "max_sequence_length": length, "num_heads": heads}
+    model = GPT(gpt(**sizes, attention_dropout=0.1))
+    with LargestIndex() as seen:
+        model(None, batch(rows, length))["lm"].backward()
+    assert length < seen.largest <= 1 << 22
+    assert seen.largest < rows * heads * length**2 / 2
+
+
+def test_attention_dropout_is_the_function_of_sample_head_query_and_key():
+    from mt_parallel_state import hash_key, random_uniform
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
+    model = GPT(gpt(**sizes, positions="none", attention_dropout=0.4), dtype=torch.float64, seed=3)
+    attention = model.layers["0"].attention
+    x, ids = torch.randn(2, 5, 8, dtype=torch.float64), torch.tensor([4, 9])
+    shared = model._share({"tokens": torch.zeros(2, 5, dtype=torch.long), "sample_ids": ids})
+    query, key, value = attention.qkv(x).unbind(3)
+    scores = torch.einsum("bsnd,btnd->bnst", query, key) / 2
+    future = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    index = torch.arange(2 * 5 * 5).view(2, 5, 5) + ids[:, None, None, None] * (2 * 5 * 5)
+    kept = random_uniform(hash_key("dropout", 3, 0, "scores"), index) >= 0.4
+    mixed = torch.einsum("bnst,btnd->bsnd", weights * kept / 0.6, value)
+    assert torch.allclose(attention(x, shared, layer=0), attention.out(mixed), rtol=1e-12)

@@ -1,6 +1,6 @@
 """The losses of 20 steps in fp64 are those that were recorded, whatever the code's shape is now.
 
-`python test_held_losses.py` writes the record anew; a change of it is a change of every run's numbers.
+`python test_held_losses.py` writes the record anew. A change of it changes every run's numbers.
 """
 
 from __future__ import annotations

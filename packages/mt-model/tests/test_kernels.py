@@ -76,7 +76,7 @@ def test_rms_norm_leaves_a_strided_input_unchanged():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 4, 2, 3, 6)])
 def test_rotate_matches_plain_form(dtype, shape):
-    table = rotary_table(shape[1], shape[-1], 100.0, dtype=dtype)
+    table = rotary_table(torch.arange(shape[1]), shape[-1], 100.0, dtype=dtype)
     assert_same_function(
         lambda x: rotate(x, table),
         lambda x: rotate_reference(x, table.double()),
@@ -87,7 +87,7 @@ def test_rotate_matches_plain_form(dtype, shape):
 
 def test_rotation_is_multiplication_by_a_complex_phase():
     x, theta = rand(2, 7, 3, 8), 50.0
-    table = rotary_table(7, 8, theta, dtype=torch.float64)
+    table = rotary_table(torch.arange(7), 8, theta, dtype=torch.float64)
     phase = torch.arange(7.0)[:, None] * theta ** -(torch.arange(4, dtype=torch.float64) / 4)
     z = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * phase)[:, None, :]
     assert torch.allclose(rotate(x, table), torch.cat((z.real, z.imag), -1), atol=1e-14)
@@ -130,7 +130,7 @@ def attend_by_torch(qkv, query_weight, key_weight, table, *, norm):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("function", [matmul_attention, plain_matmul_attention])
 def test_matmul_attention_matches_torch(dtype, groups, queries, rotary, norm, function):
-    table = rotary_table(9, 8, 100.0, dtype=dtype) if rotary else None
+    table = rotary_table(torch.arange(9), 8, 100.0, dtype=dtype) if rotary else None
     wide = None if table is None else table.double()
 
     def fast(qkv, query_weight, key_weight):
@@ -155,3 +155,27 @@ def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
     assert mask.sum(1).tolist() == [5, 6, 7]
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     assert torch.allclose(reference_attention(query, key, value), expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_attention_to_one_token_leaves_its_argument_and_has_a_backward(rotary):
+    table = rotary_table(torch.arange(1), 8, 100.0, dtype=torch.float64) if rotary else None
+    qkv, norm = rand(2, 1, 2, 4, 8).requires_grad_(), HeadNorm(rand(8) + 1, rand(8) + 1, 1e-5)
+    before = qkv.detach().clone()
+    out = matmul_attention(qkv, table, norm)
+    assert torch.equal(qkv, before)
+    # The softmax over one key is 1: each query has the value, which has the sum of the gradients.
+    values = qkv[:, :, :, -1:].expand(2, 1, 2, 2, 8)
+    assert torch.equal(out, values.flatten(2))
+    grad = rand(*out.shape)
+    (found,) = torch.autograd.grad(out, qkv, grad)
+    assert torch.allclose(found[:, :, :, -1], grad.view(2, 1, 2, 2, 8).sum(3), rtol=1e-12)
+    assert found[:, :, :, :-1].abs().max() < 1e-14
+
+
+def test_rotation_takes_positions_of_each_row():
+    x, positions = rand(2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 2, 9]])
+    table = rotary_table(positions, 8, 100.0, dtype=torch.float64)
+    rows = [rotary_table(row, 8, 100.0, dtype=torch.float64) for row in positions]
+    by_row = [rotate(x[i : i + 1], rows[i]) for i in range(2)]
+    assert torch.equal(rotate(x, table), torch.cat(by_row))

@@ -208,6 +208,32 @@ def test_context_parallel_matches_one_rank(ranks, variant, tp, cp, algorithms):
     assert_equal_to_one_rank(results, variant)
 
 
+def logit_gradients(tp, sequence_parallel):
+    """Logits of tokens alone and, from a loss of the caller's own, each gradient."""
+    state = ParallelState(ParallelLayout(tp=tp))
+    model = build(gpt(**TINY, tied=False), state, sequence_parallel=sequence_parallel)
+    data = batch()
+    logits = model(data["tokens"])
+    rows = torch.log_softmax(logits, -1).gather(2, data["labels"].clamp(min=0)[..., None])
+    loss = -rows[..., 0][data["labels"] != -100].sum()
+    loss.backward()
+    return (loss.detach(), int((data["labels"] != -100).sum()), *finish([model], state)), logits
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_logits_of_tokens_are_whole_and_have_gradients_on_every_rank(ranks, sequence_parallel):
+    (loss, tokens, grads, _), expected = logit_gradients(1, False)
+    for (got, got_tokens, got_grads, offsets), logits in ranks(
+        2, logit_gradients, 2, sequence_parallel
+    ):
+        assert (got_tokens, logits.shape) == (tokens, (2, 8, 48))
+        assert torch.allclose(logits, expected, rtol=1e-10, atol=1e-12)
+        assert torch.allclose(got, loss, rtol=1e-10, atol=0)
+        for name, grad in got_grads.items():
+            box = tuple(slice(o, o + s) for o, s in zip(offsets[name], grad.shape, strict=True))
+            assert (grad - grads[name][box]).norm() <= 1e-10 * grads[name][box].norm(), name
+
+
 def context_errors():
     state = ParallelState(ParallelLayout(cp=2))
     config, data, messages = gpt(**TINY), batch(), []

@@ -45,6 +45,9 @@ class AttentionMask:
             _check_integers("documents", self.documents)
 
 
+_INDICES = 1 << 22  # of random values at once: 32 MiB
+
+
 def _check_integers(name: str, x: Tensor) -> None:
     if x.is_floating_point() or x.is_complex():
         raise TypeError(f"{name} must be integers, such as int64, got {x.dtype}")
@@ -173,13 +176,19 @@ class Tile:
             return None
         site = self.dropout
         own = torch.arange(heads, device=device) if site.heads is None else site.heads
-        planes = site.sample_ids[:, None] * (site.num_heads or heads) + own
+        planes = (site.sample_ids[:, None] * (site.num_heads or heads) + own).to(device)
         q = torch.arange(self.q.length, device=device) + self.q.start
         kv = torch.arange(self.kv.length, device=device) + self.kv.start
         pair = q[:, None] * self.length + kv
-        index = planes.to(device)[..., None, None] * (self.length * self.length) + pair
-        keep = random_uniform(site.key, index) >= site.probability
-        return keep.to(dtype).div_(1 - site.probability)
+        result = torch.empty((*planes.shape, *pair.shape), dtype=dtype, device=device)
+        # Few planes at a time: the indices of all take more memory than the weights themselves.
+        count = max(1, _INDICES // pair.numel())
+        for plane, part in zip(
+            planes.flatten().split(count), result.flatten(0, 1).split(count), strict=True
+        ):
+            index = plane[:, None, None] * (self.length * self.length) + pair
+            torch.ge(random_uniform(site.key, index), site.probability, out=part)
+        return result.div_(1 - site.probability)
 
 
 def _cut(run: Segment, block: int | None) -> list[Segment]:

@@ -201,7 +201,7 @@ class _Binder:
             if isinstance(value, Mapping):
                 if dataclasses.is_dataclass(option):
                     return self._kind(_kinds(hint), value, path)
-                if origin is not None and issubclass(origin, Mapping):
+                if isinstance(origin, type) and issubclass(origin, Mapping):
                     return self._mapping(typing.get_args(option)[1], value, path)
             elif isinstance(value, list | tuple) and origin is tuple:
                 return self._tuple(option, value, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from mt_context_parallel import AttentionDropout, context_parallel_attention
@@ -9,11 +11,11 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange
 from torch import Tensor, nn
 
 from mt_model.config import AttentionConfig
-from mt_model.dropout import DropoutSite, score_index
+from mt_model.dropout import DropoutSite
 from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.norm import RMSNorm
 from mt_model.placement import Pass, Placement
-from mt_model.reference_attention import causal_mask, reference_attention
+from mt_model.reference_attention import causal_mask
 from mt_model.rotary import rotate
 
 MATMUL_MAX_LENGTH = 512
@@ -30,6 +32,21 @@ def matmul_attention_obstacle(qkv: Tensor) -> str | None:
     if qkv.shape[1] > MATMUL_MAX_LENGTH:
         return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
     return None
+
+
+def steady_kernels(query: Tensor, *, cached: bool) -> AbstractContextManager[None]:
+    """The kernels of torch's attention that cost the same for a new number of keys as for an old.
+
+    cuDNN makes a plan for every length, which takes tens of milliseconds, and the keys of a cache
+    have another length at every token.
+    """
+    if not cached or query.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 class Attention(nn.Module):
@@ -124,15 +141,17 @@ class Attention(nn.Module):
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
         query, key, value = (t.flatten(2, 3) for t in (query, key, value))
-        if self.context.group is not None:
-            return self._split_softmax(query, key, value, shared).flatten(2)
+        drops = shared.sample_ids is not None and self.dropout.probability > 0
+        if drops or self.context.group is not None:
+            return self._attend_by_tile(query, key, value, shared).flatten(2)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if shared.cache is not None:
             key, value = shared.cache.append(layer, key, value, shared.start)
-        out = self._softmax(query, key, value, shared)
+        with steady_kernels(query, cached=shared.cache is not None):
+            out = self._softmax(query, key, value)
         return out.transpose(1, 2).flatten(2)
 
-    def _split_softmax(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
+    def _attend_by_tile(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
         dropout = None
         if shared.sample_ids is not None and self.dropout.probability > 0:
             dropout = AttentionDropout(
@@ -151,11 +170,7 @@ class Attention(nn.Module):
             dropout=dropout,
         )
 
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, shared: Pass) -> Tensor:
-        if shared.sample_ids is not None and self.dropout.probability > 0:
-            heads = torch.arange(query.shape[1], device=query.device) + self.first_head
-            index = score_index(shared.sample_ids, heads, self.num_heads, query.shape[2])
-            return reference_attention(query, key, value, dropout=self.dropout, index=index)
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         queries, keys = query.shape[2], key.shape[2]
         is_causal = queries == keys and queries > 1
         mask = None if is_causal or queries == 1 else causal_mask(queries, keys, query.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from mt_files import Checks, FieldError, build, divisors, to_plain
@@ -127,6 +128,24 @@ class LayerConfig:
     def __post_init__(self) -> None:
         Checks(self).done()
 
+    def num_parameters(self, hidden_size: int, norm_size: int) -> int:
+        """Parameters of the layer at a width, with norms of so many."""
+        mixer, mlp = self.mixer, self.feed_forward
+        query, key = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        total = norm_size + (query + 2 * key) * (hidden_size + mixer.qkv_bias)
+        total += hidden_size * (query + mixer.out_bias) + 2 * mixer.head_dim * mixer.qk_norm
+        if mlp is not None:
+            up = mlp.ffn_size * (2 if mlp.gated else 1)
+            total += norm_size + up * (hidden_size + mlp.bias)
+            total += hidden_size * (mlp.ffn_size + mlp.bias)
+        return total
+
+
+def runs(layers: Iterable[LayerConfig]) -> Iterator[tuple[LayerConfig, int]]:
+    """Equal neighbours as one layer and how often it comes."""
+    for layer, equal in groupby(layers):
+        yield layer, sum(1 for _ in equal)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -189,6 +208,49 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Length of the layer list."""
         return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, from the sizes alone; a tied head counts once."""
+        hidden = self.hidden_size
+        norm = hidden * (2 if self.norm.kind == "layer" else 1)
+        total = self.vocab_size * hidden * (1 if self.tied else 2) + norm
+        if self.positions == "learned":
+            total += self.max_sequence_length * hidden
+        for layer, repeats in runs(self.layers):
+            total += repeats * layer.num_parameters(hidden, norm)
+        return total
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `gpt` that build this config, every one filled in.
+
+        Where layers differ, `layers` with what `to_dict` has of them takes the place of those
+        that describe one layer.
+        """
+        whole: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("vocab_size", "hidden_size", "num_layers", "max_sequence_length")
+        }
+        whole |= {"positions": self.positions, "norm": self.norm.kind, "norm_eps": self.norm.eps}
+        whole |= {"tied": self.tied, "dropout": self.dropout, "init_std": self.init_std}
+        mixer, mlp = self.layers[0].mixer, self.layers[0].feed_forward
+        if mlp is None or len({*self.layers}) > 1:
+            return {**whole, "layers": self.to_dict()["layers"]}
+        if len({mixer.qkv_bias, mixer.out_bias, mlp.bias}) > 1:
+            return {**whole, "layers": self.to_dict()["layers"]}
+        return {
+            **whole,
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
+            "ffn_size": mlp.ffn_size,
+            "rope_theta": mixer.rope_theta,
+            "qk_norm": mixer.qk_norm,
+            "activation": mlp.activation,
+            "gated": mlp.gated,
+            "bias": mlp.bias,
+            "attention_dropout": mixer.dropout,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `ModelConfig.from_dict` of them is equal to this config."""

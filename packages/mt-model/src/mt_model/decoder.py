@@ -24,6 +24,7 @@ from mt_tensor_parallel import (
     defer_weight_gradients,
     gather_from_group,
     linear_cross_entropy,
+    parallel_linear,
     sum_weight_gradients,
 )
 from torch import Tensor, nn
@@ -31,12 +32,13 @@ from torch import Tensor, nn
 from mt_model.cache import KVCache
 from mt_model.config import ModelConfig, Recompute, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
+from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Pass, Placement
-from mt_model.rotary import RotaryTables
+from mt_model.rotary import rotary_table
 
 
 class LossOutput(TypedDict):
@@ -99,7 +101,18 @@ class GPT(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(
+                f"config must be a ModelConfig, as gpt(...) or preset(...) make it, got "
+                f"{type(config).__name__}"
+            )
+        if dtype not in DTYPES.values():
+            raise TypeError(f"dtype must be one of {tuple(DTYPES.values())}, got {dtype!r}")
+        if not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, got {seed!r}")
         state = ParallelState(ParallelLayout()) if state is None else state
+        if not isinstance(state, ParallelState):
+            raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
         self.config, self.layer_range = config, _stage_range(config, state, layers)
         tp = state.size("tp")
         validate_split(config, tp)
@@ -148,32 +161,53 @@ class GPT(nn.Module):
         """This stage's layers in order."""
         return (cast("TransformerLayer", layer) for layer in self.layers.values())
 
-    def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor | LossOutput:
-        """Run the stage on one micro-batch; usable as an `mt_pipeline` stage.
+    def forward(
+        self,
+        x: Tensor | None,
+        batch: Mapping[str, Tensor] | None = None,
+        *,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> Tensor | LossOutput:
+        """Run the model, or one stage of it.
+
+        `model(tokens)` returns logits and `model(tokens, labels=labels)` the losses. A stage of an
+        `mt_pipeline` is called with `(x, batch)` instead: the activation of the stage before, and
+        a mapping with the rest. The last stage returns losses where there are labels, else logits.
 
         Args:
-            x: activation of the stage before; None on the first stage.
-            batch: int64 `tokens`, on the last stage `labels` (-100 does not count), and with
-                dropout in training `sample_ids`, unique per training sample.
+            x: int64 tokens; with a batch the activation of the stage before, None on the first.
+            batch: int64 `tokens`, and `labels` and `sample_ids` as below.
+            labels: of the next token after each, int64; -100 does not count.
+            sample_ids: unique per training sample; needed with dropout in training.
 
         Returns:
-            The activation for the next stage or, on the last stage, the losses.
+            The activation for the next stage or, on the last stage, losses or logits: of all
+            tokens this rank holds and the whole vocabulary, which is gathered over the
+            tensor-parallel group and has gradients.
 
         Shape:
-            x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism); tokens, labels:
-            [B, S], whole on every rank of a context group; sample_ids: [B].
+            tokens, labels: [B, S], whole on every rank of a context group; sample_ids: [B];
+            x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
+            logits: [B, S / cp, vocab_size].
+
+        Raises:
+            TypeError: tokens, labels or sample ids are no integers, or the batch is no mapping.
+            ValueError: a shape does not fit, or what this stage needs is not given.
         """
+        if batch is None:
+            batch, x = _batch_of(x, labels, sample_ids), None
+        elif labels is not None or sample_ids is not None:
+            raise ValueError("give labels and sample_ids in the batch, or tokens without a batch")
+        check_batch(batch)
         shared = self._share(batch)
-        x = (
-            self._embed(self.placement.context.own(batch["tokens"]), shared)
-            if self.has_embedding
-            else x
-        )
+        if self.has_embedding:
+            x = self._embed(self.placement.context.own(batch["tokens"]), shared)
         x = self._run_layers(_received(x), shared)
         if not self.has_head:
             return x
-        if "labels" not in batch:
-            raise ValueError("the last stage computes the loss and needs batch['labels']")
+        if batch.get("labels") is None:
+            return self._logits(x)
         return self._loss(x, self.placement.context.own(batch["labels"]))
 
     @torch.no_grad()
@@ -202,18 +236,16 @@ class GPT(nn.Module):
             ValueError: the model is one of several stages or sequence parallel, or the tokens
                 do not fit the cache or the model.
         """
+        check_batch({"tokens": tokens})
         self._check_inference(tokens, cache, start)
         shared = Pass(
             length=tokens.shape[1],
             start=start,
-            tables=self.rotary.at(start, tokens.shape[1]),
+            tables=self._tables(torch.arange(start, start + tokens.shape[1], device=tokens.device)),
             cache=cache,
         )
         x = self._run_layers(self._embed(tokens, shared), shared)
-        hidden = self.final_norm(x[:, -1:] if last_only else x)
-        return gather_from_group(
-            self.placement.gemm.forward(hidden, self._head_weight()), self.placement.group, dim=-1
-        )
+        return self._logits(x[:, -1:] if last_only else x)
 
     def new_cache(self, *, batch_size: int, max_length: int) -> KVCache:
         """Make an empty cache for `logits`, on this model's device and in its dtype.
@@ -222,6 +254,11 @@ class GPT(nn.Module):
             ValueError: `max_length` is longer than the model's sequences.
         """
         limit = self.config.max_sequence_length
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is not 1 or more")
         if not 0 < max_length <= limit:
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
@@ -266,11 +303,6 @@ class GPT(nn.Module):
             placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
             if not config.tied:
                 self.head = self._vocab_matrix()
-        self.rotary = RotaryTables(
-            [config.layers[i].mixer for i in self.layer_range],
-            length=config.max_sequence_length,
-            **where,
-        )
 
     def _vocab_matrix(self) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(
@@ -288,19 +320,14 @@ class GPT(nn.Module):
             shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
 
     def _share(self, batch: Mapping[str, Tensor]) -> Pass:
-        if "tokens" not in batch:
-            raise ValueError("every stage needs batch['tokens'] of shape [B, S]")
         tokens, config, placement = batch["tokens"], self.config, self.placement
         length = tokens.shape[1]
         self._check_length(length)
         placement.check_length(length)
-        tables = self.rotary.at(0, length)
-        if placement.context.group is not None:
-            positions = placement.context.positions(length, tokens.device)
-            tables = {key: table[:, positions] for key, table in tables.items()}
+        tables = self._tables(placement.context.positions(length, tokens.device))
         if not (self.training and self._drops()):
             return Pass(length=length, tables=tables)
-        if "sample_ids" not in batch:
+        if batch.get("sample_ids") is None:
             raise ValueError(
                 "dropout in training needs batch['sample_ids'] of shape [B], unique per training "
                 "sample; or call model.eval()"
@@ -314,6 +341,15 @@ class GPT(nn.Module):
         return Pass(
             length=length, tables=tables, sample_ids=batch["sample_ids"], hidden_index=index
         )
+
+    def _tables(self, positions: Tensor) -> dict[tuple[int, float], Tensor]:
+        """Rotary tables of this stage's layers, one per distinct (head_dim, theta)."""
+        mixers = (self.config.layers[i].mixer for i in self.layer_range)
+        kinds = {(m.head_dim, m.rope_theta) for m in mixers if m.rope_theta is not None}
+        return {
+            (head_dim, theta): rotary_table(positions, head_dim, theta, dtype=self.placement.dtype)
+            for head_dim, theta in sorted(kinds)
+        }
 
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.dropout for layer in self.config.layers)
@@ -339,6 +375,18 @@ class GPT(nn.Module):
 
     def _head_weight(self) -> Tensor:
         return (self.embedding if self.config.tied else self.head).weight
+
+    def _logits(self, x: Tensor) -> Tensor:
+        group = self.placement.group
+        scores = parallel_linear(
+            self.final_norm(x),
+            self._head_weight(),
+            mode="column",
+            group=group,
+            gemm=self.placement.gemm,
+            sequence_parallel=self.placement.sequence_parallel,
+        )
+        return gather_from_group(scores, group, dim=-1)
 
     def _loss(self, x: Tensor, labels: Tensor) -> LossOutput:
         group, hidden = self.placement.group, self.final_norm(x)
@@ -375,6 +423,10 @@ class GPT(nn.Module):
             raise ValueError("logits() needs a model built with sequence_parallel=False")
         end = start + tokens.shape[1]
         self._check_length(end)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
+        if start < 0:
+            raise ValueError(f"start={start} is below 0, the position of the first token")
         if cache is None and start:
             raise ValueError(f"start={start} needs a cache that holds the tokens before it")
         if cache is not None and end > cache.max_length:
@@ -393,12 +445,52 @@ def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None
                 f"{state.size('pp')})[state.index('pp')]"
             )
         return range(config.num_layers)
-    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
+    if (
+        not isinstance(layers, range)
+        or layers.step != 1
+        or not 0 <= layers.start < layers.stop <= config.num_layers
+    ):
         raise ValueError(
             f"layers={layers} is not a range of at least one of the model's "
             f"{config.num_layers} layers"
         )
     return layers
+
+
+def _batch_of(
+    tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | None
+) -> dict[str, Tensor]:
+    if tokens is None:
+        raise TypeError("model(tokens) needs int64 tokens of shape [B, S], got None")
+    batch = {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}
+    return {name: x for name, x in batch.items() if x is not None}
+
+
+def check_batch(batch: Mapping[str, Tensor]) -> None:
+    """Check the dtypes and shapes of a batch.
+
+    Raises:
+        TypeError: it is no mapping, or an entry is not an integer tensor.
+        ValueError: `tokens` is missing, or a shape does not fit.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a mapping with 'tokens', got {type(batch).__name__}")
+    if batch.get("tokens") is None:
+        raise ValueError("every stage needs batch['tokens'] of shape [B, S]")
+    shape = None
+    for name in ("tokens", "labels", "sample_ids"):
+        x = batch.get(name)
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a tensor of integers, such as int64, got {got}")
+        shape = x.shape if shape is None else shape
+        if len(shape) != 2 or not shape.numel():
+            raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
+        expected = shape[:1] if name == "sample_ids" else shape
+        if x.shape != expected:
+            raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
 
 
 def _received(x: Tensor | None) -> Tensor:

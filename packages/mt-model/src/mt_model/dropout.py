@@ -56,21 +56,3 @@ def hidden_index(sample_ids: Tensor, positions: Tensor, length: int, hidden_size
     """
     tokens = sample_ids[:, None] * length + positions[None, :]
     return tokens[..., None] * hidden_size + torch.arange(hidden_size, device=tokens.device)
-
-
-def score_index(sample_ids: Tensor, heads: Tensor, num_heads: int, length: int) -> Tensor:
-    """Global index of every attention weight of a sequence.
-
-    Args:
-        sample_ids: one per sequence.
-        heads: global indices of this rank's query heads.
-        num_heads: query heads of all ranks.
-        length: tokens in the sequence.
-
-    Shape:
-        sample_ids: [B]; heads: [N]. Returns [B, N, length, length].
-    """
-    position = torch.arange(length, device=sample_ids.device)
-    pair = position[:, None] * length + position[None, :]
-    planes = sample_ids[:, None] * num_heads + heads[None, :]
-    return planes[..., None, None] * (length * length) + pair

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mt_model.config import ModelConfig, NormConfig
+from mt_model.config import ModelConfig, runs
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -20,33 +20,17 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """
     hidden = config.hidden_size
     total = 6 * hidden * config.vocab_size
-    for layer in config.layers:
+    for layer, repeats in runs(config.layers):
         query = layer.mixer.num_heads * layer.mixer.head_dim
         key = layer.mixer.num_kv_heads * layer.mixer.head_dim
-        total += 6 * hidden * (query + 2 * key) + 6 * query * hidden + 6 * query * sequence_length
+        each = 6 * hidden * (query + 2 * key) + 6 * query * hidden + 6 * query * sequence_length
         if layer.feed_forward is not None:
             matrices = 3 if layer.feed_forward.gated else 2
-            total += 6 * hidden * matrices * layer.feed_forward.ffn_size
+            each += 6 * hidden * matrices * layer.feed_forward.ffn_size
+        total += repeats * each
     return total
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the whole model; a tied head counts once."""
-    hidden = config.hidden_size
-    norm = _norm_size(config.norm, hidden)
-    total = config.vocab_size * hidden * (1 if config.tied else 2) + norm
-    if config.positions == "learned":
-        total += config.max_sequence_length * hidden
-    for layer in config.layers:
-        mixer, mlp = layer.mixer, layer.feed_forward
-        query, key = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-        total += norm + (query + 2 * key) * (hidden + mixer.qkv_bias)
-        total += hidden * (query + mixer.out_bias) + 2 * mixer.head_dim * mixer.qk_norm
-        if mlp is not None:
-            up = mlp.ffn_size * (2 if mlp.gated else 1)
-            total += norm + up * (hidden + mlp.bias) + hidden * (mlp.ffn_size + mlp.bias)
-    return total
-
-
-def _norm_size(norm: NormConfig, width: int) -> int:
-    return width * (2 if norm.kind == "layer" else 1)
+    return config.num_parameters

@@ -25,7 +25,7 @@ def materialize(
         if not meta.is_meta:
             continue
         owner, _, leaf = name.rpartition(".")
-        param = nn.Parameter(torch.empty_like(meta, device=device))
+        param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
         record = sharding_of(meta)
         shard_param(param, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
         setattr(stage.get_submodule(owner), leaf, param)

@@ -78,7 +78,8 @@ class _MatmulAttention(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         batch, length, groups, parts, width = qkv.shape
-        packed = qkv.permute(0, 2, 3, 1, 4).contiguous()
+        # A copy also where the strides need none (one token): the norm below works in place.
+        packed = qkv.permute(0, 2, 3, 1, 4).clone(memory_format=torch.contiguous_format)
         weight = rstd = None
         if query_weight is not None and key_weight is not None:
             rstd = _normalise_(packed[:, :, :-1], eps)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mt_files import FieldError, did_you_mean
+from mt_files import FieldError, did_you_mean, shorten
 
 from mt_model.config import (
     MAX_LAYERS,
@@ -32,7 +32,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     ffn_size: int | None = None,
     max_sequence_length: int = 2048,
     positions: Positions = "rope",
-    rope_theta: float = 10000.0,
+    rope_theta: float | None = 10000.0,
     qk_norm: bool = False,
     norm: Literal["rms", "layer"] = "rms",
     norm_eps: float = 1e-5,
@@ -72,16 +72,20 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     Raises:
         FieldError: sizes that do not fit each other; it names the argument.
     """
+    whole = {"hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+    for name, value in whole.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise FieldError({name: f"expected an integer, found {shorten(value)}"}, "gpt")
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
             text = (
-                f"{hidden_size} does not divide by num_heads={num_heads}. Choose num_heads that "
-                "divides it, or give head_dim."
+                f"{shorten(hidden_size)} does not divide by num_heads={shorten(num_heads)}. Choose "
+                "num_heads that divides it, or give head_dim."
             )
             raise FieldError({"hidden_size": text}, "gpt")
         head_dim = hidden_size // num_heads
     if not 1 <= num_layers <= MAX_LAYERS:
-        raise FieldError({"num_layers": f"{num_layers}; use 1 to {MAX_LAYERS}"}, "gpt")
+        raise FieldError({"num_layers": f"{shorten(num_layers)}; use 1 to {MAX_LAYERS}"}, "gpt")
     if ffn_size is None:
         ffn_size = -(-8 * hidden_size // (3 * 64)) * 64 if gated else 4 * hidden_size
     layer = LayerConfig(

@@ -5,28 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_model.dropout import DropoutSite
 
-
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: DropoutSite | None = None,
-    index: Tensor | None = None,
-) -> Tensor:
+def reference_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Softmax attention in plain operations; the last query sees every key.
 
     Args:
         query: rotated queries.
         key: rotated keys; each serves `N // G` consecutive query heads.
         value: values.
-        dropout: drops attention weights.
-        index: global index of each attention weight, for `dropout`.
 
     Shape:
-        query: [B, N, S, D]; key, value: [B, G, T, D]; index: [B, N, S, T]. Returns [B, N, S, D].
+        query: [B, N, S, D]; key, value: [B, G, T, D]. Returns [B, N, S, D].
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
@@ -34,8 +23,6 @@ def reference_attention(
     seen = causal_mask(query.shape[2], key.shape[2], query.device)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     probs = torch.softmax(wide.masked_fill(~seen, float("-inf")), dim=-1).to(scores.dtype)
-    if dropout is not None:
-        probs = dropout(probs, index)
     return probs @ value
 
 
