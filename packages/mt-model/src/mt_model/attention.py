@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ def matmul_attention_obstacle(qkv: Tensor) -> str | None:
     return None
 
 
-def steady_kernels(query: Tensor, *, cached: bool) -> AbstractContextManager[None]:
+def steady_kernels(query: Tensor, *, cached: bool) -> AbstractContextManager[Any]:
     """The kernels of torch's attention that cost the same for a new number of keys as for an old.
 
     cuDNN makes a plan for every length, which takes tens of milliseconds, and the keys of a cache
