@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, MissingExtraError, load_tokenizer, train_tokenizer
-from mt_data.tokenizer import PATTERNS, _byte_characters
+from mt_data.pieces import byte_characters
+from mt_data.training import PATTERNS
 
 WORDS = " ".join(f"w{n * n}x{n}" for n in range(300))
 TEXTS = [
@@ -74,7 +75,7 @@ def test_special_tokens_come_first_and_count_no_bytes():
 def test_all_bytes_are_in_the_alphabet(plain):
     singles = {plain.decode_bytes([n]) for n in range(plain.vocab_size)}
     assert {bytes([value]) for value in range(256)} <= singles
-    assert len(set(_byte_characters())) == 256
+    assert len(set(byte_characters())) == 256
 
 
 def test_vocabulary_is_as_large_as_asked_and_compresses(plain):
@@ -101,7 +102,7 @@ def test_code_pattern_needs_fewer_tokens_on_code():
 
 def test_training_is_deterministic(plain):
     again = train_tokenizer(iter(TEXTS), 400)
-    assert again.to_json() == plain.to_json()
+    assert again.to_bytes() == plain.to_bytes()
     assert again.sha256 == plain.sha256
     assert train_tokenizer(TEXTS, 399).sha256 != plain.sha256
 
@@ -194,7 +195,7 @@ def test_broken_tokenizer_file_is_named(tmp_path, content):
 def test_folder_given_as_a_tokenizer_is_named(tmp_path):
     with pytest.raises(DataFileError) as error:
         load_tokenizer(tmp_path)
-    assert str(error.value) == f"{tmp_path}: is a folder; give the tokenizer.json in it"
+    assert str(error.value) == f"{tmp_path}: is a folder; give the tokenizer.json or .model in it"
 
 
 def test_end_of_document_token_is_found_or_asked_for(tmp_path):
@@ -214,18 +215,24 @@ def test_end_of_document_token_is_found_or_asked_for(tmp_path):
 
 def test_bytes_of_other_tokenizers_are_not_guessed(tmp_path):
     path = tmp_path / "tokenizer.json"
-    record = json.loads(train_tokenizer(TEXTS, 300).to_json())
-    record["decoder"] = {"type": "Fuse"}
+    record = json.loads(train_tokenizer(TEXTS, 300).to_bytes())
+    record["decoder"] = {"type": "CTC", "pad_token": "_", "word_delimiter_token": "|"}
+    record["decoder"]["cleanup"] = False
     path.write_text(json.dumps(record))
-    with pytest.raises(DataError, match="this one decodes with 'Fuse'"):
+    with pytest.raises(DataError, match="not known for a tokenizer that decodes with 'CTC'"):
         _ = load_tokenizer(path).token_bytes
 
 
 def test_missing_library_says_how_to_install_it(monkeypatch, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "spm.model").write_bytes(b"\n\0")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'mt-data\[sentencepiece\]'"):
+        load_tokenizer(tmp_path / "spm.model")
     for call, what in (
         (lambda: train_tokenizer(TEXTS, 300), "training a tokenizer"),
-        (lambda: load_tokenizer(tmp_path), "loading a tokenizer"),
+        (lambda: load_tokenizer(tmp_path / "tokenizer.json"), "loading a tokenizer"),
     ):
         with pytest.raises(MissingExtraError) as error:
             call()

@@ -2,7 +2,7 @@
 
 from mt_data.batch import BatchSampler, MicroBatch
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
-from mt_data.corpus import CorpusStats, build_corpus
+from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes
 from mt_data.document import Document, read_documents, standard_library_sources
 from mt_data.error import DataError, DataFileError, MissingExtraError
 from mt_data.gpt import PADDING, GPTDataset
@@ -11,7 +11,8 @@ from mt_data.indexed import IndexedDataset
 from mt_data.order import sample_index
 from mt_data.permutation import Permutation
 from mt_data.split import parse_split, split_files, split_ranges
-from mt_data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from mt_data.tokenizer import Tokenizer, load_tokenizer
+from mt_data.training import train_tokenizer
 from mt_data.windows import SequentialWindows
 from mt_data.writer import IndexedWriter
 
@@ -34,6 +35,7 @@ __all__ = [
     "Tokenizer",
     "blend_order",
     "build_corpus",
+    "count_text_bytes",
     "load_tokenizer",
     "parse_split",
     "read_documents",

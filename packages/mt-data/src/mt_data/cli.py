@@ -15,7 +15,8 @@ from mt_data.document import Document, read_documents
 from mt_data.error import DataError, DataFileError, MissingExtraError, require
 from mt_data.gpt import GPTDataset
 from mt_data.indexed import IndexedDataset
-from mt_data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from mt_data.tokenizer import Tokenizer, load_tokenizer
+from mt_data.training import train_tokenizer
 
 USAGE_ERROR = 2
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)

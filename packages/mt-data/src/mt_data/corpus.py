@@ -10,6 +10,7 @@ from pathlib import Path
 from mt_data.document import Document
 from mt_data.error import DataError
 from mt_data.index import token_dtype
+from mt_data.indexed import IndexedDataset
 from mt_data.tokenizer import Tokenizer
 from mt_data.writer import IndexedWriter
 
@@ -92,6 +93,20 @@ def build_corpus(
             }
         )
     return stats
+
+
+def count_text_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
+    """Count the UTF-8 bytes of the text that a data set was made of.
+
+    `build_corpus` records them. For a data set of another tool its documents are decoded, which is
+    exact for byte-level tokenizers and near for others: spaces and what a normaliser changed
+    aren't in the tokens.
+    """
+    recorded = (indexed.metadata() or {}).get("bytes")
+    if isinstance(recorded, int) and recorded > 0:
+        return recorded
+    documents = (indexed.document(number) for number in range(indexed.num_documents))
+    return sum(len(tokenizer.decode(ids, skip_special=True).encode()) for ids in documents)
 
 
 def _no_text(name: str, count: int, first: Document | None) -> DataError:

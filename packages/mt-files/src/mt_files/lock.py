@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from types import TracebackType
@@ -110,7 +109,7 @@ class FolderLock:
 
     def _sign(self, descriptor: int) -> None:
         holder = {
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "purpose": self.purpose,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),

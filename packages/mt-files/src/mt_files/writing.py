@@ -7,8 +7,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +102,7 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
     name = os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        temporary = path.with_name(f".{name}.tmp-{secrets.token_hex(16)}")
+        temporary = path.with_name(f".{name}.tmp-{os.urandom(16).hex()}")
         try:
             descriptor = os.open(temporary, flags, 0o666)
         except OSError as error:
@@ -136,8 +134,9 @@ def _write_error(path: Path, error: OSError) -> FileError:
     wrapped = system_error(path, "write it", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
-            free = shutil.disk_usage(path.parent).free
-            room = f"{wrapped.problem}; {free} bytes are free in {printable(path.parent)}"
-            wrapped = FileError(path, room)
+            room = os.statvfs(path.parent)
+            free = room.f_bavail * room.f_frsize
+            problem = f"{wrapped.problem}; {free} bytes are free in {printable(path.parent)}"
+            wrapped = FileError(path, problem)
     wrapped.errno = error.errno
     return wrapped

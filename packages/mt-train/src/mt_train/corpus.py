@@ -19,6 +19,7 @@ from mt_data import (
     IndexedDataset,
     Tokenizer,
     build_corpus,
+    count_text_bytes,
     load_tokenizer,
     read_documents,
     split_files,
@@ -195,6 +196,5 @@ def open_training_data(
 
 
 def count_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the text that a dataset's tokens stand for."""
-    lengths = tokenizer.token_bytes
-    return int(sum(lengths[indexed[i]].sum() for i in range(len(indexed))))
+    """Count the UTF-8 bytes of the text that a dataset was made of."""
+    return count_text_bytes(indexed, tokenizer)

@@ -1,0 +1,187 @@
+"""The libraries that turn text into ids: `tokenizers` and `sentencepiece`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Protocol
+
+from mt_data.error import DataError, is_library_error, require, shorten
+from mt_data.pieces import piece_decoder, space_piece
+from mt_data.schema import MAX_VOCABULARY
+
+_REASON = 300
+
+
+class Engine(Protocol):
+    """A tokenizer of some library."""
+
+    @property
+    def suffix(self) -> str:
+        """End of the name of the file it is kept in."""
+        ...
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Id of each token by name, special ones included."""
+        ...
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts, without special tokens."""
+        ...
+
+    def decode(self, ids: list[int], *, skip_special: bool) -> str:
+        """Text of ids."""
+        ...
+
+    def pieces(self) -> list[bytes]:
+        """Bytes of text of each id; none for special ones."""
+        ...
+
+    def to_bytes(self) -> bytes:
+        """Content of the file it is kept in."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """Digest of `to_bytes`."""
+        ...
+
+
+class JsonEngine:
+    """A `tokenizers.Tokenizer`; its `encode_special_tokens` is set here."""
+
+    suffix = ".json"
+
+    def __init__(self, library_tokenizer: Any) -> None:
+        self._inner = library_tokenizer
+        self._inner.encode_special_tokens = True
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self.vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        self._added: dict[int, Any] = self._inner.get_added_tokens_decoder()
+        self.special_tokens = {
+            token.content: number for number, token in self._added.items() if token.special
+        }
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> JsonEngine:
+        """Build it from the content of a `tokenizer.json`."""
+        library = require("tokenizers", "tokenizers", "loading a tokenizer.json")
+        with _reported("is not a tokenizer.json"):
+            return cls(library.Tokenizer.from_str(content.decode()))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts, on all cores."""
+        with _reported("the tokenizer cannot encode this text"):
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: list[int], *, skip_special: bool) -> str:
+        """Text of ids."""
+        with _reported("the tokenizer cannot decode these ids"):
+            return self._inner.decode(ids, skip_special_tokens=skip_special)
+
+    def pieces(self) -> list[bytes]:
+        """Bytes of text of each id."""
+        decoder = self._inner.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        piece = piece_decoder(state)
+        pieces = [b""] * (max(self.vocabulary.values(), default=-1) + 1)
+        for token, number in self.vocabulary.items():
+            if number not in self._added:
+                pieces[number] = piece(token)
+            elif not self._added[number].special:
+                pieces[number] = token.encode()
+        return pieces
+
+    def to_bytes(self) -> bytes:
+        """Content of `tokenizer.json`."""
+        return self._inner.to_str(pretty=False).encode()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of `to_bytes`."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+class ModelEngine:
+    """A sentencepiece `.model`."""
+
+    suffix = ".model"
+
+    def __init__(self, content: bytes) -> None:
+        library = require("sentencepiece", "sentencepiece", "loading a sentencepiece .model")
+        self._content = content
+        with _reported("is neither a tokenizer.json nor a sentencepiece .model"):
+            self._inner = library.SentencePieceProcessor(model_proto=content)
+            size = int(self._inner.vocab_size())
+        if not 0 < size < MAX_VOCABULARY:
+            raise DataError(f"has {size} tokens; 1 to {MAX_VOCABULARY - 1} are accepted")
+        names = [self._inner.id_to_piece(number) for number in range(size)]
+        self.vocabulary = {name: number for number, name in enumerate(names)}
+        self.special_tokens = {
+            name: number for number, name in enumerate(names) if self._inner.is_control(number)
+        }
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts."""
+        for text in texts:
+            if isinstance(text, str):
+                text.encode()  # the library would drop a lone surrogate without a word
+            else:
+                raise TypeError(type(text).__name__)
+        with _reported("the tokenizer cannot encode this text"):
+            return self._inner.encode(list(texts), out_type=int)
+
+    def decode(self, ids: list[int], *, skip_special: bool) -> str:
+        """Text of ids; the library itself leaves special tokens out."""
+        with _reported("the tokenizer cannot decode these ids"):
+            if skip_special:
+                return self._inner.decode(ids)
+            parts: list[str] = []
+            for special, group in groupby(ids, self._inner.is_control):
+                run = list(group)
+                names = [self._inner.id_to_piece(number) for number in run]
+                parts.append("".join(names) if special else self._inner.decode(run))
+            return "".join(parts)
+
+    def pieces(self) -> list[bytes]:
+        """Bytes of text of each id."""
+        controls = set(self.special_tokens.values())
+        return [
+            b"" if number in controls else space_piece(name)
+            for name, number in sorted(self.vocabulary.items(), key=lambda item: item[1])
+        ]
+
+    def to_bytes(self) -> bytes:
+        """Content of the file."""
+        return self._content
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of `to_bytes`."""
+        return hashlib.sha256(self._content).hexdigest()
+
+
+@contextmanager
+def _reported(problem: str) -> Iterator[None]:
+    """Give whatever the library raises, a panic included, as a DataError."""
+    try:
+        yield
+    except (DataError, ImportError, MemoryError, UnicodeEncodeError, TypeError):
+        raise
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        reason = shorten(str(error), _REASON)
+        raise DataError(f"{problem} ({reason})") from None

@@ -1,0 +1,122 @@
+"""gigatoken, which encodes many times faster, where it gives the same ids."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.engine import Engine, JsonEngine
+from mt_data.error import DataError, is_library_error, shorten
+
+RENEW_BYTES = 1 << 28
+_REASON = 200
+_SAMPLE_TEXT = 64
+_AWKWARD = (
+    "I'm we'll they'VE don't it's 'S '",
+    "x1y22z333 4444 0x1F 3.14e-10 1_000 ٣٤٥ ² Ⅷ",
+    "  two\t\ttabs\r\n\r\n   indented\n\n\nend  \n ",
+    "a\u00a0b\u3000c\u2028d\x85e\x00fg\ufeffh",
+    "e\u0301\u0323 n\u0303 \u1100\u1161 \ud7a3 \ufb01 \u017f İ ß Ǆ",
+    "👩\u200d👩\u200d👧 🏳️\u200d🌈 🎉🎉 ☃️",
+    "<|eod|> <|endoftext|> </s> <s> <eos> [SEP] <unk> <pad>",
+    "_private __init__ a-b a--b a---b ... !? ?! (x)[y]{z}",
+)
+
+
+class FastEncoder:
+    """A `tokenizers` tokenizer, run by gigatoken.
+
+    gigatoken's cache of words grows without a bound, so the encoder is renewed after
+    `RENEW_BYTES` of text.
+    """
+
+    def __init__(self, engine: JsonEngine) -> None:
+        self._json = _without_special_tokens(engine.to_bytes())
+        self._seen = 0
+        self._inner = _load(self._json)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids of all texts back to back, and how many each has.
+
+        Shape:
+            - Output: [tokens], [len(texts)]
+        """
+        if not texts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        self._seen += sum(map(len, texts))
+        if self._seen > RENEW_BYTES:
+            self._inner, self._seen = _load(self._json), 0
+        awkward = importlib.import_module("awkward")
+        rows = self._inner.encode_batch(list(texts))
+        counts = awkward.to_numpy(awkward.num(rows)).astype(np.int64)
+        return awkward.to_numpy(awkward.flatten(rows)).astype(np.int64), counts
+
+
+def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
+    """Say why gigatoken does not serve a tokenizer; None when it gives the same ids.
+
+    Args:
+        engine: The tokenizer.
+        sample: Texts whose ids are compared, beside awkward ones and every character of Unicode.
+    """
+    if not isinstance(engine, JsonEngine):
+        return "gigatoken is used for tokenizer.json files only"
+    for module in ("gigatoken", "awkward"):
+        if importlib.util.find_spec(module) is None:
+            return "it is not installed: pip install 'mt-data[fast]'"
+    try:
+        encoder = FastEncoder(engine)
+        for texts in (list(_AWKWARD), list(_every_character()), list(sample)):
+            if difference := _difference(engine, encoder, texts):
+                return difference
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        return f"it refuses this tokenizer: {shorten(str(error).splitlines()[0], _REASON)}"
+    return None
+
+
+def _difference(engine: JsonEngine, encoder: FastEncoder, texts: list[str]) -> str | None:
+    ids, counts = encoder.encode_flat(texts)
+    ends = np.cumsum(counts)
+    for text, expected, end, count in zip(
+        texts, engine.encode_batch(texts), ends, counts, strict=True
+    ):
+        if ids[end - count : end].tolist() != expected:
+            return f"it gives other ids for {shorten(repr(text), _REASON)}"
+    return None
+
+
+def _every_character() -> Iterator[str]:
+    """Texts that together have every character of Unicode that this Python knows."""
+    characters = [
+        chr(point)
+        for point in range(0x110000)
+        if unicodedata.category(chr(point)) not in ("Cn", "Co", "Cs")
+    ]
+    for start in range(0, len(characters), _SAMPLE_TEXT):
+        yield "".join(characters[start : start + _SAMPLE_TEXT])
+
+
+def _without_special_tokens(content: bytes) -> str:
+    """The tokenizer, taking special tokens in texts for plain text, as ours does."""
+    record = json.loads(content)
+    added = record.get("added_tokens") or []
+    record["added_tokens"] = [token for token in added if not token.get("special")]
+    record["post_processor"] = record["truncation"] = record["padding"] = None
+    return json.dumps(record)
+
+
+def _load(content: str) -> Any:
+    library = importlib.import_module("gigatoken")
+    tokenizer = library.Tokenizer.from_json(content)
+    if not hasattr(tokenizer, "encode_batch"):
+        raise DataError("this version of gigatoken has no encode_batch")
+    return tokenizer

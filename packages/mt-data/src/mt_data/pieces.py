@@ -1,0 +1,120 @@
+"""The bytes of text that each token stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mt_data.error import DataError
+
+NUM_BYTES = 256
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """Return what gives a token's bytes in the middle of a text.
+
+    Exact for byte-level tokenizers. Others may leave out or add a space at the beginning of a
+    text, and WordPiece tokenizers forget spaces, so there the sum over a text is near its size.
+
+    Args:
+        decoder: The `decoder` of a `tokenizer.json`.
+
+    Raises:
+        DataError: The decoder is of another kind.
+    """
+    kind = (decoder or {}).get("type")
+    if decoder is None or kind is None:
+        return lambda token: b" " + token.encode()  # without a decoder tokens are joined by spaces
+    if kind == "ByteLevel":
+        return _byte_level()
+    if kind == "Metaspace":
+        sign = decoder.get("replacement", _SPACE)
+        return lambda token: token.replace(sign, " ").encode()
+    if kind == "WordPiece":
+        return _word_piece(decoder.get("prefix", "##"))
+    if kind == "BPEDecoder":
+        suffix = decoder.get("suffix", "</w>")
+        return lambda token: token.replace(suffix, " ").encode()
+    if kind in ("Replace", "ByteFallback", "Fuse", "Strip"):
+        return _sequence([decoder])
+    if kind == "Sequence":
+        return _sequence(decoder.get("decoders", []))
+    raise DataError(
+        f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}; known "
+        "are ByteLevel, Metaspace, WordPiece, BPEDecoder, and sequences of Replace, ByteFallback, "
+        "Fuse, Strip, ByteLevel and Metaspace"
+    )
+
+
+def space_piece(token: str) -> bytes:
+    """Return the bytes of a sentencepiece token."""
+    if found := _BYTE.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    return token.replace(_SPACE, " ").encode()
+
+
+def byte_characters() -> list[str]:
+    """Return the printable character that byte-level BPE writes for each byte, by byte value.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from
+    U+0100 up, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+
+    def decode(token: str) -> bytes:
+        values = [byte_of.get(character) for character in token]
+        if None in values:  # then the library, too, takes the token as plain text
+            return token.encode()
+        return bytes(value for value in values if value is not None)
+
+    return decode
+
+
+def _word_piece(prefix: str) -> Callable[[str], bytes]:
+    def decode(token: str) -> bytes:
+        if token.startswith(prefix):
+            return token.removeprefix(prefix).encode()
+        return b" " + token.encode()
+
+    return decode
+
+
+def _sequence(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    replaced: list[tuple[str, str]] = []
+    fallback = False
+    for step in steps:
+        kind = step.get("type")
+        if kind in ("ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"):
+            if len([s for s in steps if s.get("type") not in ("Fuse", "Strip")]) == 1:
+                return piece_decoder(step)
+            if kind != "Metaspace":
+                raise DataError(
+                    f"the bytes of a token are not known where a decoder joins {kind} with others"
+                )
+            replaced.append((step.get("replacement", _SPACE), " "))
+        elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
+            replaced.append((step["pattern"]["String"], step.get("content", "")))
+        elif kind == "ByteFallback":
+            fallback = True
+        elif kind not in ("Fuse", "Strip"):
+            raise DataError(
+                f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}"
+            )
+
+    def decode(token: str) -> bytes:
+        if fallback and (found := _BYTE.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return decode

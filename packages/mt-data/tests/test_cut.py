@@ -1,0 +1,58 @@
+"""Long texts are encoded in parts, with the ids of the whole."""
+
+import numpy as np
+import pytest
+from mt_data import DataError, Tokenizer, train_tokenizer
+from mt_data import cut as cut_module
+from mt_data.cut import cut
+
+WORDS = ["the", " fox", "\n", "  ", "dog", "123", "4", ".", ", ", "\t\n", "é", "日本", "_", "(x)"]
+TEXTS = ["".join(WORDS) * 30]
+PATTERNS = {"gpt2": "gpt2", "code": "code", "words": r"\S+|\s+"}
+
+
+@pytest.fixture
+def make(make_engine):
+    def make(kind):
+        if kind in PATTERNS:
+            return train_tokenizer(TEXTS, 400, pattern=PATTERNS[kind])
+        return Tokenizer(make_engine(kind))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [*PATTERNS, "llama", "unigram", "wordpiece"])
+def test_ids_of_parts_are_the_ids_of_the_whole(kind, make, monkeypatch):
+    monkeypatch.setattr(cut_module, "PART", 200)
+    monkeypatch.setattr(cut_module, "_WINDOW", 100)
+    tokenizer = make(kind)
+    encode = tokenizer.engine.encode_batch
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        text = "".join(random.choice(WORDS, 400))
+        parts = list(cut(text, encode))
+        assert len(parts) > 2
+        assert max(map(len, parts)) < 700
+        assert [n for part in encode(parts) for n in part] == encode([text])[0]
+
+
+def test_text_without_a_place_to_cut_is_refused(make, monkeypatch):
+    monkeypatch.setattr(cut_module, "PART", 5000)
+    monkeypatch.setattr(cut_module, "LONGEST", 20_000)
+    encode = make("gpt2").engine.encode_batch
+    assert len(list(cut("x" * 20_000, encode))) == 1
+    with pytest.raises(DataError, match="a text of 50000 characters has no place to cut it in the"):
+        list(cut("x" * 50_000, encode))
+
+
+def test_long_text_is_cut_by_encode(make, monkeypatch):
+    tokenizer = make("gpt2")
+    text = "the fox. " * 50_000
+    sizes = []
+    inner = tokenizer.engine.encode_batch
+    monkeypatch.setattr(
+        tokenizer.engine, "encode_batch", lambda t: sizes.extend(map(len, t)) or inner(t)
+    )
+    ids = tokenizer.encode(text)
+    assert max(sizes) <= cut_module.PART
+    assert ids == inner([text])[0]
