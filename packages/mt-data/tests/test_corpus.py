@@ -191,7 +191,10 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
         (["build", "nothing", "c"], "nothing: no such file or folder"),
         (["build", "source.jsonl", "c", "--vocab-size", "10"], "vocab_size is 10"),
         (["build", "source.jsonl", "c", "--key", "body"], "source.jsonl:1: no key 'body'"),
-        (["build", "source.jsonl", "c", "--tokenizer", "none"], "none: cannot read it: No such file or directory"),
+        (
+            ["build", "source.jsonl", "c", "--tokenizer", "none"],
+            "none: cannot read it: No such file or directory",
+        ),
         (["build", "source.jsonl", "c", "--tokenizer", "source.jsonl"], "is not a tokenizer.json"),
         (["build", ".", "c", "--glob", "**.jsonl"], "glob '**.jsonl' does not choose files"),
         (["peek", "nothing"], "nothing.tokenizer.json: cannot read it: No such file"),
