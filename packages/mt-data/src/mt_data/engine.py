@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -64,6 +63,7 @@ class JsonEngine:
 
     def __init__(self, library_tokenizer: Any) -> None:
         self._inner = library_tokenizer
+        self._sha256: str | None = None
         self._inner.encode_special_tokens = True
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -108,10 +108,12 @@ class JsonEngine:
         """Content of `tokenizer.json`."""
         return self._inner.to_str(pretty=False).encode()
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """Digest of `to_bytes`."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        if self._sha256 is None:
+            self._sha256 = hashlib.sha256(self.to_bytes()).hexdigest()
+        return self._sha256
 
 
 class ModelEngine:
@@ -167,7 +169,7 @@ class ModelEngine:
         """Content of the file."""
         return self._content
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """Digest of `to_bytes`."""
         return hashlib.sha256(self._content).hexdigest()

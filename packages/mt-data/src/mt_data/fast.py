@@ -73,7 +73,7 @@ def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
             return "it is not installed: pip install 'mt-data[fast]'"
     try:
         encoder = FastEncoder(engine)
-        for texts in (list(_AWKWARD), list(_every_character()), list(sample)):
+        for texts in (_AWKWARD, list(_every_character()), sample):
             if difference := _difference(engine, encoder, texts):
                 return difference
     except BaseException as error:
@@ -83,7 +83,7 @@ def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
     return None
 
 
-def _difference(engine: JsonEngine, encoder: FastEncoder, texts: list[str]) -> str | None:
+def _difference(engine: JsonEngine, encoder: FastEncoder, texts: Sequence[str]) -> str | None:
     ids, counts = encoder.encode_flat(texts)
     ends = np.cumsum(counts)
     for text, expected, end, count in zip(
