@@ -177,8 +177,9 @@ def fail_at(patch, root, nth, code):
 
         return call
 
-    patch.setattr(os, "fsync", failing(os.fsync))
-    for name in ("open", "mkdir", "rename", "replace"):
+    for name in ("fsync", "replace"):
+        patch.setattr(os, name, failing(getattr(os, name)))
+    for name in ("open", "mkdir", "rename"):
         patch.setattr(pathlib.Path, name, failing(getattr(pathlib.Path, name)))
 
 

@@ -12,6 +12,7 @@ from mt_ckpt import (
     TensorShard,
     latest_checkpoint,
     load_checkpoint,
+    read_metadata,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -239,6 +240,10 @@ HASH = "0" * 64
             r"written in format version 99 by mt-ckpt 0.1.0; this is "
             r"mt-ckpt 0.1.0, which reads format versions up to 1",
         ),
+        (set_in("format_version", 0), "format_version is 0; versions start at 1"),
+        (set_in("format_version", -5), "format_version is -5; versions start at 1"),
+        (set_in("step", -1), "step is -1; a step is 0 to"),
+        (set_in("metadata", "elapsed", float("nan")), "is not valid JSON: NaN is no JSON number"),
         (set_in("format", "other"), "format is 'other', not 'mt-ckpt'"),
         (set_in("format_version", True), "'format_version' must be a JSON int, not True"),
         (set_in("files", "../../etc/passwd", [1, HASH]), "path '../../etc/passwd' leads out"),
@@ -259,7 +264,7 @@ HASH = "0" * 64
         (set_in("arrays", "rng", "shape", "x"), "shape and chunks are lists"),
         (set_in("arrays", "rng", "chunks", [0]), "do not fit the shape"),
         (set_in("arrays", "rng", "chunks", [3, 3]), "do not fit the shape"),
-        (set_in("arrays", "rng", "chunks", [2**60]), "rng/c.0: a chunk has"),
+        (set_in("arrays", "rng", "chunks", [2**60]), r"chunks .* are larger than the shape \(3,\)"),
         (set_in("arrays", "rng", "dtype", "object"), "dtype 'object' is not one of float64"),
         (set_in("arrays", "rng", "more", 1), "an array needs exactly: chunks, dtype, shape"),
         (
@@ -293,7 +298,7 @@ def test_forging_without_a_change_loads(checkpoint):
         b"step_00000021\n",
         b"step_20\n",
         b"../x\n",
-        b"\xff" * 1000,
+        b"\xff" * 64,
         b"step_00000020\n\n",
     ],
 )
@@ -310,6 +315,63 @@ def test_a_garbled_latest_says_what_to_do(checkpoint, content):
     )
     with pytest.raises(CheckpointError, match="names no checkpoint"):
         save_checkpoint(root, 30, [], {})
+
+
+def test_a_latest_that_is_too_long_is_not_read(checkpoint):
+    (checkpoint.parent / "latest").write_bytes(b"\xff" * 1000)
+    with pytest.raises(CheckpointError, match=r"has 1000 bytes; at most 64 .* Write the name of"):
+        latest_checkpoint(checkpoint.parent)
+
+
+def test_a_latest_that_leads_out_shows_nothing_of_what_it_leads_to(checkpoint, tmp_path):
+    (tmp_path / "secret").write_text("password")
+    latest = checkpoint.parent / "latest"
+    latest.unlink()
+    latest.symlink_to(tmp_path / "secret")
+    for call in (latest_checkpoint, read_metadata, lambda root: save_checkpoint(root, 30, [], {})):
+        with pytest.raises(CheckpointError, match="latest: leads out of") as caught:
+            call(checkpoint.parent)
+        assert "password" not in str(caught.value)
+        assert caught.value.file == "latest"
+
+
+@pytest.mark.parametrize("name", ["latest", "mt-manifest.json", "step/c", "zarr.json"])
+def test_a_fifo_in_place_of_a_file_is_an_error_and_no_wait(checkpoint, name):
+    file = (checkpoint.parent if name == "latest" else checkpoint) / name
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"is a FIFO|is not a plain file"):
+        load_all(checkpoint.parent)
+    assert verify_checkpoint(checkpoint.parent)
+    if name == "mt-manifest.json":
+        assert [problem.file for problem in verify_checkpoint(checkpoint)] == [name]
+
+
+def test_a_step_under_the_name_of_another_is_named(checkpoint):
+    other = checkpoint.rename(checkpoint.with_name("step_00000048"))
+    (checkpoint.parent / "latest").write_text("step_00000048\n")
+    text = "is of step 20, and the directory is named step_00000048; name it step_00000020 again"
+    for call in (latest_checkpoint, read_metadata, load_all):
+        with pytest.raises(CheckpointError, match=text):
+            call(checkpoint.parent)
+    assert [text in problem.reason for problem in verify_checkpoint(other)] == [True]
+    copy = shutil.copytree(other, checkpoint.with_name("best"))
+    assert verify_checkpoint(copy) == []
+
+
+def test_a_chunk_larger_than_its_array_is_not_read(checkpoint):
+    """A sparse file costs nothing to make, and memory to read."""
+    huge = 3 * 2**30
+    with (checkpoint / "rng/c.0").open("r+b") as file:
+        file.truncate(huge + 4)
+
+    def change(body):
+        body["arrays"]["rng"]["chunks"] = [huge]
+        body["files"]["rng/c.0"] = [huge + 4, HASH]
+
+    forge(checkpoint, change)
+    with pytest.raises(CheckpointError, match=r"chunks .* are larger than the shape \(3,\)"):
+        load_all(checkpoint)
 
 
 def test_a_flipped_bit_in_latest_is_an_error(checkpoint):

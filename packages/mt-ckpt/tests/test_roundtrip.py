@@ -8,12 +8,15 @@ import torch
 from mt_ckpt import (
     CheckpointError,
     TensorShard,
+    inspect_checkpoint,
     latest_checkpoint,
     load_checkpoint,
+    param_shards,
     read_metadata,
     save_checkpoint,
     verify_checkpoint,
 )
+from mt_parallel_state import ParallelLayout
 
 DTYPES = [
     torch.float64,
@@ -185,10 +188,14 @@ def test_a_part_can_be_loaded_alone(tmp_path):
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere: no such checkpoint directory"):
         load_checkpoint(tmp_path / "nowhere", [])
+    with pytest.raises(CheckpointError, match="has no committed checkpoint; give a folder in"):
+        read_metadata(tmp_path)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "zarr.json").touch()
     with pytest.raises(
         CheckpointError, match=r"mt-manifest.json: missing, so .* is not a complete"
     ):
-        read_metadata(tmp_path)
+        read_metadata(tmp_path / "copy")
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
@@ -215,3 +222,51 @@ def test_import_is_light():
     assert int(modules) < 60
     assert heavy.strip() == "[]"
     assert float(seconds) < 0.5  # 0.15 s on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda path: TensorShard(5, torch.ones(1)), "name must be a str, not 5"),
+        (lambda path: TensorShard("w", None), "w: tensor must be a Tensor, not None"),
+        (lambda path: TensorShard("w", torch.ones(2), global_shape=2), "global_shape must be int"),
+        (lambda path: TensorShard("w", torch.ones(2), offsets=(0.5,)), "offsets must be integers"),
+        (
+            lambda path: param_shards([("w", None)], ParallelLayout(), 0, prefix="m"),
+            "'w' must be a",
+        ),
+        (
+            lambda path: param_shards([], None, 0, prefix="m"),
+            "layout must be a ParallelLayout, not",
+        ),
+        (
+            lambda path: save_checkpoint(path, 1, [None], {}),
+            "shards must be a TensorShard, not None",
+        ),
+        (lambda path: save_checkpoint(path, 1, [], {}, group=-1), "group must be a ProcessGroup"),
+        (lambda path: load_checkpoint(path, [], group=-1), "group must be a ProcessGroup, not -1"),
+        (lambda path: load_checkpoint(path, [torch.ones(1)]), "shards must be a TensorShard, not"),
+        (lambda path: load_checkpoint(path, [], ignore=(1,)), "ignore must be name prefixes, not"),
+        (lambda path: inspect_checkpoint(None), "not NoneType|not 'NoneType'"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(tmp_path, call, text):
+    save_checkpoint(tmp_path, 0, [], {})
+    with pytest.raises((TypeError, CheckpointError), match=text):
+        call(tmp_path)
+
+
+def test_what_has_to_be_finite_is_not_saved_otherwise(tmp_path):
+    good = TensorShard("w", torch.ones(3), finite=True)
+    save_checkpoint(tmp_path, 1, [good], {})
+    for value in (math.nan, math.inf):
+        bad = TensorShard("w", torch.tensor([1.0, value, 1.0]), finite=True)
+        with pytest.raises(
+            CheckpointError, match="'w' holds NaN or infinity, and is not"
+        ) as caught:
+            save_checkpoint(tmp_path, 2, [bad], {}, keep=1)
+        assert caught.value.tensor == "w"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    model = torch.nn.Linear(2, 2)
+    shards = param_shards(model.named_parameters(), ParallelLayout(), 0, prefix="m", finite=True)
+    assert all(shard.finite for shard in shards)

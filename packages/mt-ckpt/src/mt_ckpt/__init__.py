@@ -1,20 +1,30 @@
 """Checkpoints as folders of Zarr arrays that any layout can read."""
 
+from mt_ckpt.array import ArraySpec
 from mt_ckpt.error import CheckpointError, Problem
-from mt_ckpt.load import load_checkpoint, read_metadata, verify_checkpoint
+from mt_ckpt.hold import hold_checkpoint
+from mt_ckpt.load import inspect_checkpoint, load_checkpoint, read_metadata, verify_checkpoint
+from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
 from mt_ckpt.save import save_checkpoint
 from mt_ckpt.shard import TensorShard, param_shards
+from mt_ckpt.state import load, save
 
 __all__ = [
+    "ArraySpec",
     "CheckpointError",
+    "Manifest",
     "Problem",
     "TensorShard",
     "clean",
+    "hold_checkpoint",
+    "inspect_checkpoint",
     "latest_checkpoint",
+    "load",
     "load_checkpoint",
     "param_shards",
     "read_metadata",
+    "save",
     "save_checkpoint",
     "verify_checkpoint",
 ]

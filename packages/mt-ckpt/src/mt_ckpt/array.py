@@ -37,6 +37,8 @@ class ArraySpec:
             raise ValueError(f"shape {self.shape} or chunks {self.chunks} are not sizes")
         if len(self.shape) != len(self.chunks) or 0 in self.chunks:
             raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
+        if any(chunk > max(1, size) for chunk, size in zip(self.chunks, self.shape, strict=True)):
+            raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import mt_files
+from mt_files import FileError
 
 from mt_ckpt.error import CheckpointError
 
@@ -24,13 +26,14 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
         with contextlib.suppress(OSError):
             if needed:
                 needed = f"{needed}; {shutil.disk_usage(path.parent).free} bytes are free"
-        raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror or error}{needed}", file=str(path)
-        ) from error
+        what = f"cannot {action} {path}: {error.strerror or error}{needed}"
+        if isinstance(error, FileError):
+            what = str(error)
+        raise CheckpointError(what, file=str(path)) from error
 
 
-def write_file(path: Path, *parts: bytes | memoryview, total: int | None = None) -> None:
-    """Write a new file (not yet synced).
+def create_file(path: Path, *parts: bytes | memoryview, total: int | None = None) -> None:
+    """Write a new file of a checkpoint that nobody sees yet; `sync_all` syncs many at once.
 
     Args:
         path: Must not exist.
@@ -48,11 +51,7 @@ def write_file(path: Path, *parts: bytes | memoryview, total: int | None = None)
 def sync(path: Path) -> None:
     """Fsync a file or a directory."""
     with disk_errors("sync", path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        mt_files.sync(path)
 
 
 def sync_all(paths: Iterable[Path]) -> None:
@@ -77,16 +76,8 @@ def remove_tree(path: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a small file atomically and durably."""
-    temp = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        write_file(temp, content)
-        sync(temp)
-        with disk_errors("replace", path):
-            temp.replace(path)
-    except CheckpointError:
-        temp.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+    with disk_errors("replace", path):
+        mt_files.write_file(path, content)
 
 
 def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
@@ -13,13 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from mt_files import FileError, open_file
 
 from mt_ckpt.array import CRC_BYTES, ArraySpec, chunk_file
 from mt_ckpt.disk import list_files
 from mt_ckpt.dtype import dtype_name, from_stored
-from mt_ckpt.error import CheckpointError, Problem
+from mt_ckpt.error import CheckpointError, Problem, check_type
 from mt_ckpt.grid import Box, chunk_indices, overlap
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from mt_ckpt.hold import hold_checkpoint
+from mt_ckpt.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    check_step,
+    other_step,
+    read_manifest,
+)
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
 
@@ -42,7 +52,8 @@ def load_checkpoint(
     dtype are listed in one error, before anything is filled.
 
     Args:
-        path: A step directory, such as `latest_checkpoint(root)`.
+        path: A folder of checkpoints, of which rank 0 chooses as `hold_checkpoint` does, or a step
+            directory. No save removes it while it is read.
         shards: The boxes that this rank wants (`write` does not matter).
         group: All ranks that load together; then the arrays not asked for are those that no rank
             asks for, and a failure is raised on every rank. None: this process loads alone.
@@ -57,37 +68,65 @@ def load_checkpoint(
             Tensors may be partly filled if a damaged chunk is what failed.
     """
     ranks = Ranks(group)
-    load = _Load(Path(path), list(shards), tuple(ignore), cast)
-    ranks.phase(load.match, load.compare)
-    ranks.phase(load.read, lambda _: None)
+    with contextlib.ExitStack() as stack:
+
+        def choose(_: list[None]) -> str:
+            found = stack.enter_context(hold_checkpoint(path))
+            return "" if found == Path(path) else found.name
+
+        folder = Path(path) / ranks.phase(lambda: None, choose)
+        prefixes = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        load = _Load(folder, list(shards), prefixes, cast)
+        ranks.phase(lambda: load.match(stack), load.compare)
+        ranks.phase(load.read, lambda _: None)
     return load.manifest.metadata
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
-    """The metadata of a checkpoint; reads and checks its manifest only.
+def inspect_checkpoint(path: str | Path) -> Manifest:
+    """Read what a checkpoint says that it holds: step, metadata, every array's shape and dtype.
+
+    The manifest is checked, the arrays are not read.
+
+    Args:
+        path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
 
     Raises:
         CheckpointError: The manifest is missing, damaged or of a newer format.
     """
-    return read_manifest(Path(path)).metadata
+    with hold_checkpoint(path) as found:
+        manifest = read_manifest(found)
+        check_step(found, manifest.step)
+        return manifest
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """Read the metadata of a checkpoint; see `inspect_checkpoint`."""
+    return inspect_checkpoint(path).metadata
 
 
 def verify_checkpoint(path: str | Path) -> list[Problem]:
-    """Check every byte of a checkpoint directory.
+    """Check every byte of a checkpoint.
+
+    Args:
+        path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
 
     Returns:
         All problems; an empty list if there is none.
     """
-    path = Path(path)
     try:
-        manifest = read_manifest(path)
-        problems = _inventory(path, manifest)
+        with hold_checkpoint(path) as found:
+            return _verify(found)
     except CheckpointError as error:
         return [Problem(file=error.file or MANIFEST, reason=str(error))]
+
+
+def _verify(path: Path) -> list[Problem]:
+    manifest = read_manifest(path)
+    problems = _inventory(path, manifest)
     bad = {problem.file for problem in problems}
     for name in sorted(set(manifest.files) - bad):
         try:
-            _read_checked(path / name, manifest.files[name])
+            _read_checked(path, name, manifest.files[name])
         except _DamageError as error:
             tensor = manifest.tensor_of(name)
             problems.append(Problem(file=name, tensor=tensor, reason=str(error)))
@@ -106,6 +145,8 @@ def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
             continue
         reason = _wrong_size(found[name], record) if name in found else "is missing"
         problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
+    if reason := other_step(path, manifest.step):
+        problems.append(Problem(file=MANIFEST, reason=reason))
     for name in sorted(found.keys() - set(manifest.files) - {MANIFEST}):
         reason = "is not in the manifest; if it is not yours, do not trust this checkpoint"
         problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
@@ -120,17 +161,18 @@ class _DamageError(Exception):
     """What is wrong with a file, in words that follow its name."""
 
 
-def _read_checked(file: Path, record: FileRecord) -> np.ndarray:
+def _read_checked(path: Path, name: str, record: FileRecord) -> np.ndarray:
     """The bytes of a file, which are those that were written, or _DamageError."""
     try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
+        with open_file(path / name, within=path) as stream:
+            size = os.fstat(stream.fileno()).st_size
             if size != record.size:
                 raise _DamageError(_wrong_size(size, record))
-            stream.seek(0)
-            data = np.empty(size, dtype=np.uint8)
-            if stream.readinto(data.data) != size:
+            data = np.fromfile(stream, np.uint8, size)
+            if data.size != size:
                 raise _DamageError("got shorter while it was read")
+    except FileError as error:
+        raise _DamageError(error.problem) from error
     except OSError as error:
         raise _DamageError(f"cannot be read: {error.strerror or error}") from error
     if hashlib.sha256(data.data).hexdigest() != record.sha256:
@@ -142,10 +184,22 @@ def _read_checked(file: Path, record: FileRecord) -> np.ndarray:
 
 def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
     try:
-        return _read_checked(path / name, manifest.files[name])
+        return _read_checked(path, name, manifest.files[name])
     except _DamageError as error:
         problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=str(error))
         raise CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE) from error
+
+
+def open_checkpoint(path: Path) -> Manifest:
+    """Check all of a step directory but the contents of its arrays, and read its manifest."""
+    manifest = read_manifest(path)
+    problems = _inventory(path, manifest)
+    if problems:
+        raise CheckpointError.from_problems(f"{path} is damaged", problems, _ADVICE)
+    for name in manifest.files:
+        if name.rpartition("/")[2] == "zarr.json":
+            _read(path, manifest, name)
+    return manifest
 
 
 @dataclass
@@ -156,15 +210,14 @@ class _Load:
     cast: bool
     manifest: Manifest = field(init=False)
 
-    def match(self) -> dict[str, Any]:
-        """Every rank: check the directory, and compare what is there with what is wanted."""
-        self.manifest = read_manifest(self.path)
-        problems = _inventory(self.path, self.manifest)
-        if problems:
-            raise CheckpointError.from_problems(f"{self.path} is damaged", problems, _ADVICE)
-        for name in self.manifest.files:
-            if name.rpartition("/")[2] == "zarr.json":
-                _read(self.path, self.manifest, name)
+    def match(self, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """Every rank: hold and check the directory, compare what is there with what is wanted."""
+        for shard in self.shards:
+            check_type("every one of shards", shard, TensorShard)
+        if not all(isinstance(prefix, str) for prefix in self.ignore):
+            raise TypeError(f"ignore must be name prefixes, not {self.ignore!r:.100}")
+        stack.enter_context(hold_checkpoint(self.path))
+        self.manifest = open_checkpoint(self.path)
         arrays = self.manifest.arrays
         return {
             "checkpoint": f"step {self.manifest.step}, content {_digest(self.manifest)}",
@@ -217,7 +270,7 @@ class _Load:
     def read(self) -> None:
         """Every rank: fill its tensors."""
         for shard in self.shards:
-            _read_shard(self.path, self.manifest, shard)
+            read_shard(self.path, self.manifest, shard)
 
 
 def _digest(manifest: Manifest) -> str:
@@ -230,7 +283,8 @@ def _near(name: str, candidates: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
+def read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
+    """Fill one box from the chunks that it touches."""
     spec = manifest.arrays[shard.name]
     box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
     with torch.no_grad():

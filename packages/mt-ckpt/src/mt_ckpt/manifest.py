@@ -8,10 +8,11 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
+from mt_files import FileError, MissingFileError, open_file
 
 from mt_ckpt.array import ArraySpec, group_names
 from mt_ckpt.error import CheckpointError
@@ -20,6 +21,8 @@ from mt_ckpt.shard import check_name
 MANIFEST = "mt-manifest.json"
 FORMAT_VERSION = 1
 _MAX_BYTES = 512 * 2**20
+_STEP = re.compile(r"step_(\d{8,18})")
+_HEAD_BYTES = 4096
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ADVICE = "Load another step, or restore the file from a copy."
@@ -50,6 +53,8 @@ class Manifest:
     files: dict[str, FileRecord]
 
     def __post_init__(self) -> None:
+        if not 0 <= self.step < 10**18:
+            raise ValueError(f"step is {self.step}; a step is 0 to 10**18 - 1")
         for name in self.arrays:
             check_name(name)
         check_nesting(list(self.arrays))
@@ -88,6 +93,45 @@ class Manifest:
         return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
+def step_name(step: int) -> str:
+    """`20` -> `step_00000020`."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """`.../step_00000020` -> 20; None if the folder has another name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and step_name(int(match[1])) == path.name else None
+
+
+def claimed_step(checkpoint: Path) -> int | None:
+    """The step of which a manifest says that it is, read from its first lines, not verified."""
+    try:
+        with open_manifest(checkpoint) as file:
+            head = file.read(_HEAD_BYTES)
+    except (CheckpointError, OSError):
+        return None  # whoever reads it in full says what is wrong
+    match = re.search(rb'^"step": (\d{1,18}),$', head, re.MULTILINE)
+    return None if match is None else int(match[1])
+
+
+def other_step(checkpoint: Path, step: int | None) -> str | None:
+    """What is wrong if a step directory is named for another step than its manifest says."""
+    named = step_of(checkpoint)
+    if step is None or named is None or named == step:
+        return None
+    return (
+        f"is of step {step}, and the directory is named {checkpoint.name}; name it "
+        f"{step_name(step)} again"
+    )
+
+
+def check_step(checkpoint: Path, step: int | None) -> None:
+    """CheckpointError if a step directory is named for another step than it holds."""
+    if reason := other_step(checkpoint, step):
+        raise _damaged(checkpoint / MANIFEST, reason)
+
+
 def check_nesting(names: list[str]) -> None:
     """ValueError if an array would have to be a group too."""
     for group in group_names(names):
@@ -111,7 +155,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointError: It is missing, damaged, not ours, or newer than this mt-ckpt.
     """
     path = checkpoint / MANIFEST
-    body = _parse(path, _unseal(path, _read(checkpoint, path)))
+    body = _parse(path, _unseal(path, _read(checkpoint)))
     try:
         _check_version(path, body)
         return Manifest(
@@ -129,22 +173,39 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _damaged(path, f"is not a valid manifest: {error}") from error
 
 
-def _read(checkpoint: Path, path: Path) -> bytes:
+def open_manifest(checkpoint: Path) -> BinaryIO:
+    """Open the manifest of a step directory.
+
+    Raises:
+        CheckpointError: It is missing (then caused by a `MissingFileError`) or no plain file.
+    """
+    path = checkpoint / MANIFEST
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: no such checkpoint directory", file=str(checkpoint))
+        error = MissingFileError(checkpoint, "no such checkpoint directory")
+        raise CheckpointError(str(error), file=str(checkpoint)) from error
     if path.is_symlink():
         raise _damaged(path, "is a symbolic link; a checkpoint holds plain files only")
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise _damaged(path, f"has more than {_MAX_BYTES} bytes")
-        return path.read_bytes()
-    except FileNotFoundError as error:
+        return open_file(path, within=checkpoint)
+    except MissingFileError as error:
         raise CheckpointError(
             f"{path}: missing, so {checkpoint} is not a complete checkpoint. {_ADVICE}",
             file=MANIFEST,
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", file=MANIFEST) from error
+    except FileError as error:
+        raise _damaged(path, error.problem) from error
+
+
+def _read(checkpoint: Path) -> bytes:
+    path = checkpoint / MANIFEST
+    with open_manifest(checkpoint) as file:
+        try:
+            data = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise _damaged(path, f"cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise _damaged(path, f"has more than {_MAX_BYTES} bytes")
+    return data
 
 
 def _unseal(path: Path, data: bytes) -> bytes:
@@ -164,8 +225,11 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
             raise ValueError("a key occurs twice")
         return value
 
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no JSON number")
+
     try:
-        return json.loads(data, object_pairs_hook=unique)
+        return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not valid JSON: {error}") from error
 
@@ -174,6 +238,8 @@ def _check_version(path: Path, body: dict[str, Any]) -> None:
     if body.get("format") != "mt-ckpt":
         raise ValueError(f"format is {body.get('format')!r}, not 'mt-ckpt'")
     found = _typed(body, "format_version", int)
+    if found < 1:
+        raise ValueError(f"format_version is {found}; versions start at 1")
     if found > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: written in format version {found} by mt-ckpt "

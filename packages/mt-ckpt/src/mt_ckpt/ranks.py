@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mt_ckpt.error import CheckpointError
+from mt_ckpt.error import CheckpointError, check_type
 
 
 class Ranks:
@@ -20,6 +20,8 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            check_type("group", group, dist.ProcessGroup)
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)

@@ -7,53 +7,58 @@ import uuid
 from pathlib import Path
 from typing import cast
 
+from mt_files import FileError, MissingFileError, read_bytes
+
 from mt_ckpt.disk import disk_errors, remove_tree, replace_file, sync
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.manifest import MANIFEST
+from mt_ckpt.lock import claim
+from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
 
 LATEST = "latest"
-_STEP = re.compile(r"step_(\d{8,18})")
+_LATEST_BYTES = 64
 _STALE = re.compile(r"\.(step_\d{8,18}|latest)\.(tmp|old)-[0-9a-f]{32}")
-
-
-def step_name(step: int) -> str:
-    """`20` -> `step_00000020`."""
-    return f"step_{step:08d}"
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
     """The committed step directories, oldest step first."""
     if not root.is_dir():
         return {}
-    found = {}
-    for path in root.iterdir():
-        match = _STEP.fullmatch(path.name)
-        if match and step_name(int(match[1])) == path.name and (path / MANIFEST).exists():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    with disk_errors("list", root):
+        found = {step: path for path in root.iterdir() if (step := step_of(path)) is not None}
+    return {step: path for step, path in sorted(found.items()) if (path / MANIFEST).exists()}
 
 
 def named_checkpoint(root: Path) -> Path | None:
     """The checkpoint that the file `latest` names; None if there is no such file."""
-    path = root / LATEST
+    before = None
+    while (content := _read_latest(root)) is not None:
+        steps = committed_steps(root).values()
+        named = {f"{step.name}\n".encode(): step for step in steps}
+        if content in named:
+            return named[content]
+        if content == before:
+            have = ", ".join(step.name for step in steps) or "none"
+            raise CheckpointError(
+                f"{root / LATEST}: its content {content!r} names no checkpoint in {root} (there: "
+                f"{have}). Write the name of one of them and a newline into it, or delete it to "
+                "resume from the newest",
+                file=LATEST,
+            )
+        before = content  # a save may have moved it on and removed that step: look again
+    return None
+
+
+def _read_latest(root: Path) -> bytes | None:
     try:
-        with path.open("rb") as file:
-            content = file.read(64)
-    except FileNotFoundError:
+        return read_bytes(root / LATEST, limit=_LATEST_BYTES, within=root)
+    except MissingFileError:
         return None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", file=LATEST) from error
-    steps = committed_steps(root).values()
-    named = {f"{step.name}\n".encode(): step for step in steps}
-    if content not in named:
-        have = ", ".join(step.name for step in steps) or "none"
+    except FileError as error:
         raise CheckpointError(
-            f"{path}: its content {content!r} names no checkpoint in {root} (there: {have}). "
-            "Write the name of one of them and a newline into it, or delete it to resume from "
-            "the newest",
+            f"{error}. Write the name of a step directory and a newline into it, or delete it to "
+            "resume from the newest",
             file=LATEST,
-        )
-    return named[content]
+        ) from error
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -63,6 +68,8 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     was killed just before it moved `latest` is repeated. Without a file `latest` (the very first
     save was killed there) it is the newest committed step.
 
+    A save beside may remove it before it is read: `hold_checkpoint` keeps it.
+
     Returns:
         The step directory, or None if there is no checkpoint yet.
 
@@ -71,7 +78,10 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     """
     root = Path(root)
     newest = list(committed_steps(root).values())[-1:]
-    return named_checkpoint(root) or next(iter(newest), None)
+    path = named_checkpoint(root) or next(iter(newest), None)
+    if path is not None:
+        check_step(path, claimed_step(path))
+    return path
 
 
 def clean(root: str | Path) -> list[Path]:
@@ -123,7 +133,8 @@ def move_latest(root: Path, step: int) -> None:
 def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
     """Remove all but `keep` of the steps up to `step`, which `latest` names.
 
-    Newer steps than `step` (of a run that went back) are left alone.
+    Newer steps than `step` (of a run that went back) are left alone. A step that a reader holds
+    stays until a later save.
 
     Args:
         root: Folder of the checkpoints.
@@ -135,7 +146,12 @@ def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
     steps = {number: path for number, path in committed_steps(root).items() if number <= step}
     given_up = [number for number in steps if after is not None and after < number < step]
     order = [*given_up, *(number for number in steps if number not in given_up)]
-    for path in [steps[number] for number in order[:-keep]]:
-        aside = set_aside(path)
-        sync(root)
-        remove_tree(aside)
+    with disk_errors("look at the steps in", root):
+        committed = [(path / MANIFEST).stat().st_mtime for path in steps.values()]
+    superseded = dict(zip(steps, committed[1:], strict=False))
+    for number in order[:-keep]:
+        with claim(steps[number], superseded=superseded[number]) as free:
+            if free:
+                aside = set_aside(steps[number])
+                sync(root)
+                remove_tree(aside)

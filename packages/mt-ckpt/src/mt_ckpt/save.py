@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from mt_ckpt.array import ArraySpec, chunk_file
-from mt_ckpt.disk import disk_errors, remove_tree, sync, sync_all, write_file
+from mt_ckpt.disk import create_file, disk_errors, remove_tree, sync, sync_all
 from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
-from mt_ckpt.error import CheckpointError
+from mt_ckpt.error import CheckpointError, check_type
 from mt_ckpt.grid import Box, chunk_indices, overlap, plan_chunks
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_nesting
+from mt_ckpt.lock import claim
+from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_nesting, step_name
 from mt_ckpt.metadata import zarr_documents
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
@@ -29,9 +31,11 @@ from mt_ckpt.root import (
     named_checkpoint,
     retain,
     set_aside,
-    step_name,
 )
 from mt_ckpt.shard import TensorShard
+
+# A step that a run saves again, after it went back, is replaced at last even if somebody reads it.
+_READERS_SECONDS = 20.0
 
 
 def save_checkpoint(
@@ -108,6 +112,9 @@ class _Save:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise ValueError(f"keep must be None or an int of at least 1, not {self.keep!r}")
         self.event("save.begin")
+        for shard in self.shards:
+            check_type("every one of shards", shard, TensorShard)
+            _check_finite(shard)
         shards = [
             {
                 "name": shard.name,
@@ -139,7 +146,7 @@ class _Save:
         for path, content in sorted(zarr_documents(self.arrays, step=self.step).items()):
             with disk_errors("create", (self.temp / path).parent):
                 (self.temp / path).parent.mkdir(parents=True, exist_ok=True)
-            write_file(self.temp / path, content, total=total)
+            create_file(self.temp / path, content, total=total)
             self.files[path] = _file_record(content)
         chunks = {name: spec.chunks for name, spec in self.arrays.items()}
         return {"temp": self.temp.name, "chunks": chunks, "total": total}
@@ -191,13 +198,14 @@ class _Save:
         manifest = Manifest(
             step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
         )
-        write_file(temp / MANIFEST, manifest.encode())
+        create_file(temp / MANIFEST, manifest.encode())
         folders = {parent for path in self.files for parent in Path(path).parents}
         sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
         self.event("save.manifest")
         named = self.check_free()  # again: somebody else may have saved it in between
         if self.step in committed_steps(self.root):
-            self.old = set_aside(final)
+            with claim(final, superseded=0.0, wait=_READERS_SECONDS):
+                self.old = set_aside(final)
         self.event("save.before_rename")
         with disk_errors("rename", temp):
             temp.rename(final)
@@ -221,6 +229,15 @@ class _Save:
             else:
                 with contextlib.suppress(OSError):
                     self.old.rename(final)
+
+
+def _check_finite(shard: TensorShard) -> None:
+    if shard.finite and shard.write and not bool(torch.isfinite(shard.tensor).all()):
+        raise CheckpointError(
+            f"tensor {shard.name!r} holds NaN or infinity, and is not saved: the checkpoints from "
+            "before stay as they are",
+            tensor=shard.name,
+        )
 
 
 def _check_json(metadata: dict[str, Any]) -> None:
@@ -291,7 +308,7 @@ def _write_shard(
         data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         crc = google_crc32c.value(cast("bytes", data)).to_bytes(4, "little")
         path = chunk_file(shard.name, index)
-        write_file(temp / path, data.data, crc, total=total)
+        create_file(temp / path, data.data, crc, total=total)
         record = _file_record(data.data, crc)
         written[path] = [record.size, record.sha256]
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -12,6 +13,7 @@ from mt_parallel_state import ParallelLayout, sharding_of
 from torch.nn import Parameter
 
 from mt_ckpt.dtype import dtype_name, dtype_names
+from mt_ckpt.error import check_type
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_.@+=,-]{1,200}")
 _RESERVED = ("zarr.json", "mt-manifest.json")
@@ -39,6 +41,8 @@ class TensorShard:
         global_shape: Shape of the whole array. Default: the tensor's own.
         offsets: Global index of the tensor's first element. Default: zeros.
         write: Whether this rank writes the box. Data held by several ranks has one writer.
+        finite: Refuse to save NaN and infinity, so that a run that diverged keeps what it saved
+            before.
 
     Shape:
         tensor: the box, `offsets[d] + tensor.shape[d] <= global_shape[d]` for every dim.
@@ -50,12 +54,15 @@ class TensorShard:
     global_shape: tuple[int, ...] = cast("tuple[int, ...]", None)
     offsets: tuple[int, ...] = cast("tuple[int, ...]", None)
     write: bool = True
+    finite: bool = False
 
     def __post_init__(self) -> None:
+        check_type("name", self.name, str)
         check_name(self.name)
+        check_type(f"{self.name}: tensor", self.tensor, torch.Tensor)
         local = tuple(self.tensor.shape)
-        shape = local if self.global_shape is None else tuple(map(int, self.global_shape))
-        offsets = (0,) * len(local) if self.offsets is None else tuple(map(int, self.offsets))
+        shape = local if self.global_shape is None else self._sizes("global_shape")
+        offsets = (0,) * len(local) if self.offsets is None else self._sizes("offsets")
         object.__setattr__(self, "global_shape", shape)
         object.__setattr__(self, "offsets", offsets)
         if dtype_name(self.tensor.dtype) not in dtype_names():
@@ -76,6 +83,15 @@ class TensorShard:
                 f"the global shape {shape}"
             )
 
+    def _sizes(self, field: str) -> tuple[int, ...]:
+        value = getattr(self, field)
+        try:
+            return tuple(operator.index(size) for size in value)
+        except TypeError:
+            raise TypeError(
+                f"{self.name}: {field} must be integers, one per dim, not {value!r:.100}"
+            ) from None
+
 
 def _is_writer(axes: frozenset[str], coords: Mapping[str, int]) -> bool:
     """Whether the rank at `coords` is the first of those that hold the same box."""
@@ -90,6 +106,7 @@ def param_shards(
     *,
     prefix: str,
     params: Mapping[str, torch.Tensor] | None = None,
+    finite: bool = False,
 ) -> list[TensorShard]:
     """The shards of parameters, or of optimizer tensors shaped like parameters.
 
@@ -104,13 +121,16 @@ def param_shards(
         prefix: Group of the arrays: `model`, `optimizer/exp_avg` ...
         params: Name to parameter, where the tensors are not the parameters themselves (moments)
             and so carry no record of their own. A tensor that every rank holds whole is its own.
+        finite: See `TensorShard`.
 
     Raises:
         ValueError: Nothing says how a tensor is split.
     """
+    check_type("layout", layout, ParallelLayout)
     shards = []
     coords = layout.coordinates(rank)
     for name, tensor in named_tensors:
+        check_type(f"{name!r}", tensor, torch.Tensor)
         record = tensor if params is None else params.get(name)
         if record is None or (params is None and not isinstance(tensor, Parameter)):
             raise ValueError(
@@ -127,6 +147,7 @@ def param_shards(
                 global_shape=shape,
                 offsets=spec.offsets(shape, layout, coords),
                 write=not sharding.is_copy and _is_writer(spec.axes, coords),
+                finite=finite,
             )
         )
     return shards

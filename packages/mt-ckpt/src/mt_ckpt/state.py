@@ -1,0 +1,230 @@
+"""Nested dicts of tensors and plain values, saved and loaded whole by one process."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mt_files import FolderLock, LockedError
+
+from mt_ckpt.disk import disk_errors
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.hold import hold_checkpoint
+from mt_ckpt.load import open_checkpoint, read_shard
+from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_of
+from mt_ckpt.root import LATEST, clean, committed_steps, latest_checkpoint
+from mt_ckpt.save import save_checkpoint
+from mt_ckpt.shard import TensorShard, check_name
+
+_KEY = "mt.state"
+_LOCK = ".lock"
+_MAX_DEPTH = 64
+_MAX_BITS = 8192  # of an integer: json reads 4300 digits
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,-]")
+_NAME_LENGTH = 150
+
+
+def save(
+    path: str | Path, state: dict[Any, Any], *, on_event: Callable[[str], None] | None = None
+) -> None:
+    """Save nested dicts, lists and tuples of tensors, numbers, strings and None: no pickle.
+
+    What `torch.save` is used for, such as `{"model": model.state_dict(), "optimizer":
+    optimizer.state_dict()}`. The state appears at once or not at all: a process killed at any
+    moment leaves what was saved at `path` before. Each array is a Zarr array below
+    `path/step_.../`. Tensors that are one memory are stored once.
+
+    The process saves alone. Of several ranks that hold the same state let one call; for tensors
+    that are split over ranks use `save_checkpoint`.
+
+    Args:
+        path: A folder, which is made; what was saved in it before is replaced.
+        state: Keys are strings or integers.
+        on_event: See `save_checkpoint`.
+
+    Raises:
+        TypeError, ValueError: A value or key of another kind; the message says where it is.
+        CheckpointError: `path` holds something else, another process is saving to it, or the disk
+            fails.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"state must be a dict, not {type(state).__name__}")
+    writer = _Writer()
+    encoded = writer.encode(state, (), "state")
+    root = Path(path)
+    with disk_errors("create", root):
+        root.mkdir(parents=True, exist_ok=True)
+    try:
+        with FolderLock(root, purpose="saving", name=_LOCK):
+            _check_ours(root)
+            clean(root)
+            steps = committed_steps(root)
+            step = max(steps, default=0) + 1
+            shards, metadata = writer.shards, {_KEY: encoded}
+            save_checkpoint(root, step, shards, metadata, keep=1, on_event=on_event)
+    except LockedError as error:
+        raise CheckpointError(str(error), file=str(root)) from error
+
+
+def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, Any]:
+    """Load what `save` saved; nothing in it is executed.
+
+    Every byte is checked before it is used. A save beside does not disturb: the state is one that
+    was saved whole. Dicts of every class come back as dicts, parameters as tensors.
+
+    Args:
+        path: The folder given to `save`.
+        device: Where the tensors are put.
+
+    Raises:
+        CheckpointError: There is nothing there, it is damaged, or `save` did not write it.
+    """
+    with hold_checkpoint(path) as found:
+        manifest = open_checkpoint(found)
+        encoded = _encoded(found, manifest)
+        tensors = {}
+        for name, spec in manifest.arrays.items():
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            read_shard(found, manifest, TensorShard(name, tensor))
+            tensors[name] = tensor.to(device)
+    try:
+        match _decode(encoded, tensors):
+            case dict(state):
+                return state
+        raise ValueError(f"{encoded!r:.60} is not a dict")  # noqa: TRY301 - joins the others
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{found / MANIFEST}: its metadata holds no state: {error}", file=MANIFEST
+        ) from error
+
+
+def _encoded(found: Path, manifest: Manifest) -> Any:
+    try:
+        return manifest.metadata[_KEY]
+    except KeyError:
+        raise CheckpointError(
+            f"{found} was not written by mt_ckpt.save; load_checkpoint fills tensors from it",
+            file=MANIFEST,
+        ) from None
+
+
+def _check_ours(root: Path) -> None:
+    """Refuse a folder in which something else is: a run's checkpoints would be removed."""
+    with disk_errors("list", root):
+        odd = sorted(
+            path.name
+            for path in root.iterdir()
+            if path.name not in (LATEST, _LOCK)
+            and step_of(path) is None
+            and not path.name.startswith((".step_", ".latest."))
+        )
+    if not odd and (newest := latest_checkpoint(root)) is not None:
+        _encoded(newest, read_manifest(newest))
+    if odd:
+        raise CheckpointError(
+            f"{root} holds something that mt_ckpt.save did not write ({odd[0]!r}); give a path of "
+            "its own",
+            file=str(root),
+        )
+
+
+class _Writer:
+    """Turns a state into JSON, and its tensors into arrays with names from their keys."""
+
+    def __init__(self) -> None:
+        self.shards: list[TensorShard] = []
+        self._names: dict[Any, str] = {}
+        self._taken: set[str] = set()
+
+    def encode(self, value: Any, path: tuple[str, ...], where: str) -> Any:
+        """JSON in which every object is a tag: {"tensor": name}, {"dict": [[key, value], ...]}."""
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(f"{where}: nested deeper than {_MAX_DEPTH}, or within itself")
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) is int:
+            if value.bit_length() > _MAX_BITS:
+                raise ValueError(f"{where}: an integer of more than {_MAX_BITS} bits")
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(value, path, where)}
+        if isinstance(value, dict):
+            return {"dict": self._items(value, path, where)}
+        if type(value) in (list, tuple):
+            items = dict(enumerate(value))
+            values = [item for _, item in self._items(items, path, where)]
+            return values if type(value) is list else {"tuple": values}
+        raise TypeError(
+            f"{where}: a {type(value).__name__} is not saved; use tensors, numbers, strings, None, "
+            "and dicts, lists and tuples of them"
+        )
+
+    def _items(self, value: dict[Any, Any], path: tuple[str, ...], where: str) -> list[list[Any]]:
+        items = []
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise TypeError(f"{where}: key {key!r} is neither a string nor an integer")
+            below = (*path, self._component(path, str(key)))
+            items.append([key, self.encode(item, below, f"{where}[{key!r}]")])
+        return items
+
+    def _component(self, path: tuple[str, ...], key: str) -> str:
+        """A part of an array's name, for a key: safe on every disk, and unlike its siblings."""
+        part = _UNSAFE.sub("_", key)[:_NAME_LENGTH]
+        try:
+            check_name(part)
+        except ValueError:
+            part = f"key-{part}"
+        name, number = part, 1
+        while (full := "/".join((*path, name)).lower()) in self._taken:
+            number += 1
+            name = f"{part}@{number}"
+        self._taken.add(full)
+        return name
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...], where: str) -> str:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"{where}: a {type(tensor).__name__} is not saved; give plain tensors, and those "
+                "that are split over ranks to save_checkpoint"
+            )
+        try:
+            shard = TensorShard("/".join(path), tensor.detach())
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        known = self._names.get(memory) if tensor.numel() else None
+        if known is not None:
+            return known
+        self._names[memory] = shard.name
+        self.shards.append(shard)
+        return shard.name
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    match value:
+        case {"tensor": str(name)} if len(value) == 1:
+            return tensors[name]
+        case {"float": "nan" | "inf" | "-inf" as text} if len(value) == 1:
+            return float(text)
+        case {"tuple": list(items)} if len(value) == 1:
+            return tuple(_decode(item, tensors) for item in items)
+        case {"dict": list(items)} if len(value) == 1:
+            return {_checked_key(key): _decode(item, tensors) for key, item in items}
+    raise ValueError(f"{value!r:.60} is not a value")
+
+
+def _checked_key(key: Any) -> str | int:
+    if type(key) not in (str, int):
+        raise ValueError(f"key {key!r:.60} is neither a string nor an integer")
+    return key
