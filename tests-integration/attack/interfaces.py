@@ -247,11 +247,19 @@ def odd_argument(world: World, rng: random.Random, scratch: Path) -> None:
         odd = str(scratch / "x")
     try:
         function(**{**arguments, which: odd})
-    except USER_ERRORS as error:
-        if len(str(error)) > 20_000:
-            raise BadError(f"{name}({which}={odd!r:.60}): a message of {len(str(error))}") from None
     except Exception as error:
-        raise BadError(f"{name}({which}={odd!r:.60}): {type(error).__name__}: {error}") from error
+        said = f"{name}({which}={odd!r:.60}): {type(error).__name__}: {error}"
+        if not _is_for_users(error):
+            raise BadError(said) from error
+        if len(said) > 20_000:
+            raise BadError(f"{name}({which}={odd!r:.60}): a message of {len(said)}") from None
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Tell whether an error says what its caller did wrong."""
+    ours = type(error).__module__.startswith("mt_")
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return ours or no_memory or isinstance(error, USER_ERRORS)
 
 
 ROWS = [
