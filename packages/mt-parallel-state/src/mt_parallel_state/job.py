@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mt_parallel_state.environment import DistributedEnv
+from mt_parallel_state.groups import nccl_options
 from mt_parallel_state.store import JoinError, first_line, meet
 
 _RELEASE_SECONDS = 0.05
@@ -130,29 +131,46 @@ def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None)
         JoinError: The ranks did not come together.
         ValueError: There is no GPU for this rank.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if env.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={env.local_rank} has no GPU: this node shows "
-                f"{torch.cuda.device_count()}; start at most that many ranks per node"
-            )
-        device = torch.device("cuda", env.local_rank)
+    device = _device(env)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if env.world_size > 1:
         _join(env, device, timeout)
     return device
 
 
+def _device(env: DistributedEnv) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1 and env.launcher == "slurm":  # --gpus-per-task=1 shows each task its own as 0
+        return torch.device("cuda", 0)
+    if env.local_rank >= count:
+        raise ValueError(
+            f"local rank {env.local_rank} has no GPU: this node shows {count}; start at most that "
+            "many ranks per node"
+        )
+    return torch.device("cuda", env.local_rank)
+
+
 def _join(env: DistributedEnv, device: torch.device, timeout: timedelta | None) -> None:
     store = meet(env, timeout or dist.default_pg_timeout)
+    backend, options = "gloo", None
+    if device.type == "cuda":
+        backend, options = "cpu:gloo,cuda:nccl", nccl_options(None, timeout)
+    # Only where connecting is lazy may the device be told: elsewhere it makes every later group a
+    # split of the world's communicator, which all ranks would have to take part in. Untold, this
+    # torch would guess from LOCAL_RANK or the global rank, which srun can make wrong.
+    lazy = getattr(options, "lazy_init", False)
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=dist.PrefixStore("default_pg", store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=timeout,
+            pg_options=options if lazy else None,
+            device_id=device if lazy else None,
         )
     except RuntimeError as error:
         raise JoinError(f"rank {env.rank} can't connect: {first_line(error)}") from error

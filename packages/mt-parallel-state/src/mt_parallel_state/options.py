@@ -49,7 +49,7 @@ class GroupOptions:
             raise ValueError(f"timeout={self.timeout} must be above 0")
 
     def for_nccl(self) -> Any:
-        """The ``ProcessGroupNCCL.Options`` of these settings."""
+        """Return the `ProcessGroupNCCL.Options` of these settings, but for the timeout."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
         for name, value in (
             ("min_ctas", self.min_ctas),
@@ -59,8 +59,6 @@ class GroupOptions:
         ):
             if value is not None:
                 setattr(options.config, name, value)
-        if self.timeout is not None:
-            options._timeout = self.timeout
         return options
 
 
