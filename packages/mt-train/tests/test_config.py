@@ -304,10 +304,10 @@ LAUNCHED = {
 @pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
-        (["--nproc", "0"], {}, "command line: --nproc: 0 is too small; use 1 or more"),
+        (["--nproc", "0"], {}, "command line: --nproc 0: use 1 or more"),
         ([], {"RANK": "0"}, "environment: WORLD_SIZE is not set"),
         (["parallel.order=tp-tp"], {}, "parallel.order"),
-        (["--nproc", "3"], LAUNCHED, "--nproc: 3, but a launcher has started 2 processes; leave"),
+        (["--nproc", "3"], LAUNCHED, "which started 2 processes: leave --nproc out"),
     ],
 )
 def test_a_wrong_launch_is_one_line(

@@ -1,22 +1,28 @@
-"""The `mt-train` command: quickstart, run, config."""
+"""The `mt-train` command: quickstart, run, config, keys."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from mt_files import did_you_mean, shorten
 
 from mt_train.document import COMMAND_LINE
 from mt_train.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
+
+    from mt_train.loading import LoadedConfig
 
 _BAD_CONFIG = 2
 
@@ -28,11 +34,13 @@ class Run:
     Runs alone, on `--nproc` local processes, or as one rank under torchrun or srun.
     """
 
-    config: tyro.conf.Positional[Path]
-    """The run's YAML file."""
-    overrides: tyro.conf.Positional[list[str]] = field(default_factory=list)
-    """Changes as section.key=value, e.g. parallel.tp=2 training.steps=100."""
-    out: Path | None = None
+    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
+    """The run's YAML file; the config.yaml of a run folder continues that run."""
+    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
+        field(default_factory=list)
+    )
+    """Changes such as parallel.tp=2 training.steps=100, anywhere on the line."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Run folder; by default runs/<name of the YAML file>."""
     nproc: int = 1
     """Local processes to start."""
@@ -40,12 +48,24 @@ class Run:
 
 @dataclass(kw_only=True)
 class Config:
-    """Print the resolved YAML: every default filled in, overrides applied."""
+    """Print the resolved YAML: every default and the model filled in, overrides applied."""
 
-    config: tyro.conf.Positional[Path]
+    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
     """The run's YAML file."""
-    overrides: tyro.conf.Positional[list[str]] = field(default_factory=list)
-    """Changes as section.key=value."""
+    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
+        field(default_factory=list)
+    )
+    """Changes such as parallel.tp=2, anywhere on the line."""
+
+
+@dataclass(kw_only=True)
+class Keys:
+    """Explain every key of the YAML: type, default and meaning."""
+
+    names: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="NAME")] = field(
+        default_factory=list
+    )
+    """Sections or keys to explain, such as optimizer or data.glob; by default all."""
 
 
 @dataclass(kw_only=True)
@@ -54,10 +74,13 @@ class Quickstart:
 
     steps: int | None = None
     """Train exactly this many steps instead of for a fixed time."""
-    out: Path = Path("runs/quickstart")
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs/quickstart"
     """Run folder."""
     nproc: int = 1
     """Local processes to start (data parallel)."""
+
+
+_COMMANDS = {"quickstart": Quickstart, "run": Run, "config": Config, "keys": Keys}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,18 +92,17 @@ def _main(arguments: list[str]) -> int:
     # OpenMP threads that spin while they wait make a step up to ten times slower as soon as
     # another program wants one of the cores. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    command = _parse(arguments)
+    _open_streams()
     try:
-        if isinstance(command, Config):
-            return _print_config(command)
-        if isinstance(command, Quickstart):
-            return _quickstart(command, arguments)
-        return _run(command, arguments)
+        return _answer(_parse(arguments), arguments)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return _BAD_CONFIG
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has what it wanted
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+        return 1
     except Exception as error:
         from mt_train.errors import USER_ERRORS, is_out_of_memory
 
@@ -96,45 +118,117 @@ def _main(arguments: list[str]) -> int:
         raise
 
 
-def _parse(arguments: list[str]) -> Run | Config | Quickstart:
+def _answer(command: Run | Config | Keys | Quickstart, arguments: list[str]) -> int:
+    if isinstance(command, Run):
+        return _run(command, arguments)
+    if isinstance(command, Quickstart):
+        return _quickstart(command, arguments)
+    if isinstance(command, Config):
+        _print_config(command)
+    else:
+        _print_keys(command)
+    sys.stdout.flush()
+    return 0
+
+
+def _open_streams() -> None:
+    """Let messages of any encoding, or to nobody, be no error."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell (`>&-`)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _parse(arguments: list[str]) -> Run | Config | Keys | Quickstart:
+    first = arguments[0] if arguments else ""
+    if first == "--version":
+        sys.stdout.write(f"mt-train {version('mt-train')}\n")
+        sys.stdout.flush()
+        raise SystemExit(0)
+    if first and not first.startswith("-") and first not in _COMMANDS:
+        is_file = first.endswith((".yaml", ".yml"))
+        hint = f"Did you mean run {first}?" if is_file else did_you_mean(first, _COMMANDS)
+        raise _command_line_error("", f"{shorten(first)} is no command. {hint}")
     commands = (
         Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
         | Annotated[Run, tyro.conf.subcommand("run")]
         | Annotated[Config, tyro.conf.subcommand("config")]
+        | Annotated[Keys, tyro.conf.subcommand("keys")]
     )
     return tyro.cli(
         tyro.conf.OmitSubcommandPrefixes[commands],  # type: ignore[arg-type]
         prog="mt-train",
-        args=arguments,
+        description="Train transformer models: one YAML from a laptop to a cluster. "
+        "`--version` prints the version.",
+        args=_options_last(arguments),
     )
 
 
-def _print_config(command: Config) -> int:
+def _options_last(arguments: list[str]) -> list[str]:
+    """Move options, each of which takes a value, behind the words; help stays in front."""
+    words: list[str] = []
+    options: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("-h", "--help") or argument.startswith("--tyro-"):
+            return arguments
+        if not argument.startswith("--"):
+            words.append(argument)
+            continue
+        options.append(argument)
+        if "=" not in argument:
+            options += itertools.islice(rest, 1)
+    return words + options
+
+
+def _print_config(command: Config) -> None:
     from mt_train.loading import load_config, to_yaml
 
-    sys.stdout.write(to_yaml(load_config(command.config, command.overrides).config))
-    return 0
+    loaded = load_config(command.config, command.overrides)
+    sys.stdout.write(to_yaml(loaded.resolved()))
 
 
-def _env(nproc: int) -> DistributedEnv:
-    """This process's place, from --nproc and the launcher's variables."""
-    from mt_parallel_state import detect_env
+def _print_keys(command: Keys) -> None:
+    from mt_train.keys import explain
 
-    if nproc < 1:
-        raise _nproc_error(f"{nproc} is too small; use 1 or more")
+    sys.stdout.write(explain(command.names))
+
+
+def _command_line_error(path: str, text: str) -> ConfigError:
+    return ConfigError([Problem(where=COMMAND_LINE, path=path, text=text)])
+
+
+def _place(nproc: int) -> tuple[DistributedEnv, bool]:
+    """Return this process's place, and whether it has local ranks to start."""
+    from mt_parallel_state import detect_env, must_launch
+
     try:
         env = detect_env()
     except ValueError as error:
         raise ConfigError([Problem(where="environment", path="", text=str(error))]) from error
-    if env.world_size > 1 and nproc not in (1, env.world_size):
-        raise _nproc_error(
-            f"{nproc}, but a launcher has started {env.world_size} processes; leave --nproc out"
-        )
-    return env
+    try:
+        return env, must_launch(nproc, env)
+    except ValueError as error:
+        raise _command_line_error("", str(error)) from error
 
 
-def _nproc_error(text: str) -> ConfigError:
-    return ConfigError([Problem(where=COMMAND_LINE, path="--nproc", text=text)])
+def _folder(out: str) -> Path:
+    """Check the name of a run folder."""
+    if not out.strip():
+        raise _command_line_error("--out", f"{out!r} is no folder; name one, such as runs/my")
+    return Path(out)
+
+
+def _run_folder(config: Path) -> Path:
+    """Return the folder of a run that is started without `--out`."""
+    parent = config.parent
+    if config.name == "config.yaml" and (
+        (parent / "metrics.jsonl").exists() or (parent / "checkpoints").is_dir()
+    ):
+        return parent
+    return Path("runs") / config.stem
 
 
 def _as_rank(work: Callable[[], object], env: DistributedEnv) -> int:
@@ -157,29 +251,31 @@ def _as_rank(work: Callable[[], object], env: DistributedEnv) -> int:
 
 
 def _run(command: Run, arguments: list[str]) -> int:
-    from mt_parallel_state import launch
-
     from mt_train.loading import load_config
 
     loaded = load_config(command.config, command.overrides)
-    env = _env(command.nproc)
-    if command.nproc > 1 and env.world_size == 1:
-        loaded.check_world(command.nproc)
-        return launch("mt_train", arguments, command.nproc)
-    out = command.out or Path("runs") / command.config.stem
+    out = _run_folder(command.config) if command.out is None else _folder(command.out)
+    env, launches = _place(command.nproc)
+    if launches:
+        return _launch(loaded, arguments, command.nproc)
     from mt_train.session import run
 
     return _as_rank(lambda: run(loaded, env, out), env)
 
 
 def _quickstart(command: Quickstart, arguments: list[str]) -> int:
-    from mt_parallel_state import launch
-
     from mt_train.quickstart import load_quickstart, quickstart
 
-    env = _env(command.nproc)
+    out = _folder(command.out)
+    env, launches = _place(command.nproc)
     loaded = load_quickstart(command.steps, max(command.nproc, env.world_size))
-    if command.nproc > 1 and env.world_size == 1:
-        loaded.check_world(command.nproc)
-        return launch("mt_train", arguments, command.nproc)
-    return _as_rank(lambda: quickstart(loaded, env, command.out), env)
+    if launches:
+        return _launch(loaded, arguments, command.nproc)
+    return _as_rank(lambda: quickstart(loaded, env, out), env)
+
+
+def _launch(loaded: LoadedConfig, arguments: list[str], nproc: int) -> int:
+    from mt_parallel_state import launch
+
+    loaded.check_world(nproc)
+    return launch("mt_train", arguments, nproc)

@@ -62,6 +62,38 @@ class LoadedConfig:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
 
+    def resolved(self) -> RunConfig:
+        """Return the configuration with the model's defaults filled in, those of a preset too.
+
+        The vocabulary of a tokenizer that is yet to be trained stays open.
+        """
+        model, section = self.model(planned_vocab_size(self)), self.config.model
+        mixer, mlp = model.layers[0].mixer, model.layers[0].feed_forward
+        is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
+        filled = dataclasses.replace(
+            section,
+            vocab_size=model.vocab_size if is_known else None,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            ffn_size=mlp and mlp.ffn_size,
+            activation=mlp and mlp.activation,
+            gated=mlp and mlp.gated,
+            norm=model.norm.kind,
+            norm_eps=model.norm.eps,
+            positions=model.positions,
+            rope_theta=mixer.rope_theta,
+            qk_norm=mixer.qk_norm,
+            bias=mixer.qkv_bias,
+            tied=model.tied,
+            dropout=model.dropout,
+            attention_dropout=mixer.dropout,
+            init_std=model.init_std,
+        )
+        return dataclasses.replace(self.config, model=filled)
+
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
         p, pp = self.config.parallel, self.config.pp

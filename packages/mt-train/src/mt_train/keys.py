@@ -1,0 +1,166 @@
+"""Every key of the YAML with its type, default and meaning, from the configuration's docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mt_files import did_you_mean, hints_of
+
+from mt_train.config import RunConfig
+from mt_train.document import COMMAND_LINE
+from mt_train.problem import ConfigError, Problem
+
+_WIDTH = 100
+_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a section.
+
+    Attributes:
+        name: Dotted, such as `optimizer.lr`.
+        type: What it takes, in words.
+        default: As it is written in YAML; empty where the key has to be given.
+        meaning: What it does, with its unit.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the YAML.
+
+    Attributes:
+        name: Its key.
+        text: What it is for.
+        keys: Its keys, in the order of the dataclass.
+    """
+
+    name: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+def sections() -> tuple[Section, ...]:
+    """Return all sections, as the dataclasses have them."""
+    return tuple(_section(name, hint) for name, hint in hints_of(RunConfig).items())
+
+
+def explain(names: list[str]) -> str:
+    """Write what the named sections or keys mean, for a terminal; all without names.
+
+    Raises:
+        ConfigError: A name is not known.
+    """
+    lines: list[str] = []
+    known = {section.name: list(section.keys) for section in sections()}
+    known |= {key.name: [key] for section in sections() for key in section.keys}
+    for name in names or [section.name for section in sections()]:
+        if name not in known:
+            text = f"{name!r} is no section and no key. {did_you_mean(name, known)[:300]}"
+            raise ConfigError([Problem(where=COMMAND_LINE, path="", text=text)])
+        for key in known[name]:
+            default = f", default {key.default}" if key.default else ", needed"
+            lines.append(f"{key.name}: {key.type}{default}")
+            lines += textwrap.wrap(
+                key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    "
+            )
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Write the page of all keys in Markdown."""
+    lines = [
+        "# Every key of mt-train",
+        "",
+        "`mt-train keys NAME` prints the same in a terminal, `mt-train config FILE` a run's own.",
+        "This page is made of the docstrings: `python -m mt_train.keys > docs/mt-train-keys.md`.",
+    ]
+    for section in sections():
+        lines += ["", f"## {section.name}", "", *textwrap.wrap(section.text, _WIDTH), ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in section.keys:
+            cells = (f"`{key.name}`", key.type, _code(key.default) or "needed", key.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _section(name: str, cls: Any) -> Section:
+    text, meanings = _docstring(cls)
+    hints = hints_of(cls)
+    keys = [
+        Key(
+            name=f"{name}.{item.name}",
+            type=_type(hints[item.name]),
+            default=_default(item),
+            meaning=meanings.get(item.name, ""),
+        )
+        for item in dataclasses.fields(cls)
+    ]
+    return Section(name=name, text=text, keys=tuple(keys))
+
+
+def _docstring(cls: type) -> tuple[str, dict[str, str]]:
+    """Return the text of a docstring, and the meaning of each of its `Attributes:`."""
+    text, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
+    return " ".join(text.split()), dict(_entries(textwrap.dedent(attributes)))
+
+
+def _entries(attributes: str) -> Iterator[tuple[str, str]]:
+    name, words = "", []
+    for line in attributes.splitlines():
+        if line and not line.startswith(" "):
+            if name:
+                yield name, " ".join(words)
+            name, _, line = line.partition(":")
+            words = []
+        words += line.split()
+    if name:
+        yield name, " ".join(words)
+
+
+def _default(item: dataclasses.Field[Any]) -> str:
+    if item.default is dataclasses.MISSING:
+        return ""
+    if isinstance(item.default, tuple):
+        return str(list(item.default))
+    if isinstance(item.default, bool):
+        return str(item.default).lower()
+    return "null" if item.default is None else str(item.default)
+
+
+def _type(hint: Any) -> str:
+    options = [hint]
+    if typing.get_origin(hint) is not Literal and not isinstance(hint, type):
+        options = list(typing.get_args(hint)) if typing.get_origin(hint) is not tuple else [hint]
+    return " or ".join(dict.fromkeys(_option(option) for option in options))
+
+
+def _option(option: Any) -> str:
+    arguments = typing.get_args(option)
+    if typing.get_origin(option) is Literal:
+        return ", ".join(f"`{item}`" for item in arguments)
+    if typing.get_origin(option) is tuple:
+        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"list{count}: {_type(arguments[0])}"
+    return _NAMES.get(option, getattr(option, "__name__", str(option)))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

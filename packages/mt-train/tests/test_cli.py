@@ -1,0 +1,168 @@
+"""The command line: overrides anywhere, words for every mistake, any console."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from mt_data_parallel import DEFAULT_BUCKET_SIZE
+from mt_train import ConfigError, load_config, to_yaml
+from mt_train.cli import _options_last, _run_folder, main
+from mt_train.config import ParallelSection
+from mt_train.keys import explain, page, sections
+
+ROOT = Path(__file__).parents[3]
+TINY = Path(__file__).parents[1] / "examples" / "tiny.yaml"
+
+
+def command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def test_overrides_stand_anywhere_among_the_options() -> None:
+    given = ["run", "my.yaml", "a.b=1", "--out", "c.d=2", "training.steps=2", "--nproc=2", "e.f=-1"]
+    words = ["run", "my.yaml", "a.b=1", "training.steps=2", "e.f=-1"]
+    assert _options_last(given) == [*words, "--out", "c.d=2", "--nproc=2"]
+    assert _options_last(["run", "--help", "a.b=1"]) == ["run", "--help", "a.b=1"]
+
+
+def test_overrides_on_both_sides_of_an_option_reach_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["run", str(TINY), "parallel.tp=2", "--nproc", "3", "training.stpes=2"]
+    code, _, message = command(arguments, capsys)
+    assert (code, "training.stpes: unknown key. Did you mean training.steps?" in message) == (
+        2,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["**/*.txt", "*.txt", "!x", "%x", "@x", "`x", "a: b", "- a", "# a", "{a}", "[a-z]*.txt"]
+)
+def test_the_value_of_an_override_is_text_as_it_stands(text: str) -> None:
+    quoted = f"'{text}'" if text[0] in "{[" else text  # brackets are YAML's own
+    assert load_config(TINY, [f"data.glob={quoted}"]).config.data.glob == text
+
+
+def test_stars_are_text_in_lists_too() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, ["data.corpus=null", "data.tokenizer=x", "data.train=[*a, b*, '*c']"])
+    for name in ("*a.bin", "b*.bin", "*c.bin"):
+        assert f"{Path.cwd() / name} does not exist" in str(caught.value)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(["--version"], capsys)
+    assert (code, out.split()[0]) == (0, "mt-train")
+    assert out.split()[1][0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rnu", "x.yaml"], "command line: 'rnu' is no command. Did you mean run?"),
+        (["my.yaml"], "'my.yaml' is no command. Did you mean run my.yaml?"),
+        (["zzz"], "'zzz' is no command. Known: quickstart, run, config, keys"),
+        (["x" * 10_000], "is no command"),
+        (["run", str(TINY), "--out", ""], "command line: --out: '' is no folder; name one"),
+        (["quickstart", "--out", " "], "command line: --out: ' ' is no folder; name one"),
+        (["keys", "optimiser"], "'optimiser' is no section and no key. Did you mean optimizer?"),
+        (["keys", "data.globs"], "Did you mean data.glob?"),
+    ],
+)
+def test_a_wrong_command_is_one_line_with_a_way_out(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, message = command(arguments, capsys)
+    assert code == 2
+    assert expected in message
+    assert len(message) < 1000
+
+
+def test_an_unknown_option_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(["run", str(TINY), "--ot", "x"], capsys)
+    assert code == 2
+    assert "--out" in out + err
+
+
+def test_the_configuration_of_a_run_folder_continues_it(tmp_path: Path) -> None:
+    folder = tmp_path / "my"
+    folder.mkdir()
+    assert _run_folder(folder / "config.yaml") == Path("runs/config")
+    (folder / "metrics.jsonl").touch()
+    assert _run_folder(folder / "config.yaml") == folder
+    assert _run_folder(folder / "other.yaml") == Path("runs/other")
+
+
+def test_config_shows_the_whole_model_and_loads_back_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for override in ("model.preset=qwen3-0.6b", "model.preset=gpt2-124m", "model.bias=true"):
+        code, out, _ = command(["config", str(TINY), override], capsys)
+        assert code == 0
+        model = yaml.safe_load(out)["model"]
+        missing = {name for name, value in model.items() if value is None}
+        assert missing <= {"preset", "vocab_size", "rope_theta"}
+        again = tmp_path / "again.yaml"
+        again.write_text(out)
+        before, after = load_config(TINY, [override]), load_config(again)
+        assert after.model(512) == before.model(512)
+        assert after.resolved() == before.resolved()
+
+
+def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options
+    )  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["config", str(TINY)], ["keys"]]
+)
+def test_any_encoding_of_the_console_will_do(encoding: str, arguments: list[str]) -> None:
+    code = f"from mt_train.cli import main; main({arguments!r})"
+    done = run_python(code, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", str(TINY)], ["x"]])
+def test_a_closed_console_is_no_traceback(arguments: list[str]) -> None:
+    code = f"import sys; from mt_train.cli import main; main({arguments!r})"
+    shell = ["sh", "-c", f'exec "{sys.executable}" -c "$1" >&- 2>/dev/null', "sh", code]
+    assert subprocess.run(shell, check=False).returncode == (2 if arguments == ["x"] else 0)
+    shell[2] = f'exec "{sys.executable}" -c "$1" 2>&1 >&-'
+    done = subprocess.run(shell, check=False, capture_output=True, text=True)
+    assert "Traceback" not in done.stdout
+
+
+def test_a_pipe_that_is_closed_early_is_no_traceback() -> None:
+    code = f"from mt_train.cli import main; main(['config', {str(TINY)!r}])"
+    shell = ["sh", "-c", f'"{sys.executable}" -c "$1" | true', "sh", code]
+    done = subprocess.run(shell, check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_every_key_has_a_meaning_and_the_page_is_current() -> None:
+    keys = [key for section in sections() for key in section.keys]
+    assert [key.name for key in keys if len(key.meaning) < 10] == []
+    assert all(section.text for section in sections())
+    shown = yaml.safe_load(to_yaml(load_config(TINY).config))
+    assert {key.name for key in keys} == {f"{s}.{k}" for s, part in shown.items() for k in part}
+    written = (ROOT / "docs" / "mt-train-keys.md").read_text()
+    assert written == page(), "run: python -m mt_train.keys > docs/mt-train-keys.md"
+    assert "anneal" in explain(["optimizer.anneal"])
+
+
+def test_the_default_bucket_is_that_of_the_buffer() -> None:
+    fields = {item.name: item.default for item in dataclasses.fields(ParallelSection)}
+    assert fields["bucket_size"] == DEFAULT_BUCKET_SIZE
