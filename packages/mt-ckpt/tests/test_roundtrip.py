@@ -254,19 +254,3 @@ def test_an_argument_of_another_type_is_named(tmp_path, call, text):
     save_checkpoint(tmp_path, 0, [], {})
     with pytest.raises((TypeError, CheckpointError), match=text):
         call(tmp_path)
-
-
-def test_what_has_to_be_finite_is_not_saved_otherwise(tmp_path):
-    good = TensorShard("w", torch.ones(3), finite=True)
-    save_checkpoint(tmp_path, 1, [good], {})
-    for value in (math.nan, math.inf):
-        bad = TensorShard("w", torch.tensor([1.0, value, 1.0]), finite=True)
-        with pytest.raises(
-            CheckpointError, match="'w' holds NaN or infinity, and is not"
-        ) as caught:
-            save_checkpoint(tmp_path, 2, [bad], {}, keep=1)
-        assert caught.value.tensor == "w"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
-    model = torch.nn.Linear(2, 2)
-    shards = param_shards(model.named_parameters(), ParallelLayout(), 0, prefix="m", finite=True)
-    assert all(shard.finite for shard in shards)

@@ -6,6 +6,7 @@ from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.load import inspect_checkpoint, load_checkpoint, read_metadata, verify_checkpoint
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
+from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
 from mt_ckpt.save import save_checkpoint
 from mt_ckpt.shard import TensorShard, param_shards
 from mt_ckpt.state import load, save
@@ -15,6 +16,9 @@ __all__ = [
     "CheckpointError",
     "Manifest",
     "Problem",
+    "RunFolder",
+    "SavedModel",
+    "SavedTokenizer",
     "TensorShard",
     "clean",
     "hold_checkpoint",

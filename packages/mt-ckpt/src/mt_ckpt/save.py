@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from mt_ckpt.array import ArraySpec, chunk_file
@@ -114,7 +113,6 @@ class _Save:
         self.event("save.begin")
         for shard in self.shards:
             check_type("every one of shards", shard, TensorShard)
-            _check_finite(shard)
         shards = [
             {
                 "name": shard.name,
@@ -229,15 +227,6 @@ class _Save:
             else:
                 with contextlib.suppress(OSError):
                     self.old.rename(final)
-
-
-def _check_finite(shard: TensorShard) -> None:
-    if shard.finite and shard.write and not bool(torch.isfinite(shard.tensor).all()):
-        raise CheckpointError(
-            f"tensor {shard.name!r} holds NaN or infinity, and is not saved: the checkpoints from "
-            "before stay as they are",
-            tensor=shard.name,
-        )
 
 
 def _check_json(metadata: dict[str, Any]) -> None:

@@ -41,8 +41,6 @@ class TensorShard:
         global_shape: Shape of the whole array. Default: the tensor's own.
         offsets: Global index of the tensor's first element. Default: zeros.
         write: Whether this rank writes the box. Data held by several ranks has one writer.
-        finite: Refuse to save NaN and infinity, so that a run that diverged keeps what it saved
-            before.
 
     Shape:
         tensor: the box, `offsets[d] + tensor.shape[d] <= global_shape[d]` for every dim.
@@ -54,7 +52,6 @@ class TensorShard:
     global_shape: tuple[int, ...] = cast("tuple[int, ...]", None)
     offsets: tuple[int, ...] = cast("tuple[int, ...]", None)
     write: bool = True
-    finite: bool = False
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str)
@@ -106,7 +103,6 @@ def param_shards(
     *,
     prefix: str,
     params: Mapping[str, torch.Tensor] | None = None,
-    finite: bool = False,
 ) -> list[TensorShard]:
     """The shards of parameters, or of optimizer tensors shaped like parameters.
 
@@ -121,7 +117,6 @@ def param_shards(
         prefix: Group of the arrays: `model`, `optimizer/exp_avg` ...
         params: Name to parameter, where the tensors are not the parameters themselves (moments)
             and so carry no record of their own. A tensor that every rank holds whole is its own.
-        finite: See `TensorShard`.
 
     Raises:
         ValueError: Nothing says how a tensor is split.
@@ -147,7 +142,6 @@ def param_shards(
                 global_shape=shape,
                 offsets=spec.offsets(shape, layout, coords),
                 write=not sharding.is_copy and _is_writer(spec.axes, coords),
-                finite=finite,
             )
         )
     return shards

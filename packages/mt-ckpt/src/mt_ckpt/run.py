@@ -1,0 +1,107 @@
+"""The folder of a run: what the program that trains writes, and others read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mt_files import Checks, SchemaError, build, shorten
+
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.manifest import MANIFEST, Manifest
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what others read.
+
+    Attributes:
+        path: The folder.
+        WEIGHTS: Prefix of the arrays of the model's parameters.
+        OPTIMIZER: Prefix of all arrays of the optimizer.
+    """
+
+    WEIGHTS: ClassVar[str] = "model"
+    OPTIMIZER: ClassVar[str] = "optimizer"
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints; see `save_checkpoint`."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the data."""
+        return self.path / "tokenizer.json"
+
+    @classmethod
+    def of(cls, path: Path) -> RunFolder:
+        """Return the run of a step directory; any other folder is taken as a run's."""
+        is_step = (path / MANIFEST).exists()
+        return cls(path.resolve().parents[1] if is_step else path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTokenizer:
+    """The tokenizer with which a model was trained.
+
+    Attributes:
+        sha256: Of its content, as `mt_data.Tokenizer.sha256` gives it.
+        eod: Name of the token that ends a document; None: the one that the tokenizer is known for.
+    """
+
+    sha256: str
+    eod: str | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if not _SHA256.fullmatch(str(self.sha256)):
+            checks.add("sha256", f"{shorten(self.sha256)} is no SHA-256 in hexadecimal")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """What a checkpoint of a run says of its model.
+
+    `mt_files.to_plain` of it is part of the checkpoint's metadata.
+
+    Attributes:
+        model: The model, as `mt_model.ModelConfig.to_dict` gives it.
+        tokenizer: Its tokenizer.
+    """
+
+    model: Mapping[str, Any]
+    tokenizer: SavedTokenizer
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SavedModel:
+        """Take it from a checkpoint, with every type checked.
+
+        Raises:
+            CheckpointError: The metadata has none, or contradicts the checkpoint.
+        """
+        metadata = manifest.metadata
+        problem = ""
+        if "step" in metadata and metadata["step"] != manifest.step:
+            problem = f"step is {shorten(metadata['step'])}, and the checkpoint's {manifest.step}"
+        missing = [key for key in ("model", "tokenizer") if key not in metadata]
+        if missing:
+            problem = f"it lacks {', '.join(missing)}"
+        try:
+            if not problem:
+                return build(cls, {key: metadata[key] for key in ("model", "tokenizer")})
+        except SchemaError as error:
+            problem = str(error)
+        raise CheckpointError(
+            f"the metadata of step {manifest.step} is not what a run of mt-train writes: "
+            f"{problem}; give a run of this version, or another step",
+            file=MANIFEST,
+        )
