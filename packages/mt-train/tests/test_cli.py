@@ -60,6 +60,19 @@ def test_stars_are_text_in_lists_too() -> None:
         assert f"{Path.cwd() / name} does not exist" in str(caught.value)
 
 
+def test_a_folder_without_a_match_names_the_glob_and_one_that_matches(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("words\n")
+    for glob, text in (("", "matches '**/*.py'; try data.glob=**/*.txt"), ("../**x", "glob")):
+        overrides = [f"data.corpus={tmp_path}", *([f"data.glob={glob}"] if glob else [])]
+        with pytest.raises(ConfigError) as caught:
+            load_config(TINY, overrides)
+        (problem,) = caught.value.problems
+        assert problem.path == "data.glob"
+        assert text in problem.text
+    load_config(TINY, [f"data.corpus={tmp_path}", "data.glob=**/*.txt"])
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = command(["--version"], capsys)
     assert (code, out.split()[0]) == (0, "mt-train")

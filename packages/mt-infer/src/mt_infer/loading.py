@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mt_ckpt import latest_checkpoint, load_checkpoint, param_shards, read_metadata
 from mt_data import Tokenizer, load_tokenizer
@@ -63,7 +65,16 @@ def open_run(folder: Path) -> Run:
             f"{path}: its metadata holds no model that this version can build: {error}; use the "
             "version that trained it"
         ) from error
-    return Run(checkpoint=path, config=config, tokenizer=load_tokenizer(tokenizer_path))
+    tokenizer = load_tokenizer(tokenizer_path, eod=_end_of_document(metadata))
+    return Run(checkpoint=path, config=config, tokenizer=tokenizer)
+
+
+def _end_of_document(metadata: Mapping[str, Any]) -> str | None:
+    """Return the token that the run was told ends a document; None for the tokenizer's own."""
+    data: Any = metadata
+    for name in ("config", "data", "eod"):
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data if isinstance(data, str) else None
 
 
 def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) -> Generator:

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from mt_files import Checks, FieldError, divisors
+from mt_files import Checks, FieldError, divisors, shorten
 from mt_model import Activation, Positions, Recompute
 
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
@@ -111,7 +111,10 @@ class DataSection:
         weights: How much of each entry of `train` is in a batch; by default as many as it has
             tokens.
         validation: Prefix of prepared held-out tokens.
-        tokenizer: The tokenizer.json of `train`, or one to use for `corpus`.
+        tokenizer: The tokenizer.json, or sentencepiece model, of `train`, or one to use for
+            `corpus`.
+        eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
+            where the tokenizer has several that may, or none of the usual names.
     """
 
     corpus: str | None = None
@@ -124,6 +127,7 @@ class DataSection:
     weights: tuple[float, ...] = ()
     validation: str | None = None
     tokenizer: str | None = None
+    eod: str | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -141,6 +145,11 @@ class DataSection:
             checks.add("corpus", "set exactly one of data.corpus and data.train")
         if self.train and self.tokenizer is None:
             checks.add("tokenizer", "missing; data.train needs the tokenizer.json of its tokens")
+        if self.eod is not None and self.tokenizer is None:
+            text = (
+                f"{shorten(self.eod)} is a token of data.tokenizer, which is not set; leave it out"
+            )
+            checks.add("eod", f"{text}, or name the tokenizer")
         if self.weights and len(self.weights) != len(self.train):
             checks.add(
                 "weights",

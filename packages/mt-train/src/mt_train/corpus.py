@@ -145,7 +145,7 @@ def _build(loaded: LoadedConfig, folder: Path, description: dict[str, object]) -
     scratch = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     scratch.mkdir(parents=True)
     if data.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(data.tokenizer))
+        tokenizer = load_tokenizer(Path(data.tokenizer), eod=data.eod)
     else:
         texts = (document.text for document in train)
         tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from mt_files import MAX_PROBLEMS, Bound, FieldError, bind, shorten, to_plain
+from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, shorten, to_plain
 from mt_model import ModelConfig, gpt, preset, validate_split
 
 from mt_train.config import ModelSection, ParallelSection, RunConfig
@@ -200,6 +202,7 @@ class _Paths:
         }
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
             changes["corpus"] = self._resolve("data.corpus", data.corpus)
+            self._check_glob(Path(changes["corpus"]), data.glob)
         if data.validation is not None:
             changes["validation"] = self._resolve("data.validation", data.validation, files)
         if data.tokenizer is not None:
@@ -211,6 +214,20 @@ class _Paths:
             return checkpoint
         load = self._resolve("checkpoint.load", checkpoint.load)
         return dataclasses.replace(checkpoint, load=load)
+
+    def _check_glob(self, folder: Path, glob: str) -> None:
+        """Note a glob that no file of a corpus folder matches, and what would match some."""
+        try:
+            if not folder.is_dir() or any(path.is_file() for path in folder.glob(glob)):
+                return
+        except (OSError, ValueError, NotImplementedError, IndexError) as error:
+            self._add("data.glob", f"{shorten(glob)} is no glob: {error}; use e.g. **/*.txt")
+            return
+        found = itertools.islice((path for path in folder.rglob("*") if path.is_file()), 1000)
+        endings = Counter(path.suffix for path in found if path.suffix)
+        hint = f"data.glob=**/*{endings.most_common(1)[0][0]}" if endings else "data.glob=**/*"
+        text = f"no file of {folder} matches {shorten(glob)}; try {hint}"
+        self._add("data.glob", text)
 
     def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
         by_hand = self._document.place(field).startswith(COMMAND_LINE)
@@ -255,8 +272,8 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
     from mt_data import DataError, load_tokenizer
 
     try:
-        return load_tokenizer(Path(data.tokenizer)).vocab_size
-    except DataError as error:
+        return load_tokenizer(Path(data.tokenizer), eod=data.eod).vocab_size
+    except (DataError, FileError) as error:
         raise loaded.error("data.tokenizer", str(error)) from error
 
 

@@ -95,7 +95,7 @@ class _Session:
     ) -> None:
         config = loaded.config
         self.config, self.out, self.state = config, out, state
-        tokenizer = load_tokenizer(corpus.tokenizer)
+        tokenizer = load_tokenizer(corpus.tokenizer, eod=config.data.eod)
         check_tokenizer(loaded, corpus, tokenizer)
         self.model_config = loaded.model(tokenizer.vocab_size)
         loaded.check_layout(self.model_config, state.layout)
