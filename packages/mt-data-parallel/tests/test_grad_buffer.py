@@ -345,7 +345,9 @@ def test_a_sink_sums_what_autograd_would(dtype):
                 by_autograd(x).sum().backward()
                 (x @ by_hand.weight.detach().T + by_hand.bias).sum().backward()
                 grad = torch.ones(4, 2, dtype=dtype).T @ x
-                sink.add(lambda out, more, g=grad: out.add_(g) if more else out.copy_(g))
+                out, accumulate = sink.begin()
+                out.add_(grad) if accumulate else out.copy_(grad)
+                sink.end()
             ours.finish()
             theirs.finish()
         for mine, expected in zip(by_hand.parameters(), by_autograd.parameters(), strict=True):
@@ -357,11 +359,14 @@ def test_a_sink_launches_buckets_and_counts():
     with GradBuffer([("w", weight), ("b", bias)], group=None) as buffer:
         sink = buffer.sink(weight)
         with pytest.raises(RuntimeError, match=r"gradient for 'w' outside of start\(\)"):
-            sink.add(lambda out, more: None)
+            sink.begin()
         buffer.start(1)
-        sink.add(lambda out, more: out.fill_(3))
+        out, accumulate = sink.begin()
+        assert not accumulate
+        out.fill_(3)
+        sink.end()
         with pytest.raises(RuntimeError, match="'w' got more than 1 gradients"):
-            sink.add(lambda out, more: None)
+            sink.begin()
         buffer.finish()
         assert weight.grad.tolist() == [3, 3]
         assert bias.grad.tolist() == [0, 0]

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mt_parallel_state import leave_process_group
+from mt_parallel_state import WgradStore, leave_process_group
 from mt_pipeline import (
     Executor,
     Panel,
     Schedule,
     Span,
     TensorSpec,
-    WeightGradients,
     draw_svg,
     draw_text,
     make_schedule,
@@ -56,8 +55,8 @@ class Slow(torch.autograd.Function):
             gradient = grad.t() @ x
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-        store = ctx.stage.store
-        store.put(compute) if store is not None else compute()
+        store = ctx.stage.wgrad_store
+        store.put(compute) if store.active else compute()
         time.sleep(INPUT)
         return grad @ weight, None, None
 
@@ -68,11 +67,7 @@ class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.store: WeightGradients | None = None
-
-    def defer_weight_gradients(self, store: WeightGradients | None) -> None:
-        """From now on put weight gradients into the store."""
-        self.store = store
+        self.wgrad_store = WgradStore()
 
     def forward(self, x: Tensor | None, microbatch: Tensor) -> Tensor:
         """Run the layer; a first stage's input wants a gradient too, so that all take as long."""

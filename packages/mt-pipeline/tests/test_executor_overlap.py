@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from mt_parallel_state import WgradStore
 from mt_pipeline import (
     Action,
     DefersWeightGradients,
@@ -265,7 +266,7 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, wgrad = ctx.layer, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        if layer.store is None:
+        if not layer.wgrad_store.active:
             return grad @ weight, wgrad(), None
 
         def compute():
@@ -273,7 +274,7 @@ class DeferredLinear(torch.autograd.Function):
             gradient = wgrad()
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-        layer.store.put(compute)
+        layer.wgrad_store.put(compute)
         return grad @ weight, None, None
 
 
@@ -285,10 +286,7 @@ class Deferring(nn.Module):
         torch.manual_seed(number)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
         self.norm = nn.LayerNorm(WIDTH).double()
-        self.store, self.log = None, []
-
-    def defer_weight_gradients(self, store):
-        self.store = store
+        self.wgrad_store, self.log = WgradStore(), []
 
     def forward(self, x, batch):
         h = self.norm(batch if x is None else x)
@@ -306,7 +304,7 @@ def test_weight_gradients_that_layers_defer_wait_for_w(ranks):
             stage = Deferring(dist.get_rank())
             executor = Executor(each, stage, group=dist.group.WORLD, activation=spec)
             executor.run(make_batches(3), objective=objective)
-            assert stage.store is None
+            assert not stage.wgrad_store.active
             results.append([p.grad for p in stage.parameters()])
         assert stage.log == ["input", "weight"] * 3
         for a, b in zip(*results, strict=True):

@@ -3,13 +3,15 @@ what they belong to."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from mt_parallel_state import WgradStore
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    WgradStore,
     copy_to_group,
     defer_weight_gradients,
     gather_from_group,
@@ -88,9 +90,10 @@ def test_weight_gradients_that_wait_are_those_of_backward(ranks, world: int) -> 
         expected = run(now, *inputs())
         later = Pair(dist.group.WORLD)
         defer_weight_gradients(later, store)
-        actual = run(later, *inputs())
+        with store.deferring() as compute:
+            actual = run(later, *inputs())
         assert later.up.weight.grad is None
-        store.run()
+        compute()
         actual |= {name: param.grad for name, param in later.named_parameters()}
         for name, value in expected.items():
             near(actual[name], value)
@@ -102,8 +105,11 @@ class Sum:
     def __init__(self, param: Tensor) -> None:
         self.total = torch.zeros_like(param)
 
-    def add(self, write) -> None:
-        write(self.total, True)
+    def begin(self) -> tuple[Tensor, bool]:
+        return self.total, True
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -111,13 +117,13 @@ class Sum:
 def test_gradients_reach_the_sink_of_the_uncast_weight(ranks, world: int, deferred: bool) -> None:
     def body() -> None:
         expected = run(Pair(dist.group.WORLD), *inputs())
-        net, store = Pair(dist.group.WORLD), WgradStore() if deferred else None
+        net, store = Pair(dist.group.WORLD), WgradStore()
         sinks = {param: Sum(param) for param in (net.up.weight, net.down.weight)}
         sum_weight_gradients(net, sinks.get)
         defer_weight_gradients(net, store)
-        run(net, *inputs())
-        if store is not None:
-            store.run()
+        with store.deferring() if deferred else nullcontext(lambda: None) as compute:
+            run(net, *inputs())
+        compute()
         for name in ("up", "down"):
             weight = net.get_submodule(name).weight
             assert weight.grad is None

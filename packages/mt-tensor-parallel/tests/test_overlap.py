@@ -51,9 +51,9 @@ class NotingGemm(TorchGemm):
     def __repr__(self) -> str:
         return "NotingGemm()"
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.events.append("multiply")
-        return super().forward(x, weight)
+        return super().forward(x, weight, bias)
 
 
 def test_a_piece_travels_while_the_one_before_is_multiplied(ranks) -> None:
@@ -114,7 +114,7 @@ def test_symmetric_products_are_asked_for_what_the_plain_way_computes(
 
         group, rank = dist.group.WORLD, dist.get_rank()
         torch.manual_seed(0)
-        product = Product(TorchGemm(), torch.randn(4, 4, dtype=torch.float64), is_dgrad)
+        product = Product(TorchGemm(), torch.randn(4, 4, dtype=torch.float64), None, is_dgrad)
         x = torch.randn(3, 8, 4, dtype=torch.float64) + rank
         with _scoped_library("symm_mem", "IMPL") as library:
             for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
@@ -131,7 +131,8 @@ PICK = """
 import sys
 import torch
 import torch.distributed as dist
-from mt_tensor_parallel.overlap import Overlap, Product, TorchGemm, gather_and, symmetric_obstacle
+from mt_tensor_parallel import TorchGemm
+from mt_tensor_parallel.overlap import Overlap, Product, gather_and, symmetric_obstacle
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.cuda.device_count = lambda: 1

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from mt_parallel_state import WgradStore
 from mt_tensor_parallel import (
-    AccumulatingGemm,
     ColumnParallelLinear,
+    Gemm,
     RowParallelLinear,
     TorchGemm,
-    WgradStore,
     defer_weight_gradients,
     sum_weight_gradients,
 )
@@ -26,16 +26,18 @@ class Sum:
         self.total = torch.full_like(param, torch.nan, dtype=dtype)  # never read before it is set
         self.count = 0
 
-    def add(self, write: Callable[[Tensor, bool], None]) -> None:
-        write(self.total, self.count > 0)
+    def begin(self) -> tuple[Tensor, bool]:
+        return self.total, self.count > 0
+
+    def end(self) -> None:
         self.count += 1
 
 
-class PlainGemm:
-    """Only what the protocol asks for."""
+class PlainGemm(Gemm):
+    """Only the three products."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.T
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x @ weight.T if bias is None else x @ weight.T + bias
 
     def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         return grad_y @ weight
@@ -64,10 +66,13 @@ def grads(net: Pair, x: Tensor, sums: torch.dtype, store: WgradStore | None = No
     sum_weight_gradients(net, sinks.get)
     defer_weight_gradients(net, store)
     for piece in x:
-        net(piece).square().sum().backward()
+        y = net(piece).square().sum()
+        counts = [sink.count for sink in sinks.values()]
+        with store.deferring() if store is not None else nullcontext(lambda: None) as compute:
+            y.backward()
         if store is not None:
-            assert len(store) == 2
-            store.run()
+            assert [sink.count for sink in sinks.values()] == counts
+        compute()
     assert [sink.count for sink in sinks.values()] == [len(x)] * 2
     assert net.up.weight.grad is None
     assert net.down.weight.grad is None
@@ -117,35 +122,28 @@ def test_deferred_weight_gradients_are_those_of_backward(ranks, sequence_paralle
                 param.register_post_accumulate_grad_hook(lambda p, to=hooked: to.append(p.shape))
             torch.manual_seed(dist.get_rank() if sequence_parallel else 5)
             x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
-            for _ in range(2):
-                y = net(x)
-                defer_weight_gradients(net, store)  # after the forward is early enough
-                y.square().sum().backward()
-            if store is not None:
-                assert len(store) == 4
+            defer_weight_gradients(net, store)
+            if store is None:
+                for _ in range(2):
+                    net(x).square().sum().backward()
+            else:
+                waiting = []
+                for _ in range(2):
+                    y = net(x)  # the switch is for the backward alone
+                    with store.deferring() as compute:
+                        y.square().sum().backward()
+                    waiting.append(compute)
                 assert up.weight.grad is None
                 assert down.weight.grad is None
                 hooked.clear()
-                store.run(1)
-                store.run()
-                assert len(store) == 0
+                for compute in waiting:
+                    compute()
                 assert len(hooked) == 4  # as a gradient buffer needs
             results.append([x.grad, *(param.grad for param in net.parameters())])
         for plain, deferred in zip(*results, strict=True):
             torch.testing.assert_close(deferred, plain, rtol=1e-12, atol=1e-12)
 
     ranks(2, body)
-
-
-def test_a_limited_store_runs_the_oldest_when_it_is_full() -> None:
-    store, done = WgradStore(limit=2), []
-    for name in "abc":
-        store.put(lambda name=name: done.append(name))
-    assert done == ["a"]
-    store.run()
-    assert done == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="limit=0 must be at least 1, or None"):
-        WgradStore(limit=0)
 
 
 def test_bf16_products_are_summed_in_fp32() -> None:
@@ -177,16 +175,17 @@ def test_a_weight_from_elsewhere_and_a_frozen_one_have_no_sink() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_gradient_of_a_computed_weight_cannot_wait(ranks, world: int) -> None:
     def body() -> None:
-        layer = ColumnParallelLinear(3, 4, group=dist.group.WORLD)
+        layer = ColumnParallelLinear(3, 4, bias=False, group=dist.group.WORLD)
         defer_weight_gradients(layer, store := WgradStore())
         root = torch.ones(12, requires_grad=True)
-        layer(torch.ones(1, 3), root[: 12 // world].view(-1, 3)).sum().backward()
-        store.run()
+        with store.deferring() as compute:
+            layer(torch.ones(1, 3), root[: 12 // world].view(-1, 3)).sum().backward()
+        compute()
         assert root.grad.sum() == 12 // world  # a view of a parameter is fine
         y = layer(torch.ones(1, 3), (root * root)[: 12 // world].view(-1, 3))
-        with pytest.raises(ValueError, match=r"cannot wait in a store: it was computed by MulBack"):
+        computed = r"cannot wait in a store: it was computed by MulBack"
+        with store.deferring(), pytest.raises(ValueError, match=computed):
             y.sum().backward()
-        defer_weight_gradients(layer, None)
         layer(torch.ones(1, 3), (root * root)[: 12 // world].view(-1, 3)).sum().backward()
         assert root.grad.sum() == 3 * (12 // world)
 
@@ -200,11 +199,6 @@ def test_a_compiled_layer_leaves_its_gradient_to_autograd() -> None:
     torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(1, 3)).sum().backward()
     assert sink.count == 0
     assert layer.weight.grad.tolist() == [[1.0] * 3] * 2
-
-
-def test_only_a_gemm_with_the_method_accumulates_by_itself() -> None:
-    assert isinstance(TorchGemm(), AccumulatingGemm)
-    assert not isinstance(PlainGemm(), AccumulatingGemm)
 
 
 @pytest.mark.gpu

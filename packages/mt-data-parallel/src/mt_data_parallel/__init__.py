@@ -1,6 +1,6 @@
 """Bucketed gradient reduction that overlaps with backward."""
 
-from mt_data_parallel.buffer import DEFAULT_BUCKET_SIZE, GradBuffer, GradSink
+from mt_data_parallel.buffer import DEFAULT_BUCKET_SIZE, GradBuffer
 from mt_data_parallel.grad import grad_of
 from mt_data_parallel.layout import BucketRange, BufferLayout, ParamRange, plan_buckets
 from mt_data_parallel.partial import reduce_partial_grads
@@ -10,7 +10,6 @@ __all__ = [
     "BucketRange",
     "BufferLayout",
     "GradBuffer",
-    "GradSink",
     "ParamRange",
     "grad_of",
     "plan_buckets",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import GradSink
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -42,27 +43,26 @@ class _Slot:
     expected: int = 1
 
 
-class GradSink:
-    """Takes one parameter's gradients from whoever computes them, in place of autograd.
+class _Sink:
+    """Takes one parameter's gradients from whoever computes them (`mt_parallel_state.GradSink`).
 
-    Made by `GradBuffer.sink`. Every gradient counts as one of the backwards that `start` announced.
+    Every gradient counts as one of the backwards that `start` announced.
     """
 
-    def __init__(
-        self, add: Callable[[_Slot, Callable[[Tensor, bool], None]], None], slot: _Slot
-    ) -> None:
-        self._add, self._slot = add, slot
+    def __init__(self, buffer: GradBuffer, slot: _Slot) -> None:
+        self._buffer, self._slot = buffer, slot
 
-    def add(self, write: Callable[[Tensor, bool], None], /) -> None:
-        """Have ``write(out, accumulate)`` put a gradient into the buffer.
-
-        Args:
-            write: Adds the gradient to ``out`` if ``accumulate`` and replaces what is there if not.
+    def begin(self) -> tuple[Tensor, bool]:
+        """Return where the gradient goes, and whether to add it there.
 
         Raises:
             RuntimeError: Not between `start` and `finish`, or more gradients than announced.
         """
-        self._add(self._slot, write)
+        return self._buffer._begin(self._slot)
+
+    def end(self) -> None:
+        """Say that it is there; buckets that are complete with it are launched."""
+        self._buffer._end(self._slot)
 
 
 class GradBuffer:
@@ -164,7 +164,7 @@ class GradBuffer:
                 f"the buffer has no such parameter (of shape {tuple(param.shape)}, requires_grad="
                 f"{param.requires_grad}); it has {len(self._slots)} trained ones"
             )
-        return GradSink(self._write, slot)
+        return _Sink(self, slot)
 
     def start(self, num_backwards: int | Mapping[str, int]) -> None:
         """Forget the gradients and expect `num_backwards` backward passes before `finish`.
@@ -310,16 +310,15 @@ class GradBuffer:
                 "embedding with sparse=False"
             )
 
-        def move(out: Tensor, accumulate: bool) -> None:  # noqa: FBT001 - as GradSink.add has it
-            # Autograd hands over the gradient it just made, so copying the first one and adding
-            # the others costs no more than accumulating there, and nothing needs zeroing.
-            param.grad = None
-            out.add_(grad.detach()) if accumulate else out.copy_(grad.detach())
+        out, accumulate = self._begin(slot)
+        # Autograd hands over the gradient it just made, so copying the first one and adding the
+        # others costs no more than accumulating there, and nothing needs zeroing.
+        param.grad = None
+        out.add_(grad.detach()) if accumulate else out.copy_(grad.detach())
+        self._end(slot)
 
-        self._write(slot, move)
-
-    def _write(self, slot: _Slot, write: Callable[[Tensor, bool], None]) -> None:
-        """Let `write` add to a gradient, and launch the buckets that are complete with it."""
+    def _begin(self, slot: _Slot) -> tuple[Tensor, bool]:
+        """Return where a gradient goes, and whether to add it there."""
         if not self._started:
             raise RuntimeError(
                 f"gradient for {slot.name!r} outside of start() and finish(); call "
@@ -330,7 +329,10 @@ class GradBuffer:
                 f"{slot.name!r} got more than {slot.expected} gradients, the number that "
                 "start() was told to expect; pass start() the true number of backward passes"
             )
-        write(slot.main_grad, slot.accumulated > 0)
+        return slot.main_grad, slot.accumulated > 0
+
+    def _end(self, slot: _Slot) -> None:
+        """Count a gradient, and launch the buckets that are complete with it."""
         slot.accumulated += 1
         if slot.accumulated == slot.expected:
             slot.bucket.pending -= 1

@@ -8,16 +8,16 @@ from typing import TypedDict, cast
 import torch
 from mt_context_parallel import Algorithm
 from mt_parallel_state import (
+    GradSink,
     ParallelLayout,
     ParallelState,
+    WgradStore,
     shard_param,
     sharding_of,
 )
 from mt_tensor_parallel import (
     IGNORE_INDEX,
-    Deferral,
     Gemm,
-    GradSink,
     VocabParallelEmbedding,
     all_gather,
     copy_to_group,
@@ -132,6 +132,10 @@ class GPT(nn.Module):
             recompute=recompute,
         )
         self._build()
+        # For schedules with split backwards (`mt_pipeline.DefersWeightGradients`). The head's and
+        # the embedding's gradients are made in backward all the same.
+        self.wgrad_store = WgradStore()
+        defer_weight_gradients(self, self.wgrad_store)
         if where.type != "meta":
             materialize(self, config, state, seed=seed, device=where)
 
@@ -144,14 +148,6 @@ class GPT(nn.Module):
     def has_head(self) -> bool:
         """Whether this is the last stage."""
         return self.layer_range.stop == self.config.num_layers
-
-    def defer_weight_gradients(self, store: Deferral | None) -> None:
-        """Put the linear layers' weight gradients into `store`; None computes them in backward.
-
-        What pipeline schedules with split backwards call (`mt_pipeline.DefersWeightGradients`).
-        The head's and the embedding's gradients are made in backward all the same.
-        """
-        defer_weight_gradients(self, store)
 
     def sum_weight_gradients(self, sink_of: Callable[[nn.Parameter], GradSink | None]) -> None:
         """Have the linear layers add their weights' gradients to `GradBuffer.sink`s themselves."""
@@ -395,7 +391,11 @@ class GPT(nn.Module):
         else:
             hidden = copy_to_group(hidden, group)
         total = linear_cross_entropy(
-            hidden.flatten(0, 1), self._head_weight(), labels.flatten(), group=group
+            hidden.flatten(0, 1),
+            self._head_weight(),
+            labels.flatten(),
+            group=group,
+            gemm=self.placement.gemm,
         )
         return {"lm": total, "tokens": (labels != IGNORE_INDEX).sum()}
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mt_parallel_state.check import CheckMode, CollectiveError
+from mt_parallel_state.gradients import GradSink, WgradStore
 from mt_parallel_state.groups import twin_group
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
@@ -46,6 +47,7 @@ __all__ = [
     "CheckMode",
     "CollectiveError",
     "DistributedEnv",
+    "GradSink",
     "GroupOptions",
     "JoinError",
     "ParallelLayout",
@@ -54,6 +56,7 @@ __all__ = [
     "PartitionSpec",
     "PeerLostError",
     "StopSignals",
+    "WgradStore",
     "blocks",
     "cut_into_levels",
     "detect_env",

@@ -26,7 +26,6 @@ from mt_pipeline.stage import (
     SplitStage,
     Stage,
     StageError,
-    WeightGradients,
 )
 from mt_pipeline.svg import draw_svg
 from mt_pipeline.tied import sum_tied_gradients
@@ -56,7 +55,6 @@ __all__ = [
     "TensorSpec",
     "TransferError",
     "Violation",
-    "WeightGradients",
     "balance_layers",
     "batch_boxes",
     "check",

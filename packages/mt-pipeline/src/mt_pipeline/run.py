@@ -83,16 +83,6 @@ class _Kept:
     random: tuple[Any, ...] | None = None  # states to run the forward again with
 
 
-class _Queue(deque[Callable[[], None]]):
-    """The weight gradients that one backward has left for later."""
-
-    put = deque.append
-
-    def run(self) -> None:
-        while self:
-            self.popleft()()
-
-
 class Run(Generic[M]):
     """One run of one rank.
 
@@ -352,13 +342,9 @@ class Run(Generic[M]):
             backward(roots, grads)
             return []
         if isinstance(stage, DefersWeightGradients):
-            queue = _Queue()
-            stage.defer_weight_gradients(queue)
-            try:
+            with stage.wgrad_store.deferring() as compute:
                 backward(roots, grads)
-            finally:
-                stage.defer_weight_gradients(None)
-            return [queue.run]
+            return [compute]
         pending = backward_input(roots, grads, leaves)
         return [] if pending is None else [pending]
 

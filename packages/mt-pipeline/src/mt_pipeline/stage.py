@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from mt_parallel_state import WgradStore
 from torch import Tensor
 
 from mt_pipeline.action import Action, Op
@@ -64,14 +65,6 @@ class SplitStage(Protocol[M_contra]):
         ...
 
 
-class WeightGradients(Protocol):
-    """Takes the computation of weight gradients that can wait."""
-
-    def put(self, compute: Callable[[], None], /) -> None:
-        """Have `compute` called later; it adds to the weight's gradient."""
-        ...
-
-
 @runtime_checkable
 class DefersWeightGradients(Protocol):
     """A stage whose layers can leave weight gradients for later.
@@ -80,8 +73,9 @@ class DefersWeightGradients(Protocol):
     cut (`backward_input`), which keeps more memory until W.
     """
 
-    def defer_weight_gradients(self, store: WeightGradients | None, /) -> None:
-        """From now on put weight gradients into `store`; with None compute them at once."""
+    @property
+    def wgrad_store(self) -> WgradStore:
+        """What its layers were given when they were built; the executor switches it on for I."""
         ...
 
 

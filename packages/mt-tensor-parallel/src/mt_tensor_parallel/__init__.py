@@ -17,10 +17,11 @@ from mt_tensor_parallel.collectives import (
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
-from mt_tensor_parallel.gemm import AccumulatingGemm, Gemm, TorchGemm
+from mt_tensor_parallel.gemm import Gemm, Operand, Role, TorchGemm
 from mt_tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    choose_gemms,
     defer_weight_gradients,
     sum_weight_gradients,
 )
@@ -32,30 +33,28 @@ from mt_tensor_parallel.linear_cross_entropy import (
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 from mt_tensor_parallel.rng import RngStreams
-from mt_tensor_parallel.wgrad import Deferral, GradSink, WgradStore
 
 if TYPE_CHECKING:
     from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
 
 __all__ = [
     "IGNORE_INDEX",
-    "AccumulatingGemm",
     "ColumnParallelLinear",
-    "Deferral",
     "DiscardedOutput",
     "Gemm",
-    "GradSink",
     "LoraLinear",
+    "Operand",
     "Overlap",
     "RngStreams",
+    "Role",
     "RowParallelLinear",
     "TorchGemm",
     "VocabParallelEmbedding",
-    "WgradStore",
     "add_lora",
     "all_gather",
     "all_to_all",
     "all_to_all_rows",
+    "choose_gemms",
     "copy_to_group",
     "defer_weight_gradients",
     "exchange_kv_groups",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
-from mt_tensor_parallel.loss_terms import LossTerms
+from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -44,14 +43,9 @@ class _CrossEntropy(torch.autograd.Function):
             torch.clamp(block.amax(-1), min=lowest, out=high[rows])
             torch.sum(block.sub_(high[rows, None]).exp_(), -1, out=total[rows])
         target = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill(foreign, 0)
-        if group is not None and group.size() > 1:
-            own = high.clone()
-            dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-            parts = [total.mul_((own - high).exp_()), target, *([] if sums is None else [sums])]
-            shared = torch.stack(parts)
-            dist.all_reduce(shared, group=group)
-            total, target, sums = shared[0], shared[1], None if sums is None else shared[2]
         log_sum = high + total.log()
+        if group is not None:
+            log_sum, target, sums = over_ranks(group, log_sum.clamp_(min=lowest), target, sums)
         ignored = labels == terms.ignore_index
         ctx.terms = terms
         ctx.save_for_backward(logits, log_sum, local, foreign, ignored)
@@ -124,9 +118,9 @@ def vocab_parallel_cross_entropy(
         vocab_size=vocab_size,
     )
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
-    rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms, group
+    rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms
     if group_size(group) > 1:
-        loss = apply_outside_graph(_CrossEntropy, *rows)
+        loss = apply_outside_graph(_CrossEntropy, *rows, group)
     else:
-        loss = cast(Tensor, _CrossEntropy.apply(*rows))
+        loss = cast(Tensor, _CrossEntropy.apply(*rows, None))
     return loss.view(labels.shape)

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mt_parallel_state import GradSink, WgradStore
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,13 +20,11 @@ from mt_tensor_parallel.collectives import (
     apply_outside_graph,
     group_size,
     shard_size,
-    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from mt_tensor_parallel.gemm import AccumulatingGemm, Gemm, TorchGemm
+from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand, TorchGemm
 from mt_tensor_parallel.overlap import (
-    SEQUENCE_DIM,
     Overlap,
     Product,
     check_overlap,
@@ -33,9 +32,11 @@ from mt_tensor_parallel.overlap import (
     pick_overlap,
     scatter_after,
 )
-from mt_tensor_parallel.wgrad import Deferral, GradSink, defer
+from mt_tensor_parallel.wgrad import defer
 
-__all__ = ["SEQUENCE_DIM", "parallel_linear"]
+__all__ = ["parallel_linear"]
+
+_TORCH = TorchGemm()
 
 
 def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
@@ -44,14 +45,14 @@ def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _How:
-    """What the three functions below share.
+    """What the two functions below share.
 
     Attributes:
         weight: As it was given: a parameter, or a view of one, before any cast.
         gemm: Multiplies.
         group: Ranks that split the weight, or None where nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
-        store: Asked in backward for what takes the weight gradients, or None to compute them.
+        store: Takes the weight gradients while it is active; None for none.
         sink: Where the weight's gradient is summed, or None for autograd.
         overlap: How gathering and scattering are hidden.
     """
@@ -60,18 +61,39 @@ class _How:
     gemm: Gemm
     group: Group
     sequence_parallel: bool
-    store: Callable[[], Deferral | None]
+    store: WgradStore | None
     sink: GradSink | None
     overlap: Overlap
 
-    def save(self, ctx: Any, x: Tensor, weight: Tensor) -> None:
-        """Keep the input only where the weight is trained."""
-        ctx.how = self
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+    @property
+    def waits(self) -> bool:
+        """Whether the weight's gradient is to be left for later."""
+        return self.store is not None and self.store.active
 
-    def wgrad(self, grad_y: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
-        """The weight's gradient, or None once it is in the sink or the store."""
-        store = self.store()
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The group, where something is sent."""
+        return cast("dist.ProcessGroup", self.group)
+
+    def save(self, ctx: Any, x: Operand, weight: Operand) -> None:
+        """Keep each of the two where the other one gets a gradient."""
+        need_x, need_w = ctx.needs_input_grad[:2]
+        kept = self.gemm.saved(x) if need_w else ()
+        ctx.how, ctx.count = self, len(kept)
+        ctx.save_for_backward(*kept, *(self.gemm.saved(weight) if need_x else ()))
+
+    def restore(self, ctx: Any) -> tuple[Operand, Operand]:
+        """Return what was kept, None for what was not."""
+        tensors = ctx.saved_tensors
+        x, weight = tensors[: ctx.count], tensors[ctx.count :]
+        return (
+            self.gemm.restored(x, "input") if x else None,
+            self.gemm.restored(weight, "weight") if weight else None,
+        )
+
+    def wgrad(self, grad_y: Operand, x: Callable[[], Operand]) -> Tensor | None:
+        """Return the weight's gradient, or None once it is in the sink or the store."""
+        store = self.store if self.waits else None
         if self.sink is not None:
             add = partial(self._add, self.sink, grad_y, x)
             add() if store is None else store.put(add)
@@ -82,77 +104,57 @@ class _How:
         return None
 
     @torch.no_grad()
-    def _add(self, sink: GradSink, grad_y: Tensor, x: Callable[[], Tensor]) -> None:
-        def write(out: Tensor, accumulate: bool) -> None:  # noqa: FBT001 - GradSink's signature
-            if isinstance(self.gemm, AccumulatingGemm):
-                self.gemm.wgrad_into(grad_y, x(), out, accumulate=accumulate)
-                return
-            grad = self.gemm.wgrad(grad_y, x()).view_as(out)
-            out.add_(grad) if accumulate else out.copy_(grad)
-
-        sink.add(write)
-
-
-class _Local(torch.autograd.Function):
-    """A linear map on one rank, for a Gemm that is not torch's or a gradient kept from autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        how.save(ctx, x, weight)
-        if type(how.gemm) is TorchGemm:
-            return F.linear(x, weight, bias)  # rounds once, with the bias, in low precision
-        y = how.gemm.forward(x, weight)
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        grad_x = ctx.how.gemm.dgrad(grads[0], weight) if need_x else None
-        grad_w = ctx.how.wgrad(grads[0], lambda: x) if need_w else None
-        return grad_x, grad_w, _bias_grad(grads[0], needed=need_b), None
+    def _add(self, sink: GradSink, grad_y: Operand, x: Callable[[], Operand]) -> None:
+        whole = x()
+        out, accumulate = sink.begin()
+        self.gemm.wgrad_into(grad_y, whole, out, accumulate=accumulate)
+        sink.end()
 
 
 class _Column(torch.autograd.Function):
-    """Input whole (or gathered along the sequence), output features split."""
+    """Input whole (or gathered along the sequence), output features split, or not on one rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        how.save(ctx, x, weight)  # the shard of x; it is gathered anew for wgrad
-        if how.sequence_parallel:
-            product = Product(how.gemm, weight)
-            y, _ = gather_and(product, x, _group(how), how.overlap, keep=False)
-        else:
-            y = how.gemm.forward(x, weight)
-        return y if bias is None else y.add_(bias)
+        gemm = how.gemm
+        own, matrix = gemm.operand(x, "input"), gemm.operand(weight, "weight")
+        how.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
+        if not how.sequence_parallel:
+            return gemm.forward(own, matrix, bias)
+        product = Product(gemm, matrix, bias)
+        return gather_and(product, own, how.ranks, how.overlap, keep=False)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        how, group, grad_y = ctx.how, _group(ctx.how), grads[0]
+        how: _How = ctx.how
+        (x, weight), gemm = how.restore(ctx), how.gemm
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        gather = None
-        if how.sequence_parallel and need_w and how.store() is None:
-            gather = start_all_gather(x, group, SEQUENCE_DIM)  # runs while dgrad computes
+        arrive = None
+        if how.sequence_parallel and need_w and not how.waits:
+            arrive = gemm.gather(x, how.ranks)  # runs while dgrad computes
 
-        def whole() -> Tensor:
+        def whole() -> Operand:
             if not how.sequence_parallel:
                 return x
-            return (gather or start_all_gather(x, group, SEQUENCE_DIM)).wait()
+            return (arrive or gemm.gather(x, how.ranks))()
 
-        reduce = None
+        grad_y = gemm.operand(grads[0], "grad") if need_x or need_w else None
+        reduced = None
         if need_x:
-            grad_x = how.gemm.dgrad(grad_y, weight)
-            if how.sequence_parallel:
-                reduce = start_reduce_scatter(grad_x, group, SEQUENCE_DIM)
-            else:
-                reduce = start_all_reduce(grad_x, group)
+            reduced = _start_reduction(gemm.dgrad(grad_y, weight), how)
         # The reduction of dgrad runs while wgrad computes.
         grad_w = how.wgrad(grad_y, whole) if need_w else None
-        grad_b = _bias_grad(grad_y, needed=need_b)
-        return None if reduce is None else reduce.wait(), grad_w, grad_b, None
+        grad_b = _bias_grad(grads[0], needed=need_b)
+        return None if reduced is None else reduced(), grad_w, grad_b, None
+
+
+def _start_reduction(grad_x: Tensor, how: _How) -> Callable[[], Tensor]:
+    if how.group is None:
+        return lambda: grad_x
+    if how.sequence_parallel:
+        return start_reduce_scatter(grad_x, how.group, SEQUENCE_DIM).wait
+    return start_all_reduce(grad_x, how.group).wait
 
 
 class _Row(torch.autograd.Function):
@@ -160,34 +162,33 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        how.save(ctx, x, weight)
+        gemm = how.gemm
+        own, matrix = gemm.operand(x, "input"), gemm.operand(weight, "weight")
+        how.save(ctx, own, matrix)
         if how.sequence_parallel:
-            y = scatter_after(Product(how.gemm, weight), x, _group(how), how.overlap)
+            y = scatter_after(Product(gemm, matrix), own, how.ranks, how.overlap)
         else:
-            y = start_all_reduce(how.gemm.forward(x, weight), _group(how)).wait()
+            y = start_all_reduce(gemm.forward(own, matrix), how.ranks).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        how = ctx.how
+        how: _How = ctx.how
+        (x, weight), gemm = how.restore(ctx), how.gemm
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         grad_b = _bias_grad(grads[0], needed=need_b)
-        grad_y, grad_x = grads[0], None
+        grad_y = gemm.operand(grads[0], "grad") if need_x or need_w else None
+        grad_x = None
         if how.sequence_parallel and need_x:
-            product = Product(how.gemm, weight, is_dgrad=True)
-            grad_x, grad_y = gather_and(product, grad_y, _group(how), how.overlap, keep=need_w)
-        elif how.sequence_parallel:
-            grad_y = start_all_gather(grad_y, _group(how), SEQUENCE_DIM).wait()
+            product = Product(gemm, weight, is_dgrad=True)
+            grad_x, grad_y = gather_and(product, grad_y, how.ranks, how.overlap, keep=need_w)
+        elif how.sequence_parallel and need_w:
+            grad_y = gemm.gather(grad_y, how.ranks)()
         elif need_x:
-            grad_x = how.gemm.dgrad(grad_y, weight)
+            grad_x = gemm.dgrad(grad_y, weight)
         grad_w = how.wgrad(grad_y, lambda: x) if need_w else None
         return grad_x, grad_w, grad_b, None
-
-
-def _group(how: _How) -> dist.ProcessGroup:
-    return cast("dist.ProcessGroup", how.group)
 
 
 def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
@@ -199,7 +200,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     group: Group = None,
     gemm: Gemm | None = None,
     sequence_parallel: bool = False,
-    wgrad_store: Callable[[], Deferral | None] | None = None,
+    wgrad_store: WgradStore | None = None,
     grad_sink: GradSink | None = None,
     overlap: Overlap | None = None,
 ) -> Tensor:
@@ -225,9 +226,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         group: `None` means the weight is whole.
         gemm: `None` is `TorchGemm`.
         sequence_parallel: Whether activations outside the split region are split along dim 1.
-        wgrad_store: Asked in backward for a `WgradStore` that takes the computation of the
-            weight's gradient, or `None` to compute it then. Compiled graphs do not ask. A weight
-            that was computed cannot be given one.
+        wgrad_store: Takes the computation of the weight's gradient if it is active in backward.
+            Compiled graphs do not ask. A weight that was computed cannot wait in one.
         grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
             none. Compiled graphs leave it to autograd.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
@@ -246,32 +246,36 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     """
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
-    plain = gemm is None or type(gemm) is TorchGemm
-    if plain:
+    gemm = _TORCH if gemm is None else gemm
+    if gemm.is_torch:
         check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group.size() == 1
-    if alone and wgrad_store is None and grad_sink is None and plain:
-        return F.linear(x, weight, bias)  # what TorchGemm computes, with torch's own backward
-    if overlap is not None and group is not None and not alone:
+    if alone and wgrad_store is None and grad_sink is None and gemm.is_autograd:
+        return F.linear(x, weight, bias)
+    sequence_parallel = sequence_parallel and not alone
+    if overlap is None:
+        overlap = pick_overlap(
+            group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm
+        )
+    elif group is not None and not alone:
         check_overlap(overlap, group, x.device, gemm)
-    if sequence_parallel and not alone:
+    if sequence_parallel:
         _check_sequence(x, mode, group)
     how = _How(
         weight=weight,
-        gemm=TorchGemm() if gemm is None else gemm,
-        group=group,
+        gemm=gemm,
+        group=None if alone else group,
         sequence_parallel=sequence_parallel,
-        store=wgrad_store or (lambda: None),
+        store=wgrad_store,
         sink=grad_sink,
-        overlap=overlap
-        or pick_overlap(group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm),
+        overlap=overlap,
     )
     rows = as_autocast(x if x.dim() > 1 else x.unsqueeze(0))
     operands = rows, as_autocast(weight), None if bias is None else as_autocast(bias)
     if alone:
-        y = cast(Tensor, _Local.apply(*operands, how))
+        y = cast(Tensor, _Column.apply(*operands, how))
     else:
         y = apply_outside_graph(_Column if mode == "column" else _Row, *operands, how)
     return y if x.dim() > 1 else y.squeeze(0)

@@ -2,78 +2,132 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AccumulatingGemm", "Gemm", "TorchGemm"]
+from mt_tensor_parallel.collectives import start_all_gather
+
+__all__ = ["SEQUENCE_DIM", "Gemm", "Operand", "Role", "TorchGemm"]
+
+SEQUENCE_DIM = 1
+
+Operand: TypeAlias = Any
+"""What a strategy makes of a tensor: for torch the tensor itself, else an object of its own."""
+Role: TypeAlias = Literal["input", "weight", "grad"]
+"""What a tensor is to a layer: its input, its weight, or the gradient of its output."""
 
 
-@runtime_checkable
-class Gemm(Protocol):
+class Gemm:
     """How a linear layer multiplies. The layer itself does not know the precision.
 
-    The layer gives it activations with at least one leading dim. Results are new tensors that the
-    caller may change in place.
+    A layer makes an operand of each tensor once. That is what is multiplied, what is kept for
+    backward, and what travels where a sequence-parallel layer gathers. Here an operand is the
+    tensor itself; a strategy that quantises overrides `operand`, `saved`, `restored` and `gather`
+    as well as the products.
+
+    Activations have at least one leading dim. Results are new tensors that the caller may change
+    in place. A strategy with state (scales, counters) is an `nn.Module` too: the layer that it is
+    given to then has it as the submodule `gemm`, and its buffers are in the layer's state dict.
     """
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return `x @ weight.T`.
+    def operand(self, x: Tensor, role: Role) -> Operand:
+        """Make the operand of a tensor.
 
         Shape:
-            x: [..., in]. weight: [out, in]. Returns [..., out].
+            x: [..., in] for the input, [out, in] for the weight, [..., out] for the gradient.
         """
-        ...
+        return x
 
-    def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+    def saved(self, operand: Operand) -> tuple[Tensor, ...]:
+        """Return the tensors to keep for backward, of an input or a weight."""
+        return (operand,)
+
+    def restored(self, tensors: Sequence[Tensor], role: Role) -> Operand:
+        """Make the operand again of what `saved` returned."""
+        return tensors[0]
+
+    def gather(self, operand: Operand, group: dist.ProcessGroup) -> Callable[[], Operand]:
+        """Begin to join the ranks' operands along the sequence, an all-gather.
+
+        Returns:
+            A function that waits for the whole operand and returns it.
+
+        Shape:
+            Of [B, s, n], an input or a gradient. Gives [B, ranks * s, n].
+        """
+        return start_all_gather(operand, group, SEQUENCE_DIM).wait
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ weight.T + bias`.
+
+        Shape:
+            x: [..., in]. weight: [out, in]. bias: [out]. Returns [..., out].
+        """
+        raise NotImplementedError
+
+    def dgrad(self, grad_y: Operand, weight: Operand) -> Tensor:
         """Return the gradient of the input, `grad_y @ weight`.
 
         Shape:
             grad_y: [..., out]. weight: [out, in]. Returns [..., in].
         """
-        ...
+        raise NotImplementedError
 
-    def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
+    def wgrad(self, grad_y: Operand, x: Operand) -> Tensor:
         """Return the gradient of the weight, `grad_y.T @ x` over all leading dims.
 
         Shape:
             grad_y: [..., out]. x: [..., in]. Returns [out, in].
         """
-        ...
+        raise NotImplementedError
 
-
-@runtime_checkable
-class AccumulatingGemm(Gemm, Protocol):
-    """A `Gemm` that can write the weight's gradient where it is summed."""
-
-    def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
         """Set `out` to the weight's gradient, or add it.
 
         Shape:
             grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
         """
-        ...
+        grad = self.wgrad(grad_y, x).view_as(out)
+        out.add_(grad) if accumulate else out.copy_(grad)
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether operands are the tensors themselves, which may be cut and sent in pieces."""
+        return type(self).operand is Gemm.operand
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the products with the weight are torch's own, of the tensors themselves."""
+        return False
+
+    @property
+    def is_autograd(self) -> bool:
+        """Whether `F.linear` and its own backward do the same."""
+        return False
 
 
-class TorchGemm:
+class TorchGemm(Gemm):
     """torch's own products, in the dtype of the tensors."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`F.linear(x, weight)`; see `Gemm` for shapes."""
-        return F.linear(x, weight)
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        """`F.linear(x, weight, bias)`, which rounds once; see `Gemm` for shapes."""
+        return F.linear(x, weight, bias)
 
-    def dgrad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+    def dgrad(self, grad_y: Operand, weight: Operand) -> Tensor:
         """`grad_y @ weight`; see `Gemm` for shapes."""
         return grad_y.matmul(weight)
 
-    def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
+    def wgrad(self, grad_y: Operand, x: Operand) -> Tensor:
         """`grad_y.T @ x`; see `Gemm` for shapes."""
         return grad_y.flatten(0, -2).t().mm(x.flatten(0, -2))
 
-    def wgrad_into(self, grad_y: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """See `AccumulatingGemm`. One kernel, without a temporary, where torch has one.
+    def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
+        """See `Gemm.wgrad_into`. One kernel, without a temporary, where torch has one.
 
         That is for an `out` of the operands' dtype, and on CUDA for an fp32 `out` of bf16 and
         fp16 operands, which is then summed in fp32. Elsewhere `wgrad` is added.
@@ -86,10 +140,21 @@ class TorchGemm:
             torch.ops.aten.addmm.dtype_out(
                 *(total, rows, x.flatten(0, -2), torch.float32), beta=int(accumulate), out=total
             )
-        elif accumulate:
-            total.add_(self.wgrad(grad_y, x))
         else:
-            total.copy_(self.wgrad(grad_y, x))
+            super().wgrad_into(grad_y, x, total, accumulate=accumulate)
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the products with the weight are torch's own, of the tensors themselves."""
+        own = type(self)
+        return (
+            self.keeps_tensors and own.forward is TorchGemm.forward and own.dgrad is TorchGemm.dgrad
+        )
+
+    @property
+    def is_autograd(self) -> bool:
+        """Whether `F.linear` and its own backward do the same."""
+        return self.is_torch and type(self).wgrad is TorchGemm.wgrad
 
     def __repr__(self) -> str:
         return "TorchGemm()"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod, sqrt
 from typing import Self
 
 import torch
-from mt_parallel_state import PartitionSpec, shard_param
+from mt_parallel_state import GradSink, PartitionSpec, WgradStore, shard_param
 from torch import Tensor, nn
 
 from mt_tensor_parallel.collectives import (
@@ -20,11 +20,11 @@ from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.shards import take_part
-from mt_tensor_parallel.wgrad import Deferral, GradSink
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "choose_gemms",
     "defer_weight_gradients",
     "sum_weight_gradients",
 ]
@@ -81,7 +81,6 @@ class _ParallelLinear(nn.Module):
         sequence_parallel: bool,
         gemm: Gemm | None,
         communicate: bool,
-        wgrad_store: Deferral | None,
         overlap: Overlap | None,
     ) -> None:
         super().__init__()
@@ -92,10 +91,8 @@ class _ParallelLinear(nn.Module):
             )
         self.group = group
         self.communicate = communicate
-        self.wgrad_store: Deferral | None = wgrad_store
+        self.wgrad_store: WgradStore | None = None
         self.grad_sink: GradSink | None = None
-        # On one rank without a store the layer is F.linear, which defers nothing.
-        self._deferrable = wgrad_store is not None or group_size(group) > 1
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.gemm: Gemm = TorchGemm() if gemm is None else gemm
@@ -119,13 +116,10 @@ class _ParallelLinear(nn.Module):
             group=self.group if self.communicate else None,
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
-            wgrad_store=self._get_wgrad_store if self._deferrable else None,
+            wgrad_store=self.wgrad_store,
             grad_sink=self.grad_sink if own_weight else None,
             overlap=self.overlap,
         )
-
-    def _get_wgrad_store(self) -> Deferral | None:
-        return self.wgrad_store
 
     def extra_repr(self) -> str:
         """The shapes and settings that torch prints."""
@@ -156,7 +150,6 @@ class ColumnParallelLinear(_ParallelLinear):
         gemm: `None` is `TorchGemm`.
         communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does.
-        wgrad_store: Takes the weight's gradient (see `WgradStore`).
         overlap: How communication along the sequence is hidden; `None` is picked by capability.
         dtype: Of the parameters; `None` is torch's default.
         device: Of the parameters; `"meta"` draws no values.
@@ -182,7 +175,6 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
         communicate: bool = True,
-        wgrad_store: Deferral | None = None,
         overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -193,7 +185,6 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gemm=gemm,
             communicate=communicate,
-            wgrad_store=wgrad_store,
             overlap=overlap,
         )
         out = _features(out_features, "out_features")
@@ -301,7 +292,6 @@ class RowParallelLinear(_ParallelLinear):
         gemm: `None` is `TorchGemm`.
         communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does. A bias is then the caller's too: it needs `bias=False`.
-        wgrad_store: Takes the weight's gradient (see `WgradStore`).
         overlap: How communication along the sequence is hidden; `None` is picked by capability.
         dtype: Of the parameters; `None` is torch's default.
         device: Of the parameters; `"meta"` draws no values.
@@ -327,7 +317,6 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
         communicate: bool = True,
-        wgrad_store: Deferral | None = None,
         overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -338,7 +327,6 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gemm=gemm,
             communicate=communicate,
-            wgrad_store=wgrad_store,
             overlap=overlap,
         )
         if bias and not communicate:
@@ -437,17 +425,30 @@ def _check_linear(linear: object, cls: type) -> nn.Linear:
     return linear
 
 
-def defer_weight_gradients(module: nn.Module, store: Deferral | None) -> None:
-    """Set what takes the weight gradients of all parallel linear layers inside `module`.
+def _linears(module: nn.Module) -> Iterator[tuple[str, _ParallelLinear]]:
+    return (
+        (name, each) for name, each in module.named_modules() if isinstance(each, _ParallelLinear)
+    )
 
-    Backward asks for it, so it may be switched between a forward and its backward; `None` has
-    the gradients computed there. A layer on one rank obeys from the forward after the first such
-    call on.
+
+def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
+    """Give all parallel linear layers inside `module` the store that they ask in backward.
+
+    Once, when the model is built: what switches it on and off is `store.deferring()`, also between
+    a forward and its backward.
     """
-    for each in module.modules():
-        if isinstance(each, _ParallelLinear):
-            each.wgrad_store = store
-            each._deferrable = True
+    for _, layer in _linears(module):
+        layer.wgrad_store = store
+
+
+def choose_gemms(module: nn.Module, gemm_for: Callable[[str], Gemm]) -> None:
+    """Give each parallel linear layer inside `module` the strategy for its dotted name.
+
+    A strategy that is an `nn.Module` becomes the layer's submodule `gemm`, with its state.
+    """
+    for name, layer in list(_linears(module)):
+        del layer.gemm  # a module does not give way to a plain attribute
+        layer.gemm = gemm_for(name)
 
 
 def sum_weight_gradients(
@@ -460,9 +461,8 @@ def sum_weight_gradients(
     ends it. A weight with a sink must be used once per forward, by its own layer: autograd no
     longer sums its uses.
     """
-    for each in module.modules():
-        if isinstance(each, _ParallelLinear):
-            each.grad_sink = sink_of(each.weight) if each.weight.requires_grad else None
+    for _, layer in _linears(module):
+        layer.grad_sink = sink_of(layer.weight) if layer.weight.requires_grad else None
 
 
 def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:

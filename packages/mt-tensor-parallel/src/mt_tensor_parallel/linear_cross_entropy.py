@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
-from mt_tensor_parallel.loss_terms import LossTerms
+from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
@@ -78,6 +79,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     labels: Tensor,
     *,
     group: Group = None,
+    gemm: Gemm | None = None,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -100,6 +102,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         weight: This rank's rows of the head.
         labels: Global token ids, or `ignore_index` for tokens that do not count.
         group: Ranks that share the vocabulary.
+        gemm: Multiplies; `None` is `TorchGemm`. Each operand is made once.
         ignore_index: Such tokens have neither loss nor gradient.
         label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
@@ -128,14 +131,21 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
-    operands = as_autocast(hidden), as_autocast(weight), labels
-    if group_size(group) > 1:
-        rest = group, terms, block_size, torch.is_grad_enabled()
-        return apply_outside_graph(_LinearCrossEntropy, *operands, *rest)
-    if torch.compiler.is_compiling():  # where blocks would be unrolled
+    gemm = TorchGemm() if gemm is None else gemm
+    in_graph = torch.compiler.is_compiling() and group_size(group) == 1 and gemm.is_torch
+    if in_graph:  # where blocks would be unrolled
         block_size = max(1, hidden.shape[0])
-    rest = None, terms, block_size, torch.is_grad_enabled()
-    return cast(Tensor, _LinearCrossEntropy.apply(*operands, *rest))
+    how = _How(
+        gemm=gemm,
+        group=group if group_size(group) > 1 else None,
+        terms=terms,
+        block_size=block_size,
+        grad_enabled=torch.is_grad_enabled(),
+    )
+    operands = as_autocast(hidden), as_autocast(weight), labels, how
+    if in_graph:
+        return cast(Tensor, _LinearCrossEntropy.apply(*operands))
+    return apply_outside_graph(_LinearCrossEntropy, *operands)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -151,50 +161,55 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     check_dtypes(hidden, weight, "hidden")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """What stays the same over the blocks.
+
+    Attributes:
+        gemm: Multiplies.
+        group: Ranks that share the vocabulary, or None for one.
+        terms: Of the loss.
+        block_size: Tokens per block.
+        grad_enabled: Whether gradients may be wanted.
+    """
+
+    gemm: Gemm
+    group: Group
+    terms: LossTerms
+    block_size: int
+    grad_enabled: bool
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd.Function takes no keywords
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        group: Group,
-        terms: LossTerms,
-        block_size: int,
-        grad_enabled: bool,  # noqa: FBT001 - autograd.Function takes no keywords
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
+        gemm, size = how.gemm, how.block_size
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         needs_hidden, needs_weight = (
-            grad_enabled and needed for needed in ctx.needs_input_grad[:2]
+            how.grad_enabled and needed for needed in ctx.needs_input_grad[:2]
         )
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Blocks are summed in fp32 so that their number does not change the precision.
-        single = 0 < hidden.shape[0] <= block_size
+        single = 0 < hidden.shape[0] <= size
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not single else None
-        # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
-        cached = hidden.device.type == "cpu" and group is None and not torch.compiler.is_compiling()
-        rows_in_cache = max(16, (1 << 19) // weight.shape[0]) if cached else block_size
-        for start in range(0, hidden.shape[0], block_size):
-            rows = slice(start, start + block_size)
-            logits = F.linear(hidden[rows], weight)
-            for part, part_labels in zip(
-                logits.split(rows_in_cache), labels[rows].split(rows_in_cache), strict=True
-            ):
-                loss, grad_logits = _block_loss(part, part_labels, group, terms)
-                total += loss
-                if needs_hidden or needs_weight:
-                    if part.dtype != wide or torch.compiler.is_compiling():  # else it is in place
-                        part[:, : terms.columns] = grad_logits
-                    part[:, terms.columns :] = 0
-            # Ignored tokens are zeroed on the H side of both products, not over the logits.
-            counts = (labels[rows] != terms.ignore_index).to(hidden.dtype).unsqueeze(1)
+        matrix = gemm.operand(weight, "weight")
+        for start in range(0, hidden.shape[0], size):
+            rows = slice(start, start + size)
+            # Ignored tokens are zeroed on the H side of all products, not over the logits.
+            counts = (labels[rows] != how.terms.ignore_index).to(hidden.dtype).unsqueeze(1)
+            x = gemm.operand(hidden[rows] * counts, "input")
+            logits = gemm.forward(x, matrix)
+            total += _block_loss(logits, labels[rows], how, wants_grad=needs_hidden or needs_weight)
+            if not (needs_hidden or needs_weight):
+                continue
+            grad_logits = gemm.operand(logits, "grad")
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[rows])
-                grad_hidden[rows] *= counts
-            if needs_weight:
-                block = logits.t().mm(hidden[rows] * counts)
-                grad_weight = block if grad_weight is None else grad_weight.add_(block)
+                torch.mul(gemm.dgrad(grad_logits, matrix), counts, out=grad_hidden[rows])
+            if grad_weight is not None:
+                gemm.wgrad_into(grad_logits, x, grad_weight, accumulate=True)
+            elif needs_weight:
+                grad_weight = gemm.wgrad(grad_logits, x)
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -204,7 +219,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         scaled = [None if g is None else _scaled(g, grads[0], dtype) for g, dtype in saved]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None)
 
 
 def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,17 +233,39 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
-def _block_loss(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, terms: LossTerms
-) -> tuple[Tensor, Tensor]:
-    """Summed loss of a block, and the gradient of its logits (also for ignored tokens).
+def _block_loss(logits: Tensor, labels: Tensor, how: _How, *, wants_grad: bool) -> Tensor:
+    """Return the summed loss of a block, and turn its logits into their gradient.
+
+    Also those of ignored tokens, which have no loss.
+
+    Shape:
+        logits: [N, V / ranks]; labels: [N]. Returns a scalar.
+    """
+    size, terms = how.block_size, how.terms
+    # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
+    if logits.device.type == "cpu" and how.group is None and not torch.compiler.is_compiling():
+        size = max(16, (1 << 19) // logits.shape[1])
+    losses = []
+    for part, own in zip(logits.split(size), labels.split(size), strict=True):
+        loss, probs = _part_loss(part[:, : terms.columns], own, how)
+        losses.append(loss)
+        if wants_grad:
+            if part.dtype != probs.dtype or torch.compiler.is_compiling():  # else it is in place
+                part[:, : terms.columns] = probs
+            part[:, terms.columns :] = 0
+    return torch.stack(losses).sum()
+
+
+def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of some tokens, and the gradient of their logits.
 
     fp32 and fp64 logits are overwritten, by their gradient outside of compiled graphs.
 
     Shape:
-        logits: [N, V / ranks]; labels: [N]. Returns a scalar and [N, terms.columns].
+        logits: [N, terms.columns]; labels: [N]. Returns a scalar and [N, terms.columns].
     """
-    wide = logits[:, : terms.columns].to(torch.promote_types(logits.dtype, torch.float32))
+    terms = how.terms
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = labels != terms.ignore_index
     local = labels - terms.first
     mine = counts & (local >= 0) & (local < terms.columns)
@@ -246,15 +283,10 @@ def _block_loss(
         probs, target = wide, wide.new_zeros(len(labels))
         sums = target if terms.smoothing else None
         lse = torch.full_like(target, torch.finfo(wide.dtype).min)
-    if group is not None:
-        largest = lse.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        parts = [(lse - largest).exp_(), target, *([] if sums is None else [sums])]
-        shared = torch.stack(parts)
-        dist.all_reduce(shared, group=group)
-        whole = shared[0].log_().add_(largest)
+    if how.group is not None:
+        whole, target, sums = over_ranks(how.group, lse, target, sums)
         probs.mul_((lse - whole).exp_().unsqueeze(1))
-        lse, target, sums = whole, shared[1], None if sums is None else shared[2]
+        lse = whole
     loss = torch.where(counts, terms.loss(lse, target, sums), 0).sum()
     if terms.columns:
         terms.grad_(probs, lse, column, mine)

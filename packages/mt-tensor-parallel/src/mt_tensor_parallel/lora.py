@@ -23,7 +23,7 @@ from mt_tensor_parallel.collectives import (
     reduce_from_group,
     reduce_scatter,
 )
-from mt_tensor_parallel.functional import SEQUENCE_DIM
+from mt_tensor_parallel.gemm import SEQUENCE_DIM
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["LoraLinear", "add_lora", "lora_state", "save_lora"]

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mt_tensor_parallel.collectives import Group, group_rank, group_size
 
-__all__ = ["LossTerms"]
+__all__ = ["LossTerms", "over_ranks"]
+
+
+def over_ranks(
+    group: dist.ProcessGroup, lse: Tensor, target: Tensor, sums: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Join what each rank knows of the tokens: an all-reduce MAX, and one SUM of all the rest.
+
+    Args:
+        group: Ranks that share the vocabulary.
+        lse: Log-sum-exp over this rank's logits.
+        target: The label's logit, 0 where it is not here.
+        sums: Sum of this rank's logits, or None.
+
+    Returns:
+        The three of the whole vocabulary.
+
+    Shape:
+        All [N].
+    """
+    largest = lse.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    parts = [(lse - largest).exp_(), target, *([] if sums is None else [sums])]
+    shared = torch.stack(parts)
+    dist.all_reduce(shared, group=group)
+    return shared[0].log_().add_(largest), shared[1], None if sums is None else shared[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_tensor_parallel.collectives import Group, start_all_gather, start_reduce_scatter
-from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand
 
 __all__ = ["Overlap", "Product", "check_overlap", "gather_and", "pick_overlap", "scatter_after"]
-
-SEQUENCE_DIM = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +54,15 @@ class Product(NamedTuple):
     """A product with a layer's weight: forward's with its transpose, or the input gradient's."""
 
     gemm: Gemm
-    weight: Tensor
+    weight: Operand
+    bias: Tensor | None = None
     is_dgrad: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Operand) -> Tensor:
         """Multiply through the layer's `Gemm`."""
-        product = self.gemm.dgrad if self.is_dgrad else self.gemm.forward
-        return product(x, self.weight)
+        if self.is_dgrad:
+            return self.gemm.dgrad(x, self.weight)
+        return self.gemm.forward(x, self.weight, self.bias)
 
     @property
     def matrix(self) -> Tensor:
@@ -94,6 +94,8 @@ def pick_overlap(
     if device.type == "cpu":
         # gloo's threads want the cores that multiply, and each message costs more than it hides.
         return Overlap(reason="on a CPU communication and products share the cores")
+    if gemm is not None and not gemm.keeps_tensors:
+        return Overlap(reason=f"the operands of {gemm!r} travel whole")
     obstacle = symmetric_obstacle(group, device, gemm)
     if obstacle is None:
         return Overlap(kind="symmetric", reason="the ranks read each other's memory")
@@ -107,7 +109,7 @@ def symmetric_obstacle(
 
     Ranks are taken to fill their nodes in order, one per GPU, as launchers place them.
     """
-    if gemm is not None and type(gemm) is not TorchGemm:
+    if gemm is not None and not gemm.is_torch:
         return f"the products are {gemm!r}'s"
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -146,19 +148,22 @@ def _fused() -> tuple[Any, Any]:
 def check_overlap(
     overlap: Overlap, group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
 ) -> None:
-    """Raise if a layer was told to use symmetric memory where it cannot."""
+    """Raise if a layer was told to use a way that it cannot."""
+    obstacle = None
     if overlap.kind == "symmetric":
         obstacle = symmetric_obstacle(group, device, gemm)
-        if obstacle is not None:
-            raise ValueError(
-                f"overlap kind 'symmetric' cannot work here: {obstacle}; leave overlap=None to "
-                "have the best way picked, or ask for 'chunked'"
-            )
+    elif overlap.kind == "chunked" and gemm is not None and not gemm.keeps_tensors:
+        obstacle = f"the operands of {gemm!r} travel whole"
+    if obstacle is not None:
+        raise ValueError(
+            f"overlap kind {overlap.kind!r} cannot work here: {obstacle}; leave overlap=None to "
+            "have the best way picked"
+        )
 
 
 def gather_and(
-    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
+    product: Product, x: Operand, group: dist.ProcessGroup, overlap: Overlap, *, keep: bool
+) -> tuple[Tensor, Operand | None]:
     """All-gather `x` along the sequence and apply `product` to it, piece by piece.
 
     Args:
@@ -175,12 +180,12 @@ def gather_and(
         x: [B, s, in]. Returns [B, ranks * s, out] and [B, ranks * s, in].
     """
     if overlap.kind == "plain":
-        whole = start_all_gather(x, group, SEQUENCE_DIM).wait()
+        whole = product.gemm.gather(x, group)()
         return product(whole), whole if keep else None
     if overlap.kind == "symmetric":
         gathered, _ = _fused()
         whole, (y,) = gathered(x, [product.matrix], SEQUENCE_DIM, group.group_name, return_A=keep)
-        return y, whole
+        return y if product.bias is None else y.add_(product.bias), whole
     pieces = x.split(overlap.sizes(x.shape[SEQUENCE_DIM]), SEQUENCE_DIM)
     pending = start_all_gather(pieces[0], group, SEQUENCE_DIM)
     inputs: list[Tensor] = []
@@ -202,7 +207,7 @@ def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_after(
-    product: Product, x: Tensor, group: dist.ProcessGroup, overlap: Overlap
+    product: Product, x: Operand, group: dist.ProcessGroup, overlap: Overlap
 ) -> Tensor:
     """Apply `product` and reduce-scatter the result along the sequence, piece by piece.
 
