@@ -133,7 +133,7 @@ def test_command_uses_a_given_tokenizer(tmp_path, source, tokenizer, capsys):
     arguments = ("--tokenizer", tmp_path / "tokenizer.json")
     code, _, err = run(capsys, "build", source, tmp_path / "c", *arguments)
     assert (code, err) == (0, "")
-    assert not (tmp_path / "c.tokenizer.json").exists()
+    assert load_tokenizer(tmp_path / "c.tokenizer.json").sha256 == tokenizer.sha256
     code, out, _ = run(capsys, "peek", tmp_path / "c", *arguments, "--start", "1", "--count", "1")
     assert "naïve 日本 <|eod|>\n<|eod|>" in out
     assert code == 0
@@ -198,7 +198,7 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
         (["build", "source.jsonl", "c", "--tokenizer", "source.jsonl"], "is not a tokenizer.json"),
         (["build", ".", "c", "--glob", "**.jsonl"], "glob '**.jsonl' does not choose files"),
         (["peek", "nothing"], "nothing.tokenizer.json: cannot read it: No such file"),
-        (["stats", "nothing"], "nothing.idx: No such file or directory"),
+        (["stats", "nothing"], "nothing.idx: cannot read it: No such file or directory"),
         (["stats", "short"], "short.idx: has 3 bytes; the header"),
         (["stats", "nothing.bin"], "pass the prefix 'nothing'"),
     ],

@@ -1,10 +1,14 @@
 """`.bin/.idx`: golden bytes, every structural check, damage of any kind, atomic commit."""
 
+import hashlib
 import json
 import multiprocessing
 import os
 import pickle
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -358,7 +362,7 @@ def test_writer_checks_documents(tmp_path):
 
 
 def test_failed_build_leaves_the_old_dataset(golden):
-    with pytest.raises(DataError), IndexedWriter(golden, np.uint16) as writer:
+    with pytest.raises(DataError), IndexedWriter(golden, np.uint16, overwrite=True) as writer:
         writer.add_document([9, -1])
     assert _read_all(IndexedDataset(golden)) == [[1, 2, 3], [4, 5]]
     assert sorted(p.name for p in golden.parent.iterdir()) == [
@@ -370,7 +374,7 @@ def test_failed_build_leaves_the_old_dataset(golden):
 
 @pytest.mark.parametrize("crash_at", range(1, 4))
 def test_crash_while_committing_never_mixes_two_datasets(golden, monkeypatch, crash_at):
-    writer = IndexedWriter(golden, np.uint16)
+    writer = IndexedWriter(golden, np.uint16, overwrite=True)
     writer.add_document([9, 8, 7])
     writer.add_document([6, 5])
     calls = 0
@@ -408,3 +412,95 @@ def test_fingerprint_changes_with_the_data_only(tmp_path, golden):
             writer.add_document(tokens)
             writer.add_document([4, 5])
         assert IndexedDataset(tmp_path / str(number)).fingerprint != first
+
+
+def test_existing_dataset_is_replaced_only_when_asked(golden):
+    with pytest.raises(DataError, match=r"corpus\.idx exists; choose another place.*--overwrite"):
+        IndexedWriter(golden, np.uint16)
+    with IndexedWriter(golden, np.uint16, overwrite=True) as writer:
+        writer.add_document([7])
+    assert _read_all(IndexedDataset(golden)) == [[7]]
+
+
+def test_dataset_in_use_is_never_replaced(golden):
+    with IndexedDataset(golden) as reader:
+        with pytest.raises(DataError, match=r"corpus\.bin is in use"):
+            IndexedWriter(golden, np.uint16, overwrite=True)
+        assert _read_all(reader) == [[1, 2, 3], [4, 5]]
+    writer = IndexedWriter(golden, np.uint16, overwrite=True)
+    writer.add_document([7])
+    with IndexedDataset(golden), pytest.raises(DataError, match="is in use"):
+        writer.finalize()  # opened meanwhile
+    assert _read_all(IndexedDataset(golden)) == [[1, 2, 3], [4, 5]]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    code = (
+        "import mt_data, os, sys; writer = mt_data.IndexedWriter(sys.argv[1]); "
+        "writer.add_document([1, 2]); os.kill(os.getpid(), 9)"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=False)
+        assert len(list(tmp_path.iterdir())) == 1
+    alive = IndexedWriter(tmp_path / "alive")
+    with IndexedWriter(tmp_path / "c") as writer:
+        writer.add_document([1])
+    alive.add_document([2])
+    alive.finalize()  # what lives is left alone
+    names = [f"{name}.{ending}" for name in ("alive", "c") for ending in ("bin", "idx", "json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_every_bit_flip_is_named_also_with_remembered_digests(tmp_path):
+    with IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add_document(np.arange(2000))
+    IndexedDataset(tmp_path / "c").verify(remember=True)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        path = tmp_path / "c.bin"
+        content = bytearray(path.read_bytes())
+        at, bit = int(random.integers(len(content))), 1 << int(random.integers(8))
+        content[at] ^= bit
+        path.write_bytes(content)
+        with pytest.raises(DataFileError, match=r"c\.bin: content has changed: expected sha256"):
+            IndexedDataset(tmp_path / "c").verify(remember=True)
+        content[at] ^= bit
+        path.write_bytes(content)
+        IndexedDataset(tmp_path / "c").verify(remember=True)
+
+
+def test_remembered_digests_spare_the_reading(tmp_path, monkeypatch):
+    with IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add_document(np.arange(2000))
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    old = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: old() + 10**10)  # else it changed just now
+    IndexedDataset(tmp_path / "c").verify(remember=True)
+    assert (tmp_path / "c.digests.json").exists()
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    IndexedDataset(tmp_path / "c").verify(remember=True)
+    with pytest.raises(TypeError):
+        IndexedDataset(tmp_path / "c").verify()
+
+
+def test_documents_written_at_once_are_as_one_by_one(tmp_path):
+    rows = [[1, 2], [], [3], [4, 5, 6]]
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        for row in rows:
+            writer.add_document(row)
+    with IndexedWriter(tmp_path / "b", np.uint16) as writer:
+        writer.add_documents([1, 2, 3], [2, 0, 1])
+        writer.add_documents([], [])
+        writer.add_document([4, 5, 6])
+    for ending in ("bin", "idx", "json"):
+        assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
+    with IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        with pytest.raises(DataError, match="lengths sum to 3, but there are 2 tokens"):
+            writer.add_documents([1, 2], [3])
+        with pytest.raises(DataError, match="lengths must lie in"):
+            writer.add_documents([1, 2], [3, -1])
+        writer.add_sequence([1])
+        with pytest.raises(DataError, match="call end_document"):
+            writer.add_documents([1, 2], [2])
+        writer.end_document()

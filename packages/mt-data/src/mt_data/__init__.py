@@ -2,9 +2,11 @@
 
 from mt_data.batch import BatchSampler, MicroBatch
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
-from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes
+from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import Document, read_documents, standard_library_sources
+from mt_data.encoder import Encoder
 from mt_data.error import DataError, DataFileError, MissingExtraError
+from mt_data.fast import fast_obstacle
 from mt_data.gpt import PADDING, GPTDataset
 from mt_data.index import token_dtype
 from mt_data.indexed import IndexedDataset
@@ -25,6 +27,7 @@ __all__ = [
     "DataError",
     "DataFileError",
     "Document",
+    "Encoder",
     "GPTDataset",
     "IndexedDataset",
     "IndexedWriter",
@@ -36,6 +39,8 @@ __all__ = [
     "blend_order",
     "build_corpus",
     "count_text_bytes",
+    "dataset_tokenizer",
+    "fast_obstacle",
     "load_tokenizer",
     "parse_split",
     "read_documents",

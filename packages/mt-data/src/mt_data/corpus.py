@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mt_data.document import Document
-from mt_data.error import DataError
+from mt_data.encoder import Encoder
+from mt_data.error import DataError, DataFileError, quote
 from mt_data.index import token_dtype
 from mt_data.indexed import IndexedDataset
-from mt_data.tokenizer import Tokenizer
+from mt_data.tokenizer import Tokenizer, load_tokenizer
 from mt_data.writer import IndexedWriter
 
-BATCH_DOCUMENTS = 512
-BATCH_CHARACTERS = 1 << 24
+BATCH_DOCUMENTS = 4096
+BATCH_BYTES = 1 << 21
+KEPT = (".tokenizer.json", ".tokenizer.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,53 +51,143 @@ def build_corpus(
     tokenizer: Tokenizer,
     *,
     append_eod: bool = True,
+    overwrite: bool = False,
+    encoder: Encoder | None = None,
+    on_progress: Callable[[CorpusStats], None] | None = None,
 ) -> CorpusStats:
-    """Tokenize documents into `<prefix>.bin`, `.idx` and `.json`.
+    """Tokenize documents into `<prefix>.bin`, `.idx` and `.json`, with the tokenizer beside them.
 
     The JSON file records the counts, the tokenizer's sha256 and vocabulary, and the sha256 of
     both data files. Documents stay in order; empty ones are left out and counted.
 
     Args:
-        documents: what to write; read once, in batches.
-        out_prefix: path without ending.
-        tokenizer: also decides the width of a stored token.
-        append_eod: put the end-of-document token after each document.
+        documents: What to write; read once, in batches.
+        out_prefix: Path without ending.
+        tokenizer: Also decides the width of a stored token. It is kept as
+            `<prefix>.tokenizer.json` (or `.model`).
+        append_eod: Put the end-of-document token after each document.
+        overwrite: Replace a dataset of that name that is not in use.
+        encoder: Encodes with other options, such as several processes; for the same tokenizer.
+        on_progress: Called after each batch with what was written so far.
 
     Raises:
-        DataError: no document holds text.
+        DataError: No document holds text, or there is a dataset of that name.
     """
-    end = [tokenizer.eod_id] if append_eod else []
-    text_bytes = empty = 0
-    first_empty: Document | None = None
-    with IndexedWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for batch in _batches(documents):
-            encoded = tokenizer.encode_batch([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                if not document.text:
-                    first_empty = first_empty or document
-                    empty += 1
-                    continue
-                text_bytes += len(document.text.encode())
-                writer.add_document(ids + end)
+    encoder = encoder or Encoder(tokenizer)
+    build = _Build(tokenizer, append_eod=append_eod)
+    dtype = token_dtype(tokenizer.vocab_size)
+    with IndexedWriter(out_prefix, dtype, overwrite=overwrite) as writer:
+        for text_bytes, (ids, counts) in encoder.stream(build.batches(documents)):
+            build.write(writer, text_bytes, ids, counts)
+            if on_progress is not None:
+                on_progress(build.stats(writer))
         if writer.num_documents == 0:
-            raise _no_text(Path(out_prefix).name, empty, first_empty)
-        stats = CorpusStats(
-            documents=writer.num_documents,
-            tokens=writer.num_tokens,
-            bytes=text_bytes,
-            empty_documents=empty,
-        )
+            raise _no_text(Path(out_prefix).name, build.empty, build.first_empty)
+        stats = build.stats(writer)
+        kept = f".tokenizer{tokenizer.suffix}"
         writer.finalize(
             {
                 "bytes": stats.bytes,
                 "empty_documents": stats.empty_documents,
                 "append_eod": append_eod,
+                "tokenizer": kept,
                 "tokenizer_sha256": tokenizer.sha256,
                 "vocab_size": tokenizer.vocab_size,
+                "eod_token": tokenizer.eod_token,
                 "eod_id": tokenizer.eod_id,
-            }
+            },
+            beside={kept: tokenizer.to_bytes()},
         )
     return stats
+
+
+class _Build:
+    """The documents of one dataset on their way."""
+
+    def __init__(self, tokenizer: Tokenizer, *, append_eod: bool) -> None:
+        self._end = tokenizer.eod_id if append_eod else None
+        self._bytes = self.empty = 0
+        self.first_empty: Document | None = None
+
+    def batches(self, documents: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
+        """Texts in batches that keep all cores busy and memory bounded, with their bytes."""
+        texts: list[str] = []
+        size = 0
+        for document in documents:
+            if not document.text:
+                self.first_empty = self.first_empty or document
+                self.empty += 1
+                continue
+            text = document.text
+            texts.append(text)
+            size += len(text) if text.isascii() else _utf8_size(document)
+            if len(texts) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+                yield size, texts
+                texts, size = [], 0
+        if texts:
+            yield size, texts
+
+    def write(
+        self,
+        writer: IndexedWriter,
+        text_bytes: int,
+        ids: NDArray[np.integer],
+        counts: NDArray[np.int64],
+    ) -> None:
+        """Write a batch's documents, each with its end."""
+        if self._end is not None:
+            ends = np.cumsum(counts)
+            ids, counts = np.insert(ids, ends, self._end), counts + 1
+        writer.add_documents(ids, counts)
+        self._bytes += text_bytes
+
+    def stats(self, writer: IndexedWriter) -> CorpusStats:
+        """Count what was written."""
+        return CorpusStats(
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            bytes=self._bytes,
+            empty_documents=self.empty,
+        )
+
+
+def _utf8_size(document: Document) -> int:
+    try:
+        return len(document.text.encode())
+    except UnicodeEncodeError as error:
+        place = document.path if document.line is None else f"{document.path}:{document.line}"
+        raise DataFileError(
+            place, f"has a lone surrogate at character {error.start}, which is no character"
+        ) from None
+
+
+def dataset_tokenizer(
+    dataset: IndexedDataset, path: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """Load the tokenizer that a dataset was made with, checked against the recorded sha256.
+
+    Args:
+        dataset: One that `build_corpus` wrote, or of another tool together with `path`.
+        path: The tokenizer's file; the one kept beside the dataset when None.
+
+    Raises:
+        DataFileError: It is another tokenizer, or was changed.
+    """
+    record = dataset.metadata() or {}
+    kept = str(record.get("tokenizer", ".tokenizer.json"))
+    if kept not in KEPT:
+        raise DataFileError(f"{dataset.prefix}.json", f"tokenizer is {quote(kept)}; not {KEPT}")
+    path = f"{dataset.prefix}{kept}" if path is None else os.fspath(path)
+    eod = record.get("eod_token")
+    expected = record.get("tokenizer_sha256")
+    tokenizer = load_tokenizer(path, eod=eod if isinstance(eod, str) else None)
+    if expected not in (None, tokenizer.sha256):
+        raise DataFileError(
+            path,
+            f"is not the tokenizer that {dataset.prefix}.bin was made with: its sha256 is "
+            f"{tokenizer.sha256[:12]}..., recorded is {quote(str(expected)[:12])}...",
+        )
+    return tokenizer
 
 
 def count_text_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
@@ -122,17 +217,3 @@ def _no_text(name: str, count: int, first: Document | None) -> DataError:
         "part held out of one, hold out another share of it (data.validation_fraction in a run's "
         "YAML file)"
     )
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in batches that keep all cores busy and memory bounded."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -204,6 +203,8 @@ def standard_library_sources() -> list[Path]:
     Without installed packages, the library's own tests, files that are not UTF-8, empty files
     and copies of a file already listed. Sorted by name, so the order is the same everywhere.
     """
+    import sysconfig
+
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     seen: set[bytes] = set()

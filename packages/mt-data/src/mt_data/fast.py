@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,13 +29,14 @@ _AWKWARD = (
 
 
 class FastEncoder:
-    """A `tokenizers` tokenizer, run by gigatoken.
+    """A `tokenizers` tokenizer, run by gigatoken on all cores or, without `parallel`, on one.
 
     gigatoken's cache of words grows without a bound, so the encoder is renewed after
     `RENEW_BYTES` of text.
     """
 
-    def __init__(self, engine: JsonEngine) -> None:
+    def __init__(self, engine: Engine, *, parallel: bool = True) -> None:
+        self._parallel = parallel
         self._json = _without_special_tokens(engine.to_bytes())
         self._seen = 0
         self._inner = _load(self._json)
@@ -54,7 +53,7 @@ class FastEncoder:
         if self._seen > RENEW_BYTES:
             self._inner, self._seen = _load(self._json), 0
         awkward = importlib.import_module("awkward")
-        rows = self._inner.encode_batch(list(texts))
+        rows = self._inner.encode_batch(list(texts), parallel=self._parallel)
         counts = awkward.to_numpy(awkward.num(rows)).astype(np.int64)
         return awkward.to_numpy(awkward.flatten(rows)).astype(np.int64), counts
 
@@ -68,9 +67,10 @@ def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
     """
     if not isinstance(engine, JsonEngine):
         return "gigatoken is used for tokenizer.json files only"
-    for module in ("gigatoken", "awkward"):
-        if importlib.util.find_spec(module) is None:
-            return "it is not installed: pip install 'mt-data[fast]'"
+    try:
+        importlib.import_module("gigatoken")
+    except ImportError:
+        return "it is not installed: pip install 'mt-data[fast]'"
     try:
         encoder = FastEncoder(engine)
         for texts in (_AWKWARD, list(_every_character()), sample):
@@ -96,6 +96,8 @@ def _difference(engine: JsonEngine, encoder: FastEncoder, texts: Sequence[str]) 
 
 def _every_character() -> Iterator[str]:
     """Texts that together have every character of Unicode that this Python knows."""
+    import unicodedata
+
     characters = [
         chr(point)
         for point in range(0x110000)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import IO
 
+import mt_files
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -137,9 +138,10 @@ def read_index(path: str, *, multimodal: bool = False) -> Index:
     the size of the file.
 
     Raises:
-        DataFileError: names the file, the offset, what was expected and what was found.
+        DataFileError: Names the file, the offset, what was expected and what was found.
+        FileError: The file can't be read.
     """
-    with open(path, "rb") as file:
+    with mt_files.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         dtype, sequences, boundaries = _read_header(path, file, size)
         _check_size(path, size, sequences, boundaries, multimodal=multimodal)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
-import json
 import operator
 import os
 import weakref
-from pathlib import Path
 from types import TracebackType
 
+import mt_files
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.error import DataError, DataFileError
+from mt_data.error import DataError, DataFileError, quote
 from mt_data.index import read_index
+
+MAX_RECORD = 1 << 20
 
 
 class IndexedDataset:
@@ -29,13 +32,15 @@ class IndexedDataset:
     one, and the size of `.bin`. A flipped bit inside `.bin` is still a valid token, so the format
     cannot reveal it; `verify` reads the file and compares its recorded sha256.
 
+    An open dataset is in use: `IndexedWriter` does not replace it.
+
     Args:
         prefix: path without the `.bin` / `.idx` ending.
         multimodal: the index carries a mode for each sequence (no header field says so).
 
     Raises:
         DataFileError: a file is truncated, oversized or inconsistent.
-        FileNotFoundError: a file is missing.
+        FileError: A file is missing (then also a FileNotFoundError) or not a regular one.
 
     Shape:
         - `dataset[i]`: [lengths[i]], the tokens of sequence i in the stored dtype.
@@ -50,8 +55,11 @@ class IndexedDataset:
         self._check_recorded_digest()
         self.dtype = self._index.dtype
         self.num_tokens = self._index.num_tokens
-        self._descriptor = os.open(self.token_path, os.O_RDONLY)
-        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        file = mt_files.open_file(self.token_path)
+        self._descriptor = file.fileno()
+        self._finalizer = weakref.finalize(self, file.close)
+        with contextlib.suppress(OSError):  # no locks on this file system, or it is being replaced
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         try:
             self._check_token_file()
         except DataFileError:
@@ -190,11 +198,17 @@ class IndexedDataset:
             return None
         return read_json_object(path)
 
-    def verify(self) -> None:
+    def verify(self, *, remember: bool = False) -> None:
         """Compare both files with the digests that were recorded when they were written.
 
+        Args:
+            remember: Keep the digests found in `<prefix>.digests.json` and believe them as long as
+                a file's size, inode and times of change stay the same; see
+                `mt_files.sha256_file`. A program that opens the data verifies it so: in full
+                once, then at the cost of a look at each file.
+
         Raises:
-            DataFileError: a digest differs or was never recorded.
+            DataFileError: A digest differs or was never recorded.
         """
         recorded = self.metadata()
         if recorded is None:
@@ -203,11 +217,14 @@ class IndexedDataset:
                 "not found, so there is no digest to compare with; datasets written by "
                 "IndexedWriter have one",
             )
+        cache = f"{self.prefix}.digests.json" if remember else None
         for path, key in ((self.token_path, "bin_sha256"), (self.index_path, "idx_sha256")):
-            expected, actual = recorded.get(key), _file_sha256(path)
+            expected, actual = recorded.get(key), mt_files.sha256_file(path, cache=cache)
             if expected != actual:
                 raise DataFileError(
-                    path, f"content has changed: expected sha256 {expected}, found {actual}"
+                    path,
+                    f"content has changed: expected sha256 {quote(expected)}, found {actual}; "
+                    "restore the file, or build the dataset again",
                 )
 
 
@@ -224,9 +241,9 @@ def check_prefix(prefix: str | os.PathLike[str]) -> str:
 def read_json_object(path: str) -> dict[str, object]:
     """A JSON file that holds an object, or an error that names it."""
     try:
-        content = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataFileError(path, f"is not valid JSON: {error}") from None
+        content = mt_files.read_json(path, limit=MAX_RECORD)
+    except mt_files.FileError as error:
+        raise DataFileError(path, error.problem) from None
     if not isinstance(content, dict):
         raise DataFileError(path, f"expected a JSON object, found {type(content).__name__}")
     return content
@@ -241,8 +258,3 @@ def _position(index: int, count: int, noun: str, path: str) -> int:
     if not -count <= index < count:
         raise IndexError(f"{path}: {noun} {index} does not exist; there are {count}")
     return index % count
-
-
-def _file_sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -88,7 +88,7 @@ class Tokenizer:
         return known[0]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _from_bytes, (self.to_bytes(), self.eod_token)
+        return from_bytes, (self.to_bytes(), self.eod_token)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
@@ -262,7 +262,8 @@ def _engine(content: bytes) -> Engine:
     return JsonEngine.from_bytes(content)
 
 
-def _from_bytes(content: bytes, eod: str) -> Tokenizer:
+def from_bytes(content: bytes, eod: str) -> Tokenizer:
+    """Build a tokenizer from what its `to_bytes` gave."""
     kind = ModelEngine if _is_model(content) else JsonEngine.from_bytes
     return Tokenizer(kind(content), eod=eod)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import mt_files
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mt_data.disk import sync_directory, temporary_path, write_atomic
 from mt_data.error import DataError
 from mt_data.index import Index, storable_dtype
 from mt_data.indexed import IndexedDataset, check_prefix
@@ -26,12 +28,17 @@ class IndexedWriter:
 
     Nothing appears under the final names before `finalize`, which syncs and renames `.bin`, then
     `<prefix>.json` (counts and sha256 of both files), and `.idx` last: a dataset with an `.idx`
-    is complete. As a context manager it finalizes on success and discards on an exception.
+    is complete. As a context manager it finalizes on success and discards on an exception. What a
+    writer that was killed left in the folder is removed by the next one.
 
     Args:
-        prefix: path without ending; its folder is created.
-        dtype: how tokens are stored; see `token_dtype` for Megatron's choice.
-        multimodal: write a mode for each sequence.
+        prefix: Path without ending; its folder is created.
+        dtype: How tokens are stored; see `token_dtype` for Megatron's choice.
+        multimodal: Write a mode for each sequence.
+        overwrite: Replace a dataset of that name. One that is open somewhere never is.
+
+    Raises:
+        DataError: There is a dataset of that name, and it is in use or `overwrite` is False.
     """
 
     def __init__(
@@ -40,14 +47,18 @@ class IndexedWriter:
         dtype: DTypeLike = np.int32,
         *,
         multimodal: bool = False,
+        overwrite: bool = False,
     ) -> None:
         self.prefix = check_prefix(prefix)
         self.dtype = storable_dtype(dtype)
         self.multimodal = multimodal
+        self.overwrite = overwrite
         self._path = Path(f"{self.prefix}.bin")
+        check_free(self.prefix, overwrite=overwrite)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = temporary_path(self._path)
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finalize or discard
+        mt_files.remove_temporaries(self._path.parent)
+        self._stack = contextlib.ExitStack()  # ended by finalize or discard
+        self._file = self._stack.enter_context(mt_files.writing(self._path))
         self._digest = hashlib.sha256()
         self._lengths = array("i")
         self._modes = array("b")
@@ -84,12 +95,21 @@ class IndexedWriter:
         stored = self._stored(tokens)
         if mode and not self.multimodal:
             raise DataError(f"mode is {mode}, but the writer was opened with multimodal=False")
-        data = stored.tobytes()
+        if len(stored) > MAX_SEQUENCE:
+            raise DataError(
+                f"a sequence of {len(stored)} tokens does not fit the format's limit of "
+                f"{MAX_SEQUENCE}; split it"
+            )
+        self._write(stored)
+        self._lengths.append(len(stored))
+        self._modes.append(mode)
+
+    def _write(self, stored: NDArray) -> None:
+        self._require_open()
+        data = stored.data.cast("B") if stored.size else b""
         self._file.write(data)
         self._digest.update(data)
-        self._lengths.append(len(stored))
         self._num_tokens += len(stored)
-        self._modes.append(mode)
 
     def end_document(self) -> None:
         """Close the current document at the sequences added so far."""
@@ -113,6 +133,22 @@ class IndexedWriter:
                 start += length
         self.end_document()
 
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Append documents of one sequence each, given back to back with their lengths."""
+        flat, counts = np.asarray(tokens), np.asarray(lengths, np.int64)
+        if counts.size and (counts.min() < 0 or counts.max() > MAX_SEQUENCE):
+            raise DataError(f"lengths must lie in [0, {MAX_SEQUENCE}]")
+        if counts.sum() != len(flat):
+            raise DataError(f"lengths sum to {counts.sum()}, but there are {len(flat)} tokens")
+        if self._boundaries[-1] != len(self._lengths):
+            raise DataError(f"{self.prefix}: call end_document before adding other documents")
+        first = len(self._lengths) + 1
+        self._write(self._stored(flat))
+        self._lengths.frombytes(counts.astype(np.int32).tobytes())
+        self._modes.frombytes(bytes(len(counts)))
+        ends = np.arange(first, first + len(counts), dtype=np.int64)
+        self._boundaries.frombytes(ends.tobytes())
+
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append every document of another dataset (its tokens must fit this dtype)."""
         for document in range(dataset.num_documents):
@@ -122,11 +158,18 @@ class IndexedWriter:
                 self.add_sequence(dataset[sequence], mode=mode)
             self.end_document()
 
-    def finalize(self, metadata: Mapping[str, object] | None = None) -> None:
+    def finalize(
+        self,
+        metadata: Mapping[str, object] | None = None,
+        *,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Commit the dataset.
 
         Args:
             metadata: JSON values to record in `<prefix>.json` beside the counts and digests.
+            beside: Further files of the dataset: their content by what follows the prefix in
+                their name, such as `.tokenizer.json`.
         """
         self._require_open()
         if self._boundaries[-1] != len(self._lengths):
@@ -149,19 +192,27 @@ class IndexedWriter:
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         index_path = Path(f"{self.prefix}.idx")
-        # A new .bin must never be seen beside the .idx of an older dataset.
-        index_path.unlink(missing_ok=True)
-        sync_directory(index_path.parent)
-        os.replace(self._temporary, self._path)
-        write_atomic(Path(f"{self.prefix}.json"), text.encode())
-        write_atomic(index_path, content)
+        try:
+            with _alone(index_path.parent), _unused(self.prefix):
+                _check_absent(self.prefix, overwrite=self.overwrite)
+                # A new .bin must never be seen beside the .idx of an older dataset.
+                index_path.unlink(missing_ok=True)
+                mt_files.sync(index_path.parent)
+                for ending, file in (beside or {}).items():
+                    mt_files.write_file(f"{self.prefix}{ending}", file)
+                self._stack.close()
+                mt_files.write_file(f"{self.prefix}.json", text)
+                mt_files.write_file(index_path, content)
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Drop what was written; an older dataset under the same prefix stays as it is."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        if not self._file.closed:
+            with contextlib.suppress(_DiscardedError):
+                self._stack.__exit__(_DiscardedError, _DiscardedError(), None)
 
     def _index(self) -> Index:
         return Index.build(
@@ -175,11 +226,6 @@ class IndexedWriter:
         values = np.asarray(tokens)
         if values.ndim != 1:
             raise DataError(f"a sequence must have one dim, got shape {values.shape}")
-        if len(values) > MAX_SEQUENCE:
-            raise DataError(
-                f"a sequence of {len(values)} tokens does not fit the format's limit of "
-                f"{MAX_SEQUENCE}; split it"
-            )
         if values.size == 0:
             return np.empty(0, self.dtype)
         if self.dtype.kind == "f":
@@ -197,3 +243,58 @@ class IndexedWriter:
     def _require_open(self) -> None:
         if self._file.closed:
             raise DataError(f"{self.prefix}: the writer is already finalized or discarded")
+
+
+class _DiscardedError(Exception):
+    """Ends the writing of a file without keeping it."""
+
+
+def check_free(prefix: str, *, overwrite: bool) -> None:
+    """Refuse a prefix that a dataset has, unless it may be overwritten and is not in use.
+
+    Raises:
+        DataError: It says what to do.
+    """
+    _check_absent(prefix, overwrite=overwrite)
+    with _unused(prefix):
+        pass
+
+
+def _check_absent(prefix: str, *, overwrite: bool) -> None:
+    taken = [f"{prefix}{ending}" for ending in (".idx", ".bin") if os.path.exists(prefix + ending)]
+    if taken and not overwrite:
+        raise DataError(
+            f"{taken[0]} exists; choose another place, or replace the dataset with --overwrite "
+            "(overwrite=True)"
+        )
+
+
+@contextlib.contextmanager
+def _unused(prefix: str) -> Iterator[None]:
+    """Hold a dataset's `.bin`, if there is one, against readers; they share a lock on it."""
+    path = f"{prefix}.bin"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(mt_files.MissingFileError):
+            file = stack.enter_context(mt_files.open_file(path))
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(
+                    f"{path} is in use: a process, such as a training run, has it open; choose "
+                    "another place, or wait until it is done"
+                ) from None
+            except OSError:
+                pass  # this file system has no locks
+        yield
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time commit a dataset in a folder, so that its files belong together."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

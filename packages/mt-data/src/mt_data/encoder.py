@@ -1,0 +1,168 @@
+"""Documents to ids: by the fastest library that gives the same ids, in one process or several."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.cut import LONGEST
+from mt_data.error import DataError
+from mt_data.fast import FastEncoder, fast_obstacle
+from mt_data.tokenizer import Tokenizer, check_text
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+PROBE_CHARACTERS = 1 << 22
+_SAMPLE_CHARACTERS = 1 << 20
+_LOOKAHEAD = 2
+Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
+_Item = TypeVar("_Item")
+
+
+class Encoder:
+    """Encodes batches of texts for a dataset.
+
+    The first megabytes are encoded by the tokenizer's own library. If there is more, and gigatoken
+    gives the same ids for a sample of them, for every character of Unicode and for awkward texts,
+    it takes over; `obstacle` says why not.
+
+    Use it as a context manager where `workers` is above 1: other processes then encode, and this
+    one reads and writes.
+
+    Args:
+        tokenizer: What to encode with.
+        fast: Use gigatoken: True for from the beginning or an error, False for never, None for
+            where it serves.
+        workers: Processes that encode.
+
+    Attributes:
+        library: Who encodes at present.
+        obstacle: Why it is not gigatoken, once that was looked at.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, fast: bool | None = None, workers: int = 1) -> None:
+        if workers < 1:
+            raise DataError(f"workers is {workers}; it must be at least 1")
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.library = "tokenizers" if tokenizer.suffix == ".json" else "sentencepiece"
+        self.obstacle: str | None = None
+        self._fast: FastEncoder | None = None
+        self._undecided = fast is None
+        self._sample: list[str] = []
+        self._seen = self._sampled = 0
+        self._stack = ExitStack()
+        if fast:
+            self._decide()
+            if self.obstacle is not None:
+                raise DataError(f"gigatoken cannot serve: {self.obstacle}")
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Ids of all texts back to back, and how many each has; in this process.
+
+        Shape:
+            - Output: [tokens], [len(texts)]
+        """
+        if self._undecided:
+            self._probe(texts)
+        return encode_flat(self.tokenizer, self._fast, texts)
+
+    def _probe(self, texts: Sequence[str]) -> None:
+        """Remember a sample; look at gigatoken once there is enough text for it to matter."""
+        if self._seen >= PROBE_CHARACTERS:
+            self._decide()
+            return
+        for text in texts:
+            self._seen += len(text)
+            if self._sampled < _SAMPLE_CHARACTERS and len(text) < _SAMPLE_CHARACTERS:
+                self._sample.append(text)
+                self._sampled += len(text)
+
+    def _decide(self) -> None:
+        engine = self.tokenizer.engine
+        self.obstacle = fast_obstacle(engine, self._sample)
+        self._undecided, self._sample = False, []
+        if self.obstacle is None:
+            self._fast = FastEncoder(engine)
+            self.library = "gigatoken"
+
+    def stream(
+        self, batches: Iterable[tuple[_Item, Sequence[str]]]
+    ) -> Iterator[tuple[_Item, Encoded]]:
+        """Yield what belongs to each batch with the batch's ids, in order."""
+        batches = iter(batches)
+        for item, texts in batches:
+            yield item, self.encode(texts)
+            if not self._undecided and self.workers > 1:
+                break
+        yield from self._parallel(batches)
+
+    def _parallel(
+        self, batches: Iterator[tuple[_Item, Sequence[str]]]
+    ) -> Iterator[tuple[_Item, Encoded]]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from mt_data.workers import Worker
+
+        idle: deque[Worker] = deque()
+        threads: ThreadPoolExecutor | None = None
+        waiting: deque[tuple[_Item, Future[Encoded]]] = deque()
+
+        def work(texts: Sequence[str]) -> Encoded:
+            worker = idle.popleft()  # there is one for each thread
+            encoded = worker.encode(texts)
+            idle.append(worker)
+            return encoded
+
+        for item, texts in batches:
+            if threads is None:  # nothing is started for a corpus that ended before
+                threads = self._stack.enter_context(ThreadPoolExecutor(self.workers))
+                for _ in range(self.workers):
+                    worker = Worker(self.tokenizer, fast=self._fast is not None)
+                    self._stack.callback(worker.close)  # before the threads, which wait for it
+                    idle.append(worker)
+            waiting.append((item, threads.submit(work, texts)))
+            if len(waiting) > _LOOKAHEAD * self.workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+
+
+def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
+    """Ids of texts back to back with their counts, by gigatoken if it is given."""
+    if fast is not None and all(len(text) <= LONGEST for text in texts):
+        try:
+            ids, counts = fast.encode_flat(texts)
+        except (UnicodeEncodeError, TypeError):
+            for number, text in enumerate(texts):
+                check_text(text, number)
+            raise
+        if not (ids == tokenizer.eod_id).any():  # else a text spells it: see Tokenizer.encode
+            return ids, counts
+    rows = tokenizer.encode_batch(texts)
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.empty(counts.sum(), np.int64)
+    start = 0
+    for row in rows:
+        ids[start : start + len(row)] = row
+        start += len(row)
+    return ids, counts

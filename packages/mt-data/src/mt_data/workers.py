@@ -1,0 +1,115 @@
+"""Processes that encode text: each is this module run as a program, and talks over its pipes.
+
+A frame is a byte (its kind), the sizes of its parts, and the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.error import DataError
+from mt_data.tokenizer import Tokenizer, from_bytes
+
+_HEAD = struct.Struct("<BQQ")
+_START, _TEXTS, _IDS, _ERROR = range(4)
+_STOPPED = 5.0
+
+
+class Worker:
+    """One process. It ends when its input does, so also when this process is killed."""
+
+    def __init__(self, tokenizer: Tokenizer, *, fast: bool) -> None:
+        # -P: nothing of the working directory is imported.
+        command = [sys.executable, "-P", "-m", "mt_data.workers"]
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._input = cast("BinaryIO", self._process.stdin)
+        self._output = cast("BinaryIO", self._process.stdout)
+        options = f"{int(fast)}{tokenizer.eod_token}".encode()
+        _send(self._input, _START, options, tokenizer.to_bytes())
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """Ids of texts back to back, and how many each has.
+
+        Raises:
+            DataError: The texts can't be encoded, or the process ended.
+        """
+        parts = [text.encode() for text in texts]
+        sizes = np.fromiter(map(len, parts), np.int64, len(parts))
+        try:
+            _send(self._input, _TEXTS, sizes.tobytes(), b"".join(parts))
+            kind, first, second = _receive(self._output)
+        except (OSError, EOFError) as error:
+            raise DataError(
+                f"a process that encodes text ended early ({error or 'it was killed'}); was "
+                "there enough memory? Use fewer with --workers"
+            ) from None
+        if kind == _ERROR:
+            raise DataError(second.decode())
+        return np.frombuffer(second, np.int32), np.frombuffer(first, np.int64)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._process.wait(_STOPPED)
+        self._output.close()
+
+
+def _send(file: BinaryIO, kind: int, first: bytes, second: bytes) -> None:
+    file.write(_HEAD.pack(kind, len(first), len(second)))
+    file.write(first)
+    file.write(second)
+    file.flush()
+
+
+def _receive(file: BinaryIO) -> tuple[int, bytes, bytes]:
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        raise EOFError
+    kind, first, second = _HEAD.unpack(head)
+    parts = file.read(first), file.read(second)
+    if (len(parts[0]), len(parts[1])) != (first, second):
+        raise EOFError
+    return kind, *parts
+
+
+def main() -> None:
+    """Encode what arrives on standard input until it ends."""
+    from mt_data.encoder import encode_flat
+    from mt_data.fast import FastEncoder
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    source, sink = cast("BinaryIO", sys.stdin.buffer), cast("BinaryIO", sys.stdout.buffer)
+    _, options, content = _receive(source)
+    tokenizer = from_bytes(content, options[1:].decode())
+    fast = FastEncoder(tokenizer.engine, parallel=False) if options[:1] == b"1" else None
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            _, sizes, blob = _receive(source)
+            ends = np.cumsum(np.frombuffer(sizes, np.int64)).tolist()
+            starts = [0, *ends[:-1]]
+            texts = [blob[a:b].decode() for a, b in zip(starts, ends, strict=True)]
+            try:
+                ids, counts = encode_flat(tokenizer, fast, texts)
+            except DataError as error:
+                _send(sink, _ERROR, b"", str(error).encode())
+            else:
+                _send(sink, _IDS, counts.tobytes(), ids.astype(np.int32).tobytes())
+
+
+if __name__ == "__main__":
+    main()
