@@ -8,13 +8,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mt_data.cut import LONGEST
 from mt_data.error import DataError
-from mt_data.fast import FastEncoder, fast_obstacle
-from mt_data.tokenizer import Tokenizer, check_text
+from mt_data.fast import Encoded, FastEncoder, encode_flat, fast_obstacle
+from mt_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -22,7 +18,6 @@ if TYPE_CHECKING:
 PROBE_CHARACTERS = 1 << 22
 _SAMPLE_CHARACTERS = 1 << 20
 _LOOKAHEAD = 2
-Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 _Item = TypeVar("_Item")
 
 
@@ -145,24 +140,3 @@ class Encoder:
                 yield first, future.result()
         for first, future in waiting:
             yield first, future.result()
-
-
-def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
-    """Ids of texts back to back with their counts, by gigatoken if it is given."""
-    if fast is not None and all(len(text) <= LONGEST for text in texts):
-        try:
-            ids, counts = fast.encode_flat(texts)
-        except (UnicodeEncodeError, TypeError):
-            for number, text in enumerate(texts):
-                check_text(text, number)
-            raise
-        if not (ids == tokenizer.eod_id).any():  # else a text spells it: see Tokenizer.encode
-            return ids, counts
-    rows = tokenizer.encode_batch(texts)
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    ids = np.empty(counts.sum(), np.int64)
-    start = 0
-    for row in rows:
-        ids[start : start + len(row)] = row
-        start += len(row)
-    return ids, counts

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.cut import LONGEST
 from mt_data.engine import Engine, JsonEngine
 from mt_data.error import DataError, is_library_error, shorten
+from mt_data.tokenizer import Tokenizer, check_text
 
+Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 RENEW_BYTES = 1 << 28
 _REASON = 200
 _SAMPLE_TEXT = 64
@@ -122,3 +125,24 @@ def _load(content: str) -> Any:
     if not hasattr(tokenizer, "encode_batch"):
         raise DataError("this version of gigatoken has no encode_batch")
     return tokenizer
+
+
+def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
+    """Ids of texts back to back with their counts, by gigatoken if it is given."""
+    if fast is not None and all(len(text) <= LONGEST for text in texts):
+        try:
+            ids, counts = fast.encode_flat(texts)
+        except (UnicodeEncodeError, TypeError):
+            for number, text in enumerate(texts):
+                check_text(text, number)
+            raise
+        if not (ids == tokenizer.eod_id).any():  # else a text spells it: see Tokenizer.encode
+            return ids, counts
+    rows = tokenizer.encode_batch(texts)
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.empty(counts.sum(), np.int64)
+    start = 0
+    for row in rows:
+        ids[start : start + len(row)] = row
+        start += len(row)
+    return ids, counts

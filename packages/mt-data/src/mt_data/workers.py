@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.error import DataError
+from mt_data.fast import FastEncoder, encode_flat
 from mt_data.tokenizer import Tokenizer, from_bytes
 
 _HEAD = struct.Struct("<BQQ")
@@ -88,9 +89,6 @@ def _receive(file: BinaryIO) -> tuple[int, bytes, bytes]:
 
 def main() -> None:
     """Encode what arrives on standard input until it ends."""
-    from mt_data.encoder import encode_flat
-    from mt_data.fast import FastEncoder
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     source, sink = cast("BinaryIO", sys.stdin.buffer), cast("BinaryIO", sys.stdout.buffer)
