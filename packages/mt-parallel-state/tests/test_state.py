@@ -29,8 +29,6 @@ def test_one_rank_needs_no_torch_distributed() -> None:
         assert state.group("tp") is None
         assert state.group("dp-cp-tp-pp") is None
         assert (state.rank, state.size("dp"), state.index("tp")) == (0, 1, 0)
-        assert state.is_first_stage
-        assert state.is_last_stage
         with pytest.raises(RuntimeError, match=r"needs torch\.distributed"):
             state.device_mesh("tp")
 
@@ -48,8 +46,6 @@ def test_groups_reduce_over_the_ranks_of_the_layout(ranks) -> None:
                 assert _sum_of_ranks(state.group(axes)) == sum(state.ranks(axes))
                 assert state.ranks(axes)[state.index(axes)] == dist.get_rank()
                 assert state.size(axes) == len(state.ranks(axes))
-            assert state.is_first_stage == (dist.get_rank() < 2)
-            assert state.is_last_stage == (dist.get_rank() >= 2)
 
     ranks(4, body)
 

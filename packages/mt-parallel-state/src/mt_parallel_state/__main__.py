@@ -1,4 +1,4 @@
-"""``python -m mt_parallel_state --tp 2 --pp 2 --world-size 16`` prints a layout as a table."""
+"""`python -m mt_parallel_state --tp 2 --pp 2 --world-size 16` prints a layout as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_ROWS = 64
 
 
 def table(layout: ParallelLayout) -> str:
-    """Where each rank sits, and the groups of more than one rank."""
+    """Return where each rank sits, and the groups of more than one rank."""
     widest = len(str(layout.world_size - 1))
     lines = [f"{layout}", f"{'rank':>{widest + 4}}" + "".join(f"{axis:>5}" for axis in _AXES)]
     for rank in range(min(layout.world_size, _MOST_ROWS)):
@@ -37,7 +37,7 @@ def _short(ranks: list[int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses sizes and prints the table; 2 when they do not fit."""
+    """Parse sizes and print the table; return 2 when they do not fit."""
     parser = argparse.ArgumentParser(prog="python -m mt_parallel_state", description=__doc__)
     for axis in ("tp", "cp", "ep", "pp"):
         parser.add_argument(f"--{axis}", type=int, default=1)

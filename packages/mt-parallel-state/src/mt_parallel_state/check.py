@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["CheckMode", "CollectiveError", "Ledger"]
+from mt_parallel_state.argument import check_type
 
 _FAILED = "failed"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
@@ -29,9 +29,9 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckMode:
-    """Turns the check on.
+    """That calls are compared, and how long a rank waits for the others.
 
-    Args:
+    Attributes:
         timeout: Seconds a rank waits for the others to announce the same call. It must be longer
             than the ranks may honestly drift apart.
     """
@@ -39,6 +39,7 @@ class CheckMode:
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
+        check_type("timeout", self.timeout, int, float)
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be above 0 seconds")
 
@@ -57,10 +58,10 @@ class Ledger:
         self._store, self._timeout = store, mode.timeout
 
     def agree(self, key: str, ranks: Sequence[int], own: Announcement) -> dict[int, Announcement]:
-        """Announces a call and waits for all of ``ranks``.
+        """Announce a call and wait for all of `ranks`.
 
         Returns:
-            What each rank announced under ``key``.
+            What each rank announced under `key`.
 
         Raises:
             CollectiveError: A rank did not come in time, or another rank found a difference.
@@ -74,22 +75,22 @@ class Ledger:
         return found
 
     def announce(self, key: str, own: Announcement) -> None:
-        """Says what this rank does next, without waiting."""
+        """Say what this rank does next, without waiting."""
         self._store.set(key, json.dumps(own))
         self._store.set(f"last/{self.rank}", json.dumps(own))
 
     def peek(self, key: str) -> Announcement | None:
-        """What was announced under ``key``, if it was."""
+        """Return what was announced under `key`, if it was."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def meet(self, peer: int, key: str, own: Announcement) -> Announcement:
-        """Waits for what one other rank announces under ``key``, for this rank alone to read."""
+        """Wait for what one other rank announces under `key`, for this rank alone to read."""
         found = self._collect({peer: key}, own)[peer]
         self._store.delete_key(key)
         return found
 
     def first(self, keys: dict[int, str], own: Announcement) -> int:
-        """Waits until one of several other ranks has announced under its key, and names it."""
+        """Wait until one of several other ranks has announced under its key, and return it."""
         here: list[int] = []
         self._store.set(f"last/{self.rank}", json.dumps(own))
 
@@ -101,7 +102,7 @@ class Ledger:
         return here[0]
 
     def fail(self, text: str) -> CollectiveError:
-        """Tells all ranks, wherever they are, and makes the error for this one."""
+        """Tell all ranks, wherever they are, and make the error for this one."""
         self._store.set(_FAILED, text)
         return CollectiveError(text)
 
@@ -137,14 +138,14 @@ class Ledger:
 
 
 def describe(call: Announcement) -> str:
-    """One call in words: what, on what, in which group, from where."""
+    """Describe one call in words: what, on what, in which group, from where."""
     details = [f"{name} {value}" for name, value in call["what"].items() if value not in (None, [])]
     inside = f"({', '.join(details)})" if details else ""
     return f"{call['op']}{inside}, call {call['number']} of group {call['group']}, at {call['at']}"
 
 
 def difference(calls: dict[int, Announcement]) -> str | None:
-    """What the ranks disagree on, in words; None if they agree."""
+    """Say what the ranks disagree on, in words; None if they agree."""
     by_call: dict[str, list[int]] = {}
     for rank, call in calls.items():
         by_call.setdefault(json.dumps([call["op"], call["what"]]), []).append(rank)
@@ -158,7 +159,7 @@ def difference(calls: dict[int, Announcement]) -> str | None:
 
 
 def _unequal_splits(calls: dict[int, Announcement]) -> str | None:
-    """Whether every rank expects from every other what that one sends it."""
+    """Say which rank expects from another what that one does not send."""
     ranks = sorted(calls)
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):

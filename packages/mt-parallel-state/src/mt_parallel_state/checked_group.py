@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mt_parallel_state.check import Ledger, describe, difference
 
-__all__ = ["CheckedGroup"]
-
 _OWN = (__name__, "mt_parallel_state.check")
 _WORDS = {
     "allreduce": "all_reduce",
@@ -32,7 +30,7 @@ _CALLERS = 3  # frames in a call site: a layer calls a collective calls torch
 def _checked(
     name: str, tensors: Callable[..., Any], *, splits: Callable[..., Any] | None = None
 ) -> Any:
-    """The method ``name`` of a group, compared between the ranks before it runs.
+    """Make the method `name` of a group, compared between the ranks before it runs.
 
     Args:
         name: The method of the inner group.
@@ -70,10 +68,10 @@ def _row_splits(
 
 
 class CheckedGroup(dist.ProcessGroup):
-    """Stands in front of another group and is used like it.
+    """A group that stands in front of another one and is used like it.
 
-    ``torch.distributed`` calls the methods below on any group it is given, so every function that
-    takes a ``group=`` works. Functional collectives, compiled graphs and a DeviceMesh use the inner
+    `torch.distributed` calls the methods below on any group it is given, so every function that
+    takes a `group=` works. Functional collectives, compiled graphs and a DeviceMesh use the inner
     group, by its name: they work, and are not compared. (Older versions of torch, such as 2.11, do
     not trace this class: there a graph breaks at each use of the group, and the call is compared.)
 
@@ -126,21 +124,21 @@ class CheckedGroup(dist.ProcessGroup):
     )
 
     def getGroupName(self) -> str:  # noqa: N802 - what C++ calls, for `group_name` too
-        """The inner group's, so what is done by name is done there."""
+        """Return the inner group's, so what is done by name is done there."""
         return self.inner.group_name
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
-        """Sends, and compares when the transfer is waited for."""
+        """Send, and compare when the transfer is waited for."""
         message = self._message("send", tensors, self.rank(), dstRank, tag)
         return _CheckedWork(self.inner.send(tensors, dstRank, tag), message)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
-        """Receives, and compares when the transfer is waited for."""
+        """Receive, and compare when the transfer is waited for."""
         message = self._message("recv", tensors, srcRank, self.rank(), tag)
         return _CheckedWork(self.inner.recv(tensors, srcRank, tag), message)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Receives from the rank that is the first to announce a message to this one."""
+        """Receive from the rank that is the first to announce a message to this one."""
         return _AnySource(self, tensors, tag)
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -203,7 +201,7 @@ class _Message:
         self._compare(ledger.peek(self._theirs))
 
     def meet(self) -> None:
-        """Waits for the other side and compares, once."""
+        """Wait for the other side and compare, once."""
         if not self._met:
             self._compare(self._ledger.meet(self._peer, self._theirs, self._call))
             self._met = True
@@ -268,7 +266,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _call_site(frame: FrameType | None) -> str:
-    """The nearest callers outside torch and this module, innermost first."""
+    """Return the nearest callers outside torch and this module, innermost first."""
     found: list[str] = []
     while frame is not None and len(found) < _CALLERS:
         module = frame.f_globals.get("__name__", "")

@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mt_parallel_state.argument import check_type
+from mt_parallel_state.layout import MOST_RANKS
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedEnv:
@@ -35,12 +38,18 @@ class DistributedEnv:
     def __post_init__(self) -> None:
         for index, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
             i, n = getattr(self, index), getattr(self, size)
+            check_type(index, i, int)
+            check_type(size, n, int)
             if n < 1 or not 0 <= i < n:
                 raise ValueError(f"{index}={i} must be from 0 to {size} - 1, with {size}={n}")
         if self.local_world_size > self.world_size:
             raise ValueError(
                 f"local_world_size={self.local_world_size} exceeds world_size={self.world_size}"
             )
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"world_size={self.world_size} must be at most {MOST_RANKS}")
+        check_type("master_addr", self.master_addr, str)
+        check_type("master_port", self.master_port, int)
         if not 0 < self.master_port < 65536:
             raise ValueError(f"master_port must be from 1 to 65535, got {self.master_port}")
 
@@ -57,6 +66,8 @@ def detect_env(environ: Mapping[str, str] | None = None) -> DistributedEnv:
     Raises:
         ValueError: A variable is missing, malformed, or contradicts another; the message names it.
     """
+    if environ is not None:
+        check_type("environ", environ, Mapping)
     env = {k: v for k, v in (os.environ if environ is None else environ).items() if v.strip()}
     if "RANK" in env or "WORLD_SIZE" in env or "LOCAL_RANK" in env:
         return _from_torchrun(env)

@@ -13,8 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.environment import DistributedEnv
 from mt_parallel_state.groups import nccl_options
+from mt_parallel_state.launcher import MOST_LOCAL_RANKS
 from mt_parallel_state.store import JoinError, first_line, meet
 
 _RELEASE_SECONDS = 0.05
@@ -36,6 +38,8 @@ class PeerLostError(dist.DistError):
 
 def is_peer_loss(error: BaseException | None) -> bool:
     """Tell whether an error, or what led to it, only says that another rank is gone."""
+    if error is not None:
+        check_type("error", error, BaseException)
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -57,8 +61,10 @@ def must_launch(nproc: int, env: DistributedEnv) -> bool:
     Raises:
         ValueError: The number is below 1, contradicts the launcher, or exceeds this machine's GPUs.
     """
-    if nproc < 1:
-        raise ValueError(f"--nproc {nproc}: use 1 or more")
+    check_type("nproc", nproc, int)
+    check_type("env", env, DistributedEnv)
+    if not 1 <= nproc <= MOST_LOCAL_RANKS:
+        raise ValueError(f"--nproc {nproc}: use 1 or more, at most {MOST_LOCAL_RANKS}")
     if env.world_size > 1:
         if nproc not in (1, env.world_size):
             raise ValueError(
@@ -131,6 +137,7 @@ def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None)
         JoinError: The ranks did not come together.
         ValueError: There is no GPU for this rank.
     """
+    check_type("env", env, DistributedEnv)
     device = _device(env)
     if device.type == "cuda":
         torch.cuda.set_device(device)

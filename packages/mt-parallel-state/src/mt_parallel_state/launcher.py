@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.signals import signal_name, signals_to
 from mt_parallel_state.store import host_on_loopback
 
+MOST_LOCAL_RANKS = 1024
 STOPPED = 75
 _POLL_SECONDS = 0.02
 _FAILURE_GRACE_SECONDS = 3.0
@@ -39,15 +41,17 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
     Args:
         module: An installed module, or one on PYTHONPATH; the working directory is not searched.
         args: Its arguments.
-        nproc: Number of ranks, at least 1.
+        nproc: Number of ranks, 1 to 1024.
 
     Returns:
         0 if every rank exited with 0; 75 if the others exited with 75; else the exit code of the
         first rank that failed (128 + the signal number if a signal killed it), which is named on
         stderr unless it ended by the signal that was passed on.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc must be at least 1, got {nproc}")
+    check_type("module", module, str)
+    check_type("nproc", nproc, int)
+    if not 1 <= nproc <= MOST_LOCAL_RANKS:
+        raise ValueError(f"nproc must be at least 1 and at most {MOST_LOCAL_RANKS}, got {nproc}")
     store = host_on_loopback()
     ranks: list[subprocess.Popen[bytes]] = []
     noted: list[int] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.levels import cut_into_levels
 
 EMBEDDING = "embedding"
@@ -26,7 +27,7 @@ _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
 _PSEUDO = (EMBEDDING, MIRROR)
 _KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +73,12 @@ class ParallelLayout:
             value = getattr(self, axis)
             if axis == "etp" and value is None:
                 continue
-            check_int(axis, value)
+            check_type(axis, value, int)
             if value < 1:
                 raise ValueError(f"{axis} must be at least 1, got {value}")
-        if self.world_size > _MOST_RANKS:
+        if self.world_size > MOST_RANKS:
             raise ValueError(
-                f"{self._sizes()} make {self.world_size} ranks; a layout has at most {_MOST_RANKS}"
+                f"{self._sizes()} make {self.world_size} ranks; a layout has at most {MOST_RANKS}"
             )
         self._check_order()
         if self.etp is None:
@@ -101,7 +102,7 @@ class ParallelLayout:
         Raises:
             ValueError: `world_size` is not a multiple of `tp * cp * pp`.
         """
-        check_int("world_size", world_size)
+        check_type("world_size", world_size, int)
         cls(tp=tp, cp=cp, pp=pp)
         replica = tp * cp * pp
         dp, rest = divmod(world_size, replica)
@@ -151,7 +152,7 @@ class ParallelLayout:
         for axis, index in coords.items():
             if axis not in _KNOWN or axis in _PSEUDO:
                 raise ValueError(_unknown_axis(axis))
-            check_int(axis, index)
+            check_type(axis, index, int)
             if not 0 <= index < self._axis_size(axis):
                 raise ValueError(
                     f"{axis} index {index} is out of range: {axis} has size "
@@ -179,7 +180,7 @@ class ParallelLayout:
         A string that names ep, etp or edp reads the expert view (tp as etp, dp as edp).
 
         Args:
-            axes: Axis names joined by ``-``, in any order.
+            axes: Axis names joined by `-`, in any order.
         """
         if axes == EMBEDDING:
             return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
@@ -233,7 +234,7 @@ class ParallelLayout:
             ValueError: `count` does not divide dp * cp, or the levels of `edp` would join ranks of
                 two instances.
         """
-        check_int("count", count)
+        check_type("count", count, int)
         places = self.dp * self.cp
         valid = [n for n in range(1, places + 1) if places % n == 0]
         if count not in valid:
@@ -308,7 +309,7 @@ class ParallelLayout:
         return frozenset(names)
 
     def _check_rank(self, rank: int) -> None:
-        check_int("rank", rank)
+        check_type("rank", rank, int)
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"rank {rank} is out of range: the world has {self.world_size} ranks "
@@ -355,12 +356,6 @@ class ParallelLayout:
                 f"order {self.order!r}: consecutive stages are {dense} and {expert} ranks apart; "
                 "put pp last in order, or choose etp x ep so that edp equals dp"
             )
-
-
-def check_int(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is an int and no bool."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
 
 
 def _index(rank: int, digits: Iterable[tuple[int, int]]) -> int:

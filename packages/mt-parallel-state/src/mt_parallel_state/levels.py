@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from mt_parallel_state.argument import check_type
+
 
 def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
     """Cut one group into levels whose sizes multiply to its own.
@@ -31,6 +33,8 @@ def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[lis
         >>> cut_into_levels(range(8), (2, 2, 2))[1]
         [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
+    for size in sizes:
+        check_type("a level size", size, int)
     if not sizes or any(size < 1 for size in sizes) or prod(sizes) != len(ranks):
         raise ValueError(
             f"level sizes {tuple(sizes)} multiply to {prod(sizes)}, but the group has "
@@ -51,6 +55,7 @@ def blocks(ranks: Sequence[int], size: int) -> list[list[int]]:
     Raises:
         ValueError: `size` is neither the whole group nor a power of two that divides it.
     """
+    check_type("size", size, int)
     fits = size == len(ranks) or (size > 0 and size & (size - 1) == 0 and len(ranks) % size == 0)
     if not fits:
         powers = [2**i for i in range(len(ranks).bit_length()) if len(ranks) % 2**i == 0]

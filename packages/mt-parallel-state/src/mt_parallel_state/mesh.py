@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
-
-__all__ = ["layout_of_mesh"]
 
 _AXES = ("tp", "cp", "dp", "pp")
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
-    """Reads the layout off a mesh whose dims are named tp, cp, dp or pp (missing ones are 1).
+    """Read the layout off a mesh whose dims are named tp, cp, dp or pp (missing ones are 1).
 
-    The mesh's last dim varies fastest, so it is the first in ``order``. Bind the result with
-    ``ParallelState(layout, offset=int(mesh.mesh.min()))``.
+    The mesh's last dim varies fastest, so it is the first in `order`. Bind the result with
+    `ParallelState(layout, offset=int(mesh.mesh.min()))`.
 
     Raises:
         ValueError: A dim has no name or another one, or the ranks are not consecutive.
     """
+    check_type("mesh", mesh, DeviceMesh)
     names = mesh.mesh_dim_names
     if names is None or not set(names) <= set(_AXES):
         raise ValueError(f"the mesh's dims are named {names}; name them among {', '.join(_AXES)}")

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
-
-__all__ = ["GroupOptions", "check_options"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
     """Settings of the groups of one axes string; what is None keeps the library's default.
 
-    Args:
+    Attributes:
         timeout: Of this group's collectives; also gloo's.
         high_priority: NCCL runs the group on a high-priority stream (for what the next layer waits
             for, such as expert all-to-all).
@@ -28,7 +27,7 @@ class GroupOptions:
         net_name: NCCL's network plugin.
 
     Raises:
-        ValueError: A number is out of range, or ``min_ctas`` is above ``max_ctas``.
+        ValueError: A number is out of range, or `min_ctas` is above `max_ctas`.
     """
 
     timeout: timedelta | None = None
@@ -41,10 +40,17 @@ class GroupOptions:
     def __post_init__(self) -> None:
         for name, low, high in (("min_ctas", 1, 32), ("max_ctas", 1, 32), ("cluster_size", 0, 8)):
             value = getattr(self, name)
+            if value is not None:
+                check_type(name, value, int)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}")
         if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
             raise ValueError(f"min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}")
+        if self.timeout is not None:
+            check_type("timeout", self.timeout, timedelta)
+        if self.net_name is not None:
+            check_type("net_name", self.net_name, str)
+        check_type("high_priority", self.high_priority, bool)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout={self.timeout} must be above 0")
 
@@ -63,7 +69,7 @@ class GroupOptions:
 
 
 def check_options(layout: ParallelLayout, options: Mapping[str, GroupOptions]) -> None:
-    """Refuses options of unknown axes, and different ones for names of the same ranks.
+    """Refuse options of unknown axes, and different ones for names of the same ranks.
 
     It looks at every group of the layout, so all ranks find the same.
 

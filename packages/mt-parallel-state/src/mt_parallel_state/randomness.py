@@ -1,6 +1,6 @@
 """Counter-based randomness: a value depends on a key and a global index, and on nothing else.
 
-The bits come from a splitmix64-style mixing of ``index`` under ``key``. All arithmetic is either
+The bits come from a splitmix64-style mixing of `index` under `key`. All arithmetic is either
 integer or a single IEEE operation per step (+, -, *, /, sqrt), never a library transcendental, so
 the values are equal bit for bit on every device, for any number of threads and for any way of
 cutting a tensor into boxes.
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.sharding import global_shape_of, offsets_of
-
-__all__ = ["fill_normal_", "hash_key", "initialize_", "random_uniform", "stream_key"]
 
 # Multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -29,10 +29,10 @@ _BITS = {torch.float32: 24, torch.float64: 53}
 
 
 def hash_key(*parts: int | str) -> int:
-    """A 63-bit key from any sequence of ints and strings.
+    """Return a 63-bit key from any sequence of ints and strings.
 
-    Blake2b of a type-tagged, length-prefixed encoding: ``hash_key(1, 23)``, ``hash_key(12, 3)``,
-    ``hash_key("1", 23)`` and ``hash_key(24)`` are unrelated, unlike sums of seeds and ranks.
+    Blake2b of a type-tagged, length-prefixed encoding: `hash_key(1, 23)`, `hash_key(12, 3)`,
+    `hash_key("1", 23)` and `hash_key(24)` are unrelated, unlike sums of seeds and ranks.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -45,9 +45,9 @@ def hash_key(*parts: int | str) -> int:
 
 
 def stream_key(seed: int, stream: str, **coordinates: int) -> int:
-    """The key of a named random stream at some coordinates of a layout.
+    """Return the key of a named random stream at some coordinates of a layout.
 
-    ``stream_key(seed, "expert", ep=3, pp=1)`` is a generator's seed that ranks with the same ep and
+    `stream_key(seed, "expert", ep=3, pp=1)` is a generator's seed that ranks with the same ep and
     pp share and no other stream or coordinate has. The order of the coordinates does not matter;
     leave out the axes over which the numbers are to be equal.
     """
@@ -56,17 +56,19 @@ def stream_key(seed: int, stream: str, **coordinates: int) -> int:
 
 
 def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform values in [0, 1), one per element of ``index``.
+    """Return uniform values in [0, 1), one per element of `index`.
 
     Args:
-        key: From :func:`hash_key`.
+        key: From `hash_key`.
         index: int64 counters, for example the global element index. Not modified.
-        dtype: ``torch.float32`` (24 random bits) or ``torch.float64`` (53 random bits). There is
+        dtype: `torch.float32` (24 random bits) or `torch.float64` (53 random bits). There is
             no bf16: with 8 bits a dropout rate would be rounded to a multiple of 1/256.
 
     Shape:
         index: any. Returns the same shape.
     """
+    check_type("key", key, int)
+    check_type("index", index, Tensor)
     if dtype not in _BITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     if index.dtype != torch.int64:
@@ -88,22 +90,25 @@ def fill_normal_(
     global_shape: Sequence[int],
     offsets: Sequence[int],
 ) -> Tensor:
-    """Fills a box of a global array with normal values of mean 0 and standard deviation ``std``.
+    """Fill a box of a global array with normal values of mean 0 and standard deviation `std`.
 
-    Element ``g`` of the global array is a function of ``key`` and the row-major index of ``g`` in
-    ``global_shape``. Values are drawn in fp64 (Box-Muller) and cast, so a bf16 parameter is the
-    rounding of the fp32 one. Scratch memory is a few blocks, whatever the size of ``tensor``.
+    Element `g` of the global array is a function of `key` and the row-major index of `g` in
+    `global_shape`. Values are drawn in fp64 (Box-Muller) and cast, so a bf16 parameter is the
+    rounding of the fp32 one. Scratch memory is a few blocks, whatever the size of `tensor`.
 
     Args:
         tensor: The local box, overwritten.
-        key: From :func:`hash_key`.
+        key: From `hash_key`.
         std: Standard deviation, at least 0.
         global_shape: Shape of the whole array.
         offsets: Start of the box in each dim.
     """
+    check_type("tensor", tensor, Tensor)
+    check_type("key", key, int)
+    check_type("std", std, int, float)
     shape, starts = tuple(global_shape), tuple(offsets)
     _check_box(tuple(tensor.shape), shape, starts)
-    if not (std >= 0 and math.isfinite(std)):
+    if not 0 <= std <= sys.float_info.max:
         raise ValueError(f"std must be finite and at least 0, got {std}")
     with torch.no_grad():
         if std == 0:
@@ -117,7 +122,7 @@ def fill_normal_(
             columns = torch.arange(col, min(col + width, run), device=tensor.device)
             for row in range(0, bases.numel(), height):
                 index = bases[row : row + height, None] + columns
-                rows[row : row + height, col : col + width] = _normal(key, index).mul_(std)
+                rows[row : row + height, col : col + width] = _normal(key, index).mul_(float(std))
         if target is not tensor:
             tensor.copy_(target)
     return tensor
@@ -132,14 +137,14 @@ def initialize_(
     rank: int,
     std: float,
 ) -> nn.Parameter:
-    """Draws this rank's shard of the logical parameter ``name``, the same for every layout.
+    """Draw this rank's shard of the logical parameter `name`, the same for every layout.
 
     Args:
         param: Overwritten; its box in the logical parameter follows from its sharding record.
         seed: Seed of the run.
         name: Global name of the parameter, the same on every rank.
         layout: The layout of the world.
-        rank: The rank that holds ``param``.
+        rank: The rank that holds `param`.
         std: Standard deviation.
     """
     fill_normal_(
@@ -153,7 +158,7 @@ def initialize_(
 
 
 def _chunk(device: torch.device) -> int:
-    """Elements per block: on a CPU the scratch of one block stays in each thread's L2 cache."""
+    """Return the elements per block: on a CPU a block's scratch stays in each thread's L2 cache."""
     return torch.get_num_threads() << 15 if device.type == "cpu" else 1 << 24
 
 
@@ -163,12 +168,12 @@ def _signed(value: int) -> int:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic, so the sign bits are masked off."""
+    """Shift right logically: torch's is arithmetic, so the sign bits are masked off."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _uniform_bits(key: int, index: Tensor, bits: int) -> Tensor:
-    """``bits`` random bits per counter, as int64 in [0, 2**bits)."""
+    """Return `bits` random bits per counter, as int64 in [0, 2**bits)."""
     # The key enters twice, through different words. Were it only added to the counter, two keys
     # could yield one sequence shifted against the other.
     z = index * _GOLDEN
@@ -184,7 +189,7 @@ def _uniform_bits(key: int, index: Tensor, bits: int) -> Tensor:
 
 
 def _normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal fp64 values by Box-Muller, one pair of uniforms per element."""
+    """Return standard normal fp64 values by Box-Muller, one pair of uniforms per element."""
     first = _uniform_bits(key, index, 53)
     second = _uniform_bits(key ^ 0x2545F4914F6CDD1D, index, 53)
     radius = _log((first + 1).double() * 2.0**-53).mul_(-2.0).sqrt_()
@@ -192,7 +197,7 @@ def _normal(key: int, index: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive normal fp64 values, to about 1e-14, from exact operations."""
+    """Return the natural logarithm of positive fp64 values to 1e-14, from exact operations."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52).sub_(1023)
     mantissa = (bits & ((1 << 52) - 1)).bitwise_or_(1023 << 52).view(torch.float64)
@@ -208,7 +213,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _cosine_turns(u: Tensor) -> Tensor:
-    """A cosine of 2 pi u up to a shift of half a turn, to about 1e-14, for u in [0, 1)."""
+    """Return a cosine of 2 pi u up to a shift of half a turn, to about 1e-14, for u in [0, 1)."""
     # cos(2 pi u) = -sin(x) with x = 2 pi (1/4 - |u - 1/2|), and |x| <= pi / 2.
     x = (u - 0.5).abs_().neg_().add_(0.25).mul_(2.0 * math.pi)
     square = x * x
@@ -235,7 +240,7 @@ def _check_box(local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[in
 def _runs(
     local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
-    """Splits a box into runs that are contiguous in the global array: starts and length."""
+    """Split a box into runs that are contiguous in the global array: starts and length."""
     run, first, stride = 1, 0, 1
     dim = len(local)
     while dim > 0:  # trailing dims that the box covers whole, and the first one it does not

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.spec import PartitionSpec
-
-__all__ = ["ParamSharding", "global_shape_of", "offsets_of", "shard_param", "sharding_of"]
 
 _ATTRIBUTE = "_mt_sharding"
 _PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING, MIRROR)
@@ -21,12 +20,12 @@ _PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING, MIRROR)
 class ParamSharding:
     """How a parameter is split, and what its gradient still misses.
 
-    Args:
+    Attributes:
         spec: Which axes split which dims.
         partial_grad: Axes over which the gradient arrives as a partial sum and must be SUMmed
-            before use: ``("tp",)`` for a replicated norm weight applied to sequence shards,
-            ``("embedding",)`` for a tied embedding on the first and last pipeline stage,
-            ``("mirror",)`` for a stage that a bidirectional schedule has on two ranks.
+            before use: `("tp",)` for a replicated norm weight applied to sequence shards,
+            `("embedding",)` for a tied embedding on the first and last pipeline stage,
+            `("mirror",)` for a stage that a bidirectional schedule has on two ranks.
             Data-parallel reduction is not listed; every parameter needs it.
         is_copy: Another pipeline rank owns this parameter (the head's copy of a tied embedding,
             the second direction's copy of a stage).
@@ -39,8 +38,7 @@ class ParamSharding:
     is_copy: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.spec, PartitionSpec):
-            raise TypeError(f"spec must be a PartitionSpec, got {self.spec!r}")
+        check_type("spec", self.spec, PartitionSpec)
         if isinstance(self.partial_grad, str):
             raise TypeError(
                 f"partial_grad must be a tuple of axis names, got the string "
@@ -70,11 +68,13 @@ def shard_param(
     partial_grad: Sequence[str] = (),
     is_copy: bool = False,
 ) -> nn.Parameter:
-    """Records on ``param`` how it is split, and returns it.
+    """Record on `param` how it is split, and return it.
 
-    The record is an attribute of the parameter: it survives ``module.to(...)`` and state dict
-    loading, but not operations that make a new parameter (``copy.deepcopy``, ``to_empty``).
+    The record is an attribute of the parameter: it survives `module.to(...)` and state dict
+    loading, but not operations that make a new parameter (`copy.deepcopy`, `to_empty`).
     """
+    check_type("param", param, Tensor)
+    check_type("spec", spec, PartitionSpec)
     if len(spec.dims) > param.dim():
         raise ValueError(f"{spec!r} has more dims than the parameter of shape {tuple(param.shape)}")
     partial = partial_grad if isinstance(partial_grad, str) else tuple(partial_grad)
@@ -84,16 +84,17 @@ def shard_param(
 
 
 def sharding_of(param: nn.Parameter) -> ParamSharding:
-    """The record of ``param``; a parameter without one is replicated and complete."""
+    """Return the record of `param`; a parameter without one is replicated and complete."""
+    check_type("param", param, Tensor)
     return getattr(param, _ATTRIBUTE, ParamSharding())
 
 
 def global_shape_of(param: nn.Parameter, layout: ParallelLayout) -> tuple[int, ...]:
-    """The shape of the logical parameter of which ``param`` is one shard."""
+    """Return the shape of the logical parameter of which `param` is one shard."""
     return sharding_of(param).spec.global_shape(param.shape, layout)
 
 
 def offsets_of(param: nn.Parameter, layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """Where ``param``, as held by ``rank``, starts in each dim of the logical parameter."""
+    """Return where `param`, as held by `rank`, starts in each dim of the logical parameter."""
     shape = global_shape_of(param, layout)
     return sharding_of(param).spec.offsets(shape, layout, layout.coordinates(rank))

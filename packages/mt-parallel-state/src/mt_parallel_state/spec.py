@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
-
-__all__ = ["PartitionSpec"]
 
 _AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 _DENSE_ONLY = frozenset({"tp", "cp", "dp"})
@@ -17,10 +16,10 @@ DimSpec = str | tuple[str, ...] | None
 
 
 class PartitionSpec:
-    """For each tensor dim: ``None`` (whole), an axis name, or a tuple of axis names.
+    """For each tensor dim: `None` (whole), an axis name, or a tuple of axis names.
 
     The term is JAX's. A dim with a tuple of axes is split over their product, the first axis being
-    the major one. Dims beyond the spec are whole, so ``PartitionSpec()`` is a replicated tensor.
+    the major one. Dims beyond the spec are whole, so `PartitionSpec()` is a replicated tensor.
     Every shard is a plain box; sizes must divide evenly.
 
     >>> spec = PartitionSpec(None, "tp")
@@ -54,43 +53,49 @@ class PartitionSpec:
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
-        """Per tensor dim the axes that split it, trailing whole dims left out."""
+        """Return per tensor dim the axes that split it, trailing whole dims left out."""
         return self._dims
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every axis that splits some dim."""
+        """Return every axis that splits some dim."""
         return frozenset(name for dim in self._dims for name in dim)
 
     def local_shape(self, global_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
-        """The shape of one shard.
+        """Return the shape of one shard.
 
         Raises:
             ValueError: A split dim is not a multiple of its number of shards.
         """
         return tuple(
             _divide(size, axes, layout, dim, global_shape)
-            for dim, (size, axes) in enumerate(self._zip(global_shape))
+            for dim, (size, axes) in enumerate(self._zip(global_shape, layout))
         )
 
     def global_shape(self, local_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
-        """The shape of the whole tensor, given the shape of one shard."""
-        return tuple(size * _shards(axes, layout) for size, axes in self._zip(local_shape))
+        """Return the shape of the whole tensor, given the shape of one shard."""
+        return tuple(size * _shards(axes, layout) for size, axes in self._zip(local_shape, layout))
 
     def offsets(
         self, global_shape: Sequence[int], layout: ParallelLayout, coords: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """Where the shard at ``coords`` (of ``layout.coordinates(rank)``) starts in each dim."""
+        """Return where the shard at `coords` (of `layout.coordinates(rank)`) starts in each dim."""
         local = self.local_shape(global_shape, layout)
+        missing = self.axes - set(coords)
+        if missing:
+            raise ValueError(f"coords {dict(coords)} lack {', '.join(sorted(missing))} of {self!r}")
         result = []
-        for size, (_, axes) in zip(local, self._zip(global_shape), strict=True):
+        for size, (_, axes) in zip(local, self._zip(global_shape, layout), strict=True):
             index = 0
             for axis in axes:
                 index = index * layout.size(axis) + coords[axis]
             result.append(index * size)
         return tuple(result)
 
-    def _zip(self, shape: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+    def _zip(
+        self, shape: Sequence[int], layout: ParallelLayout
+    ) -> list[tuple[int, tuple[str, ...]]]:
+        check_type("layout", layout, ParallelLayout)
         if len(self._dims) > len(shape):
             raise ValueError(
                 f"{self!r} splits dim {len(self._dims) - 1}, but the tensor of shape "

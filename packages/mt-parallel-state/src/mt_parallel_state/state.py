@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mt_parallel_state.argument import check_type
 from mt_parallel_state.check import CheckMode, Ledger
 from mt_parallel_state.groups import (
     create_group,
@@ -23,36 +24,34 @@ from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
 from mt_parallel_state.options import GroupOptions, check_options
 
-__all__ = ["ParallelState"]
-
 
 class ParallelState:
     """This rank's view of a layout: sizes, indices and process groups per axis.
 
     Nothing is global: two states with two layouts can live in one process. Every rank must build
     its states in the same order. Groups are made when first asked for, by their members only, and
-    once per distinct list of ranks. A world of one rank needs no ``torch.distributed`` at all.
+    once per distinct list of ranks. A world of one rank needs no `torch.distributed` at all.
 
     Args:
-        layout: The layout. Its ranks are ``offset`` to ``offset + world_size - 1`` of the world.
-        rank: This rank in the layout; ``None`` asks ``torch.distributed`` (0 where it is not
+        layout: The layout. Its ranks are `offset` to `offset + world_size - 1` of the world.
+        rank: This rank in the layout; `None` asks `torch.distributed` (0 where it is not
             initialised).
-        device: The device of this rank; ``None`` is the current CUDA device where the process
+        device: The device of this rank; `None` is the current CUDA device where the process
             group can use one, else the CPU.
-        timeout: Of the collectives in these groups; ``None`` is torch's default.
+        timeout: Of the collectives in these groups; `None` is torch's default.
         check: Compares every call on these groups between its ranks before it starts (see
-            :class:`CheckMode`); for finding errors, slow.
+            `CheckMode`); for finding errors, slow.
         offset: Where the layout begins in the world, for several models side by side. Ranks outside
             build no state for it.
-        options: How the groups of an axes string are made, e.g. ``{"ep":
-            GroupOptions(high_priority=True)}``. They belong to the ranks: a group has them under
+        options: How the groups of an axes string are made, e.g. `{"ep":
+            GroupOptions(high_priority=True)}`. They belong to the ranks: a group has them under
             whichever name it is asked for. Levels and blocks have those of the axes they are cut
             from, unless their own ranks have a name in here.
 
     Raises:
-        ValueError: The layout does not fit the world, this process is outside it, ``rank`` is
+        ValueError: The layout does not fit the world, this process is outside it, `rank` is
             not this process's rank, or two names of the same ranks have different options.
-        RuntimeError: The layout has several ranks and ``torch.distributed`` is not initialised.
+        RuntimeError: The layout has several ranks and `torch.distributed` is not initialised.
     """
 
     def __init__(
@@ -66,12 +65,22 @@ class ParallelState:
         offset: int = 0,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> None:
+        check_type("layout", layout, ParallelLayout)
+        check_type("offset", offset, int)
+        for name, value, kind in (
+            ("rank", rank, int),
+            ("timeout", timeout, timedelta),
+            ("check", check, CheckMode),
+            ("options", options, Mapping),
+        ):
+            if value is not None:
+                check_type(name, value, kind)
         options = dict(options or {})
         check_options(layout, options)
         self.layout = layout
         self.offset = offset
         self.rank = _bind_rank(layout, rank, offset)
-        self.device = _default_device() if device is None else torch.device(device)
+        self.device = _device(device)
         self._timeout, self._closed = timeout, False
         self._options = {tuple(self.ranks(axes)): given for axes, given in options.items()}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -88,22 +97,22 @@ class ParallelState:
                 self._ledger = Ledger(store, offset + self.rank, check)
 
     def size(self, axes: str) -> int:
-        """The number of ranks in this rank's group of ``axes``."""
+        """Return the number of ranks in this rank's group of `axes`."""
         pseudo = axes in (EMBEDDING, MIRROR)  # some ranks are in no group, or alone in theirs
         return len(self.ranks(axes)) if pseudo else self.layout.size(axes)
 
     def index(self, axes: str) -> int:
-        """This rank's position in its group of ``axes``."""
+        """Return this rank's position in its group of `axes`."""
         if axes in self._coordinates:
             return self._coordinates[axes]
         return self.ranks(axes).index(self.rank)
 
     def ranks(self, axes: str) -> list[int]:
-        """The layout ranks of this rank's group of ``axes``, ascending."""
+        """Return the layout ranks of this rank's group of `axes`, ascending."""
         return self.layout.group_of(axes, self.rank)
 
     def group(self, axes: str) -> dist.ProcessGroup | None:
-        """The process group of ``axes`` that this rank is in; ``None`` if it is alone there.
+        """Return the process group of `axes` that this rank is in; `None` if it is alone there.
 
         The first call for a list of ranks makes the group and needs every member to make the same
         call; ranks outside do nothing. Later calls, also under another name for the same ranks,
@@ -116,12 +125,13 @@ class ParallelState:
         return self._of(ranks, axes)
 
     def level_groups(self, axes: str, sizes: Sequence[int]) -> tuple[dist.ProcessGroup | None, ...]:
-        """This rank's group at each level of ``axes``, innermost first; ``None`` where it is alone.
+        """Return this rank's group at each level of `axes`, innermost first.
 
-        See :meth:`ParallelLayout.levels`. Every member of ``axes`` makes the same call.
+        A level on which it is alone has `None`. See `ParallelLayout.levels`. Every member of `axes`
+        makes the same call.
 
         Raises:
-            ValueError: A level is a group that was made with other options, see ``options``.
+            ValueError: A level is a group that was made with other options, see `options`.
             RuntimeError: The state is closed.
         """
         levels = cut_into_levels(self.ranks(axes), sizes)
@@ -129,23 +139,23 @@ class ParallelState:
         return tuple(self._of(tuple(part), axes, f".level{i}") for i, part in enumerate(own))
 
     def block_group(self, axes: str, size: int) -> dist.ProcessGroup | None:
-        """This rank's group among the aligned blocks of ``size`` ranks of ``axes``.
+        """Return this rank's group among the aligned blocks of `size` ranks of `axes`.
 
-        ``size`` is a power of two, or all ranks: that block is the group of ``axes`` itself.
+        `size` is a power of two, or all ranks: that block is the group of `axes` itself.
 
         Raises:
-            ValueError: The block is a group that was made with other options, see ``options``.
+            ValueError: The block is a group that was made with other options, see `options`.
             RuntimeError: The state is closed.
         """
         own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
         return self._of(tuple(own), axes, f".block{size}")
 
     def instance_group(self, count: int) -> dist.ProcessGroup | None:
-        """This rank's group of all ranks of one of ``count`` optimizer instances.
+        """Return this rank's group of all ranks of one of `count` optimizer instances.
 
         Sums gradient statistics when the optimizer's state is split inside an instance and
         replicated across them; all ranks of the layout for one instance. See
-        :meth:`ParallelLayout.instances`.
+        `ParallelLayout.instances`.
 
         Raises:
             ValueError: The layout has no such instances.
@@ -154,18 +164,8 @@ class ParallelState:
         own = next(ranks for ranks in self.layout.instances(count) if self.rank in ranks)
         return self._of(tuple(own), "tp-cp-dp-pp", f".instance{count}")
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first pipeline stage."""
-        return self._coordinates["pp"] == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage."""
-        return self._coordinates["pp"] == self.layout.pp - 1
-
     def device_mesh(self, axes: str) -> DeviceMesh:
-        """A ``DeviceMesh`` over this rank's group of ``axes``, one mesh dim per axis as named.
+        """Return a `DeviceMesh` over this rank's group of `axes`, one mesh dim per axis as named.
 
         It shares the groups of this state; axes of size 1 get a group of one rank. For code that
         takes a mesh (DTensor, FSDP2).
@@ -185,7 +185,7 @@ class ParallelState:
         return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=names)
 
     def close(self) -> None:
-        """Destroys the groups this state made; it makes no more. The default group stays."""
+        """Destroy the groups this state made; it makes no more. The default group stays."""
         self._closed = True
         while self._checked:
             unregister_alias(self._checked.popitem()[1])
@@ -208,7 +208,7 @@ class ParallelState:
         return f"ParallelState({self.layout!r}, rank={self.rank}, device={self.device})"
 
     def _of(self, ranks: tuple[int, ...], axes: str, part: str = "") -> dist.ProcessGroup | None:
-        """The group of these layout ranks, ``part`` of ``axes``, checked if this state checks."""
+        """Return the group of these ranks, `part` of `axes`, checked if this state checks."""
         if len(ranks) == 1:
             return None
         group = self._group(ranks, axes, part)
@@ -252,7 +252,7 @@ class ParallelState:
 
     @property
     def _identity(self) -> str:
-        """What tells this state from any other of the world, on every rank of its layout."""
+        """Return what tells this state from any other of the world, on every rank of its layout."""
         return f"{self.offset}-{self.layout.world_size}-{self._index}"
 
     def _global(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -260,6 +260,10 @@ class ParallelState:
 
 
 def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
+    if offset < 0:
+        raise ValueError(f"offset={offset} must be at least 0")
+    if rank is not None and not 0 <= rank < layout.world_size and layout.world_size > 1:
+        raise ValueError(f"rank={rank} is not in the layout of {layout.world_size} ranks")
     if not dist.is_initialized():
         if layout.world_size > 1:
             raise RuntimeError(
@@ -277,7 +281,7 @@ def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
             f"start {layout.world_size} ranks or use ParallelLayout.fit({world}, ...)"
         )
     last = offset + layout.world_size - 1
-    if offset < 0 or last >= world:
+    if last >= world:
         raise ValueError(
             f"offset={offset} puts the layout's {layout.world_size} ranks ({sizes}) on {offset} to "
             f"{last}, but the world's are 0 to {world - 1}; use an offset of 0 to "
@@ -295,7 +299,13 @@ def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
     return own - offset
 
 
-def _default_device() -> torch.device:
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        check_type("device", device, torch.device, str)
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r}: {error}") from error
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
