@@ -290,5 +290,5 @@ def test_a_module_that_does_not_exist_fails(
 ) -> None:
     assert launch("no_such_module", [], 1) == 1
     assert "No module named no_such_module" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="nproc must be at least 1 and at most 1024, got 0"):
         launch("x", [], 0)
