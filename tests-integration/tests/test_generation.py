@@ -79,3 +79,15 @@ def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(run, cli) -> N
     result = cli(sys.executable, "-m", "mt_infer", "generate", run, "--prompt", "word " * 200)
     assert result.returncode == 2
     assert "the model's context 64" in result.stderr
+
+
+def test_a_tokenizer_of_another_run_is_refused(run, cli, tmp_path) -> None:
+    import shutil
+
+    from mt_data import train_tokenizer
+
+    copy = shutil.copytree(run, tmp_path / "run")
+    train_tokenizer(["other words"], 400).save(copy / "tokenizer.json")
+    result = cli(sys.executable, "-m", "mt_infer", "generate", copy, "--prompt", "x")
+    assert result.returncode == 1
+    assert "is not the tokenizer with which the model was trained" in result.stderr

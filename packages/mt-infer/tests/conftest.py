@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mt_ckpt import param_shards, save_checkpoint
+from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
 from mt_data import train_tokenizer
+from mt_files import to_plain
 from mt_infer.cli import main
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -17,8 +20,10 @@ from mt_parallel_state import ParallelLayout, ParallelState
 
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    train_tokenizer(["to be or not to be"], 257).save(folder / "tokenizer.json")
+    folder = RunFolder(tmp_path_factory.mktemp("saved"))
+    tokenizer = train_tokenizer(["to be or not to be"], 260)
+    tokenizer.save(folder.tokenizer)
+    digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
     config = gpt(
         vocab_size=264,
         hidden_size=16,
@@ -30,14 +35,34 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ParallelState(ParallelLayout(), device="cpu") as state:
         model = GPT(config, state)
         shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
-        save_checkpoint(folder / "checkpoints", 1, shards, {"model": config.to_dict()})
-    return folder
+        metadata = to_plain(SavedModel(model=config.to_dict(), tokenizer=digest))
+        save_checkpoint(folder.checkpoints, 1, shards, metadata)
+        for shard in shards:  # the second step is another model
+            shard.tensor.detach().mul_(-1.5)
+        save_checkpoint(folder.checkpoints, 2, shards, metadata)
+    return folder.path
 
 
 @pytest.fixture
 def run(saved_run: Path, tmp_path: Path) -> Path:
     """A copy to spoil."""
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def forge(run: Path) -> Callable[[Callable[[dict], None]], None]:
+    """Change a copy's newest checkpoint's metadata, sealed as the real one is."""
+
+    def call(change: Callable[[dict], None]) -> None:
+        path = run / "checkpoints" / "step_00000002" / "mt-manifest.json"
+        body = json.loads(path.read_text())
+        del body["sha256"]
+        change(body["metadata"])
+        rest = json.dumps(body, indent=0).removeprefix("{\n").encode()
+        seal = hashlib.sha256(rest).hexdigest().encode()
+        path.write_bytes(b'{"sha256": "' + seal + b'",\n' + rest)
+
+    return call
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import subprocess
 import sys
 
 import pytest
 import torch
-from mt_infer import Generator
+from mt_data import train_tokenizer
+from mt_infer import Completion, Generator
+from mt_infer.cli import main
 
 
 def spoil_tokenizer_into_a_folder(run) -> None:
@@ -30,7 +34,27 @@ def spoil_all_checkpoints(run) -> None:
 
 
 def spoil_manifest(run) -> None:
-    next(run.glob("checkpoints/step_*/mt-manifest.json")).write_text("{")
+    (run / "checkpoints/step_00000002/mt-manifest.json").write_text("{")
+
+
+def spoil_tokenizer_into_another(run) -> None:
+    """A tokenizer of the same size, whose text would be wrong."""
+    train_tokenizer(["xyzzy xyzzy"], 260).save(run / "tokenizer.json")
+
+
+def spoil_tokenizer_into_a_device(run) -> None:
+    (run / "tokenizer.json").unlink()
+    (run / "tokenizer.json").symlink_to("/dev/zero")
+
+
+def spoil_tokenizer_into_a_fifo(run) -> None:
+    (run / "tokenizer.json").unlink()
+    os.mkfifo(run / "tokenizer.json")
+
+
+def spoil_latest_into_a_fifo(run) -> None:
+    (run / "checkpoints/latest").unlink()
+    os.mkfifo(run / "checkpoints/latest")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +65,10 @@ def spoil_manifest(run) -> None:
         (spoil_tokenizer_into_nothing, "tokenizer.json is missing; pass the --out folder"),
         (spoil_all_checkpoints, "checkpoints has no committed checkpoint; let the run save one"),
         (spoil_manifest, "mt-manifest.json"),
+        (spoil_tokenizer_into_another, "is not the tokenizer with which the model was trained"),
+        (spoil_tokenizer_into_a_device, "tokenizer.json: is a device, and a regular file"),
+        (spoil_tokenizer_into_a_fifo, "tokenizer.json: is a FIFO, and a regular file"),
+        (spoil_latest_into_a_fifo, "latest: is a FIFO, and a regular file"),
     ],
 )
 def test_a_run_that_cannot_be_used_is_one_message(run, generate, spoil, message) -> None:
@@ -69,6 +97,10 @@ def cut_memory(*args, **options) -> str:
     return str(torch.empty(10**15))
 
 
+def completion(text: str) -> Completion:
+    return Completion(text=text, num_tokens=3, end="limit")
+
+
 def raised(error: BaseException):
     def generate(*args, **options) -> str:
         raise error
@@ -86,25 +118,25 @@ def raised(error: BaseException):
     ],
 )
 def test_out_of_memory_says_what_needs_less(saved_run, generate, monkeypatch, fails) -> None:
-    monkeypatch.setattr(Generator, "generate", fails)
+    monkeypatch.setattr(Generator, "complete", fails)
     code, out, err = generate(saved_run)
     assert (code, out) == (1, "")
-    assert "out of memory: use --dtype bf16 or fewer --max-tokens, or on several GPUs a " in err
+    assert "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on s" in err
 
 
 def test_an_interrupt_ends_quietly_with_its_code(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "generate", raised(KeyboardInterrupt()))
+    monkeypatch.setattr(Generator, "complete", raised(KeyboardInterrupt()))
     assert generate(saved_run) == (130, "", "")
 
 
 def test_what_is_no_user_error_keeps_its_traceback(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "generate", raised(RuntimeError("a defect")))
+    monkeypatch.setattr(Generator, "complete", raised(RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         generate(saved_run)
 
 
 def test_characters_that_stdout_cannot_show_are_replaced(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "generate", lambda *args, **options: "naïve 日")
+    monkeypatch.setattr(Generator, "complete", lambda *args, **options: completion("naïve 日"))
     content = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="latin-1"))
     code, _, err = generate(saved_run)
@@ -117,7 +149,7 @@ def test_a_reader_that_left_is_no_error(saved_run, generate, monkeypatch) -> Non
     os.close(reader)
     with open(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert generate(saved_run) == (0, "", "")
+        assert generate(saved_run, "--max-tokens", 2) == (0, "", "")
         # Nothing is left in the buffer to fail again at exit.
 
 
@@ -145,8 +177,137 @@ def test_a_prompt_that_is_no_text_is_one_message(saved_run, generate) -> None:
     assert err.count("\n") == 1
 
 
-def test_metadata_of_no_model_is_one_message(run, generate, monkeypatch) -> None:
-    monkeypatch.setattr("mt_infer.loading.read_metadata", lambda path: {"model": {"layers": 5}})
+def layers(count: int):
+    def change(metadata: dict) -> None:
+        metadata["model"]["layers"] *= count
+
+    return change
+
+
+def setting(*keys_and_value):
+    *keys, last, value = keys_and_value
+
+    def change(metadata: dict) -> None:
+        for key in keys:
+            metadata = metadata[key]
+        metadata[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            setting("model", {"layers": 5}),
+            "its metadata holds no model that this version can build",
+        ),
+        (setting("model", "hidden_size", 10**30), "its metadata holds no model that this version"),
+        (setting("model", "hidden_size", "16"), "its metadata holds no model that this version"),
+        (setting("model", "hidden_size", 32), "its metadata describes a model of "),
+        (setting("model", "max_sequence_length", 10**9), "its metadata holds no model that this"),
+        (setting("model", None), "the metadata of step 2 is not what a run of mt-train writes"),
+        (layers(20_000), "its metadata holds no model that this version can build"),
+        (layers(4000), "parameters, and "),
+        (lambda metadata: metadata.pop("model"), "it lacks model; give a run of this version"),
+        (lambda metadata: metadata.pop("tokenizer"), "it lacks tokenizer"),
+        (setting("tokenizer", "sha256", "0" * 64), "is not the tokenizer with which the model was"),
+        (setting("tokenizer", "eod", "nothing"), "'nothing' is not a special token of this"),
+        (setting("step", 7), "step is 7, and the checkpoint's 2"),
+    ],
+)
+def test_crafted_metadata_is_one_message_before_anything_is_built(
+    run, forge, generate, monkeypatch, change, message
+) -> None:
+    monkeypatch.setattr("mt_infer.loading.GPT", raised(AssertionError("a model was built")))
+    forge(change)
     code, out, err = generate(run)
     assert (code, out) == (1, "")
-    assert "step_00000001: its metadata holds no model that this version can build: " in err
+    assert message in err
+    assert err.count("\n") == 1
+    assert len(err) < 1500
+
+
+def test_the_step_is_chosen(saved_run, generate) -> None:
+    first, second = (generate(saved_run, "--greedy", "--step", step) for step in (1, 2))
+    assert first[0] == second[0] == 0
+    assert first[1] != second[1]
+    assert generate(saved_run, "--greedy") == second
+    code, out, err = generate(saved_run, "--step", 3)
+    assert (code, out) == (1, "")
+    assert "has no checkpoint of step 3 (there: 1, 2)" in err
+
+
+def test_a_prompt_comes_from_standard_input(saved_run, generate, monkeypatch) -> None:
+    for content, expected in ((b"to be", 0), (b"a\xff", 2), (b"x" * (1 << 24) + b"x", 2)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        code, out, err = generate(saved_run, prompt="-")
+        assert code == expected
+        if code:
+            assert err.startswith("mt-infer: standard input ")
+        else:
+            assert out == generate(saved_run)[1]
+
+
+def test_a_full_context_is_said_and_no_failure(saved_run, generate) -> None:
+    for seed in range(9):
+        code, _, err = generate(saved_run, "--max-tokens", 500, "--seed", seed)
+        assert code == 0
+        if err:
+            break
+    assert "mt-infer: the model's context of 16 tokens is full after 1" in err
+    assert err.endswith(" new tokens\n")
+
+
+def test_what_begins_with_a_dash_is_a_prompt_too(saved_run, generate) -> None:
+    assert generate(saved_run, prompt="--help me")[0] == 0
+
+
+def test_the_version_is_printed(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert re.fullmatch(r"mt-infer \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_wrong_command_suggests_the_right_one(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generat", "x"])
+    assert stop.value.code == 2
+    assert "'generat' is no command. Did you mean generate?" in capsys.readouterr().err
+
+
+def test_messages_are_bounded(saved_run, generate) -> None:
+    for options in (("--nproc", "9" * 10**5), ("--dtype", "x" * 10**5), ("--step", "y" * 10**5)):
+        code, out, err = generate(saved_run, *options)
+        assert (code, out) == (2, "")
+        assert 0 < len(err) < 2100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "code", "said"),
+    [
+        (["--version"], ">&-", 0, ""),
+        (["--version"], "2>&-", 0, ""),
+        (["--help"], ">&-", 0, ""),
+        (["bogus"], "2>&-", 2, ""),
+        (["generate", "b\udcffd", "--prompt", "x"], "", 1, "b\\udcffd is not a folder"),
+        (["generate", "RUN", "--prompt", "x"], ">&-", 1, "standard output is closed"),
+        (["generate", "RUN", "--prompt", "to be"], "2>&- <&-", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_and_paths_that_are_no_text(
+    saved_run, arguments, redirection, code, said
+) -> None:
+    words = [str(saved_run) if word == "RUN" else word for word in arguments]
+    shell = f'exec "$0" -m mt_infer "$@" {redirection}'
+    done = subprocess.run(
+        ["/bin/bash", "-c", shell, sys.executable, *words],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    errors = done.stderr.decode()
+    assert done.returncode == code, errors
+    assert "Traceback" not in errors
+    assert said in errors

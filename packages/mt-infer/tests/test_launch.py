@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from mt_infer import Completion
 
 
 @pytest.fixture
@@ -19,7 +22,26 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     assert generate(saved_run, "--nproc", 2) == (7, "", "")
     ((module, arguments, nproc),) = launched
     assert (module, nproc) == ("mt_infer", 2)
-    assert arguments == ["generate", str(saved_run), "--prompt", "to be", "--nproc", "2"]
+    assert arguments == [
+        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0", "--nproc=2"),
+        *("--", str(saved_run)),
+    ]
+
+
+def test_the_processes_get_the_step_that_was_chosen_and_the_prompt_that_was_read(
+    saved_run, generate, launched, monkeypatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("to bé".encode())))
+    options = ("--nproc", 2, "--step", 1, "--greedy")
+    assert generate(saved_run, *options, prompt="-") == (7, "", "")
+    assert launched[0][1][1:3] == ["--prompt=to bé", "--step=1"]
+    assert "--greedy" in launched[0][1]
+
+
+def test_a_prompt_too_long_for_a_command_line_says_so(saved_run, generate, launched) -> None:
+    code, out, err = generate(saved_run, "--nproc", 2, prompt="x" * 100_001)
+    assert (code, out, launched) == (2, "", [])
+    assert "can't be passed to the processes of --nproc; leave --nproc out" in err
 
 
 @pytest.mark.parametrize(
@@ -30,6 +52,9 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
         (("--nproc", 2, "--max-tokens", 0), "--max-tokens 0: use 1 or more"),
         (("--nproc", 2, "--temperature", -1), "temperature -1.0: use 0 (greedy) or more"),
         (("--nproc", 2, "--top-k", 0), "top_k 0: use 1 or more"),
+        (("--greedy", "--temperature", 0.5), "--greedy and --temperature 0.5 contradict each oth"),
+        (("--nprocs", 2), "'--nprocs' is no option. Did you mean --nproc?"),
+        (("--" + "x" * 10**5, 2), "'--xxx"),
     ],
 )
 def test_a_wrong_option_is_one_message(saved_run, generate, launched, options, message) -> None:
@@ -46,6 +71,17 @@ def test_a_prompt_too_long_is_one_message(saved_run, generate, launched) -> None
         "mt-infer: the prompt has 16 tokens, the model's context 16; shorten it to at most 15 "
         "tokens\n"
     )
+
+
+def test_of_the_ranks_of_a_node_one_says_what_is_wrong(saved_run, generate, monkeypatch) -> None:
+    for rank, said in ((0, 1), (1, 0)):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+        for name, value in {**variables, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        code, out, err = generate(saved_run / "nowhere")
+        assert (code, out, err.count("\n")) == (1, "", said)
+    _, _, err = generate(saved_run, prompt="-")
+    assert err == ""
 
 
 def test_a_missing_folder_is_one_message(tmp_path, generate, launched) -> None:
@@ -92,6 +128,7 @@ def test_the_launchers_number_is_taken(saved_run, generate, launched, monkeypatc
     places = {"SLURM_TASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": 1}
     for name, value in {**variables, **places}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mt_infer.cli._generate", lambda *call: "text")
+    text = Completion(text="text", num_tokens=1, end="limit")
+    monkeypatch.setattr("mt_infer.cli._generate", lambda *call: text)
     assert generate(saved_run, *options) == (0, "text\n", "")
     assert launched == []

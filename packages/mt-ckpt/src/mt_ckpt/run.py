@@ -99,7 +99,7 @@ class SavedModel:
             if not problem:
                 return build(cls, {key: metadata[key] for key in ("model", "tokenizer")})
         except SchemaError as error:
-            problem = str(error)
+            problem = str(error).replace("\n", "; ")
         raise CheckpointError(
             f"the metadata of step {manifest.step} is not what a run of mt-train writes: "
             f"{problem}; give a run of this version, or another step",

@@ -6,14 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mt_infer.generation import Generator, PromptError
+    from mt_infer.generation import Completion, Generator, PromptError
     from mt_infer.loading import RunError, load_run
     from mt_infer.sampling import Sampling, choose
 
-__all__ = ["Generator", "PromptError", "RunError", "Sampling", "choose", "load_run"]
+__all__ = ["Completion", "Generator", "PromptError", "RunError", "Sampling", "choose", "load_run"]
 
 # Resolved at first use, so that the command line answers before torch is imported.
 _HOMES = {
+    "Completion": "generation",
     "Generator": "generation",
     "PromptError": "generation",
     "RunError": "loading",

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from mt_files import did_you_mean, shorten
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
 
+    from mt_infer.generation import Completion
     from mt_infer.loading import Run
     from mt_infer.sampling import Sampling
+
+_BAD_COMMAND = 2
+_MAX_MESSAGE = 2000
+_MAX_PROMPT_BYTES = 1 << 24
+_MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
 
 
 @dataclass(kw_only=True)
 class Generate:
-    """Continue a prompt with the newest checkpoint of a run; prints the continuation alone."""
+    """Continue a prompt with a checkpoint of a run; prints the continuation alone."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The --out folder of an mt-train run."""
     prompt: str
-    """The text to continue."""
+    """The text to continue; - reads it from standard input."""
+    step: int | None = None
+    """The checkpoint of this step; by default the latest."""
     max_tokens: int = 128
-    """Stop after this many tokens."""
+    """Stop after this many tokens, or where the model's context ends."""
     greedy: bool = False
     """Always take the likeliest token (temperature 0)."""
-    temperature: float = 1.0
-    """Divides the logits."""
+    temperature: float | None = None
+    """Divides the logits; by default 1."""
     top_k: int | None = None
     """Keep the k likeliest tokens."""
     top_p: float | None = None
@@ -44,15 +57,23 @@ class Generate:
     """Tensor-parallel processes to start; under torchrun or srun leave it out."""
 
 
+_COMMANDS = {"generate": Generate}
+_FLAGS = ("--greedy", "--no-greedy")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and generate; exits with its status."""
     sys.exit(_main(sys.argv[1:] if arguments is None else arguments))
 
 
 def _main(arguments: list[str]) -> int:
-    command = _parse(arguments)
+    has_stdout = _open_streams()
     try:
-        return _run(command, arguments)
+        if arguments[:1] == ["--version"]:
+            _print(f"mt-infer {version('mt-infer')}")
+            return 0
+        command = _parse(arguments)
+        return _run(command, can_print=has_stdout)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -62,49 +83,138 @@ def _main(arguments: list[str]) -> int:
         if explained is None:
             raise
         code, message = explained
-        sys.stderr.write(f"mt-infer: {message}\n")
+        _say(message)
         return code
 
 
-def _run(command: Generate, arguments: list[str]) -> int:
+def _open_streams() -> bool:
+    """Replace streams that the shell closed (`>&-`); tell whether standard output was open."""
+    has_stdout = sys.stdout is not None
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
+    return has_stdout
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"mt-infer: {_bounded(message)}\n")
+
+
+def _bounded(text: str) -> str:
+    """Cut a message that quotes something very long."""
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+def _run(command: Generate, *, can_print: bool) -> int:
     from mt_parallel_state import detect_env, launch, must_launch
 
+    from mt_infer.loading import open_run
+
+    if not can_print:
+        raise OSError("standard output is closed, so nothing can be printed; open or redirect it")
     env = detect_env()
-    run, sampling = _check(command, env)
-    if must_launch(command.nproc, env):
-        return launch("mt_infer", arguments, command.nproc)
-    text = _generate(command, env, run, sampling)
+    with contextlib.ExitStack() as stack:
+        with _told_once(env):
+            sampling = _check_options(command, env)
+            run = stack.enter_context(open_run(command.run, command.step))
+            _check_run(command, env, run)
+        if must_launch(command.nproc, env):
+            return launch("mt_infer", _as_arguments(command, run.step), command.nproc)
+        completion = _generate(command, env, run, sampling)
     if env.rank == 0:
-        _print(text)
+        _print(completion.text)
+        if completion.end == "context":
+            limit, new = run.config.max_sequence_length, completion.num_tokens
+            _say(f"the model's context of {limit} tokens is full after {new} new tokens")
     return 0
 
 
-def _check(command: Generate, env: DistributedEnv) -> tuple[Run, Sampling]:
-    """Find every mistake that shows before weights are read, so that one process reports it."""
-    from mt_model import validate_split
+@contextlib.contextmanager
+def _told_once(env: DistributedEnv) -> Iterator[None]:
+    """Let one rank of each node say what all of them find, before the launcher ends the others."""
+    try:
+        yield
+    except Exception:
+        if env.local_rank > 0:
+            time.sleep(1)
+            sys.exit(1)
+        raise
+
+
+def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
+    """Find every mistake that shows in the command itself; replaces the prompt `-` by its text."""
     from mt_parallel_state import must_launch
 
-    from mt_infer.generation import encode_prompt
-    from mt_infer.loading import open_run
     from mt_infer.sampling import Sampling
 
     if command.max_tokens < 1:
         raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
-    must_launch(command.nproc, env)
+    if command.greedy and command.temperature not in (None, 0.0):
+        raise ValueError(
+            f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
+        )
+    launches = must_launch(command.nproc, env)
+    temperature = 1.0 if command.temperature is None else command.temperature
     sampling = Sampling(
-        temperature=0.0 if command.greedy else command.temperature,
+        temperature=0.0 if command.greedy else temperature,
         top_k=command.top_k,
         top_p=command.top_p,
         seed=command.seed,
     )
-    run = open_run(command.run)
+    if command.prompt == "-":
+        command.prompt = _read_prompt(env)
+    if launches and len(os.fsencode(command.prompt)) > _MAX_ARGUMENT_BYTES:
+        raise ValueError(
+            f"a prompt of more than {_MAX_ARGUMENT_BYTES} bytes can't be passed to the processes "
+            "of --nproc; leave --nproc out, or start them with torchrun"
+        )
+    return sampling
+
+
+def _read_prompt(env: DistributedEnv) -> str:
+    if env.world_size > 1:
+        raise ValueError(
+            f"--prompt - under {env.launcher}: its processes can't share standard input; give the "
+            "text itself"
+        )
+    content = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
+    if len(content) > _MAX_PROMPT_BYTES:
+        raise ValueError(f"standard input has more than {_MAX_PROMPT_BYTES} bytes; shorten it")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"standard input is not UTF-8: {error.reason}, byte {error.start}"
+        ) from error
+
+
+def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
+    """Find every mistake that shows before weights are read, so that one process reports it."""
+    from mt_model import validate_split
+
+    from mt_infer.generation import encode_prompt
+
     processes = max(command.nproc, env.world_size)
     try:
         validate_split(run.config, processes)
     except ValueError as error:
         raise ValueError(f"{processes} processes can't share this model: {error}") from error
     encode_prompt(command.prompt, run.tokenizer, run.config.max_sequence_length)
-    return run, sampling
+
+
+def _as_arguments(command: Generate, step: int) -> list[str]:
+    """The command line of a rank: the step is chosen, and the prompt read."""
+    command.step = step
+    options = [
+        f"--{field.name.replace('_', '-')}={value}"
+        for field in fields(command)
+        if field.name not in ("run", "greedy")
+        and (value := getattr(command, field.name)) is not None
+    ]
+    greedy = ["--greedy"] if command.greedy else []
+    return ["generate", *options, *greedy, "--", str(command.run)]
 
 
 def _print(text: str) -> None:
@@ -122,18 +232,52 @@ def _print(text: str) -> None:
             raise
 
 
-def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> str:
+def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
     from mt_parallel_state import ParallelLayout, ParallelState, joined
 
-    from mt_infer.loading import load_weights
+    from mt_infer.loading import load_weights, same_run
 
     layout = ParallelLayout(tp=env.world_size)
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        generator = load_weights(run, state, dtype=command.dtype)
-        return generator.generate(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
+        with same_run(run, state) as agreed:
+            generator = load_weights(agreed, state, dtype=command.dtype)
+        return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 
 
 def _parse(arguments: list[str]) -> Generate:
-    return tyro.extras.subcommand_cli_from_dict(
-        {"generate": Generate}, prog="mt-infer", args=arguments
-    )
+    first = arguments[0] if arguments else ""
+    if first and not first.startswith("-") and first not in _COMMANDS:
+        raise ValueError(f"{shorten(first)} is no command. {did_you_mean(first, _COMMANDS)}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                _COMMANDS,
+                prog="mt-infer",
+                description="Generate text from a trained run. `--version` prints the version.",
+                args=_joined_values(arguments),
+            )
+    finally:
+        sys.stderr.write(_bounded(said.getvalue()))
+
+
+def _joined_values(arguments: list[str]) -> list[str]:
+    """Join each option and its value, which may begin with a dash; refuse unknown options."""
+    known = {f"--{field.name.replace('_', '-')}" for field in fields(Generate)} - {"--run"}
+    known |= {*_FLAGS, "--help"}
+    words, rest = [], iter(arguments)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        name = name.replace("_", "-")
+        if word == "--" or word in ("-h", "--help"):
+            return arguments
+        if not word.startswith("--"):
+            words.append(word)
+        elif name not in known:
+            raise ValueError(f"{shorten(name)} is no option. {did_you_mean(name, sorted(known))}")
+        elif equals or name in _FLAGS:
+            words.append(word)
+        else:
+            value = next(rest, None)
+            words.append(name if value is None else f"{name}={value}")
+    return words

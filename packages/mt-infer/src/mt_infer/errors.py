@@ -28,8 +28,8 @@ def explain(error: Exception) -> tuple[int, str] | None:
     """Exit code and message of an error; None for one that only a programmer can solve."""
     if _is_out_of_memory(error):
         return _FAILED, (
-            "out of memory: use --dtype bf16 or fewer --max-tokens, or on several GPUs a larger "
-            f"--nproc, which splits the model ({str(error) or type(error).__name__})"
+            "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on several "
+            f"GPUs, which split the model ({str(error) or type(error).__name__})"
         )
     for kind, code in USER_ERRORS:
         if isinstance(error, kind):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from mt_data import DataError, Tokenizer
 from mt_model import GPT, ModelConfig
+from torch import Tensor
 
 from mt_infer.sampling import Sampling, choose
 
@@ -39,6 +41,22 @@ def _check_length(prompt: list[int], limit: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A generated text.
+
+    Attributes:
+        text: The continuation alone.
+        num_tokens: Its length.
+        end: Why it ends: the `document` did, it has as many tokens as were asked for (`limit`), or
+            the model's `context` is full.
+    """
+
+    text: str
+    num_tokens: int
+    end: Literal["document", "limit", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generator:
     """A loaded model with its tokenizer.
 
@@ -53,6 +71,10 @@ class Generator:
     tokenizer: Tokenizer
 
     def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
+        """Continue a text; returns the continuation alone. See `complete`."""
+        return self.complete(prompt, max_tokens=max_tokens, sampling=sampling).text
+
+    def complete(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> Completion:
         """Continue a text.
 
         Args:
@@ -61,14 +83,17 @@ class Generator:
                 is full.
             sampling: How to choose tokens.
 
-        Returns:
-            The continuation alone.
-
         Raises:
             PromptError: The prompt is not valid text, or fills the model's context.
         """
-        tokens = encode_prompt(prompt, self.tokenizer, self.config.max_sequence_length)
-        return self.tokenizer.decode(list(self.tokens(tokens, max_tokens, sampling)))
+        limit = self.config.max_sequence_length
+        given = encode_prompt(prompt, self.tokenizer, limit)
+        tokens = list(self.tokens(given, max_tokens, sampling))
+        room = limit - len(given)
+        end: Literal["document", "limit", "context"] = "document"
+        if len(tokens) == min(max_tokens, room):
+            end = "limit" if max_tokens <= room else "context"
+        return Completion(text=self.tokenizer.decode(tokens), num_tokens=len(tokens), end=end)
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
@@ -79,13 +104,18 @@ class Generator:
         cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device
         fed, start = torch.tensor([prompt], device=device), 0
+        waiting: Tensor | None = None
         for position in range(len(prompt), length):
             logits = self.model.logits(fed, cache=cache, start=start, last_only=True)
             # Padding rows of the embedding are no tokens.
             allowed = logits[:, -1, : self.tokenizer.vocab_size]
-            token = choose(allowed, sampling, position)
-            if int(token) == self.tokenizer.eod_id:
-                return
-            yield int(token)
             start += fed.shape[1]
-            fed = token[:, None]
+            # A token is read only when the device has the next step to do.
+            if waiting is not None:
+                if int(waiting) == self.tokenizer.eod_id:
+                    return
+                yield int(waiting)
+            waiting = choose(allowed, sampling, position)
+            fed = waiting[:, None]
+        if waiting is not None and int(waiting) != self.tokenizer.eod_id:
+            yield int(waiting)

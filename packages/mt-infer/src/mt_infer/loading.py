@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mt_ckpt import latest_checkpoint, load_checkpoint, param_shards, read_metadata
+import torch
+import torch.distributed as dist
+from mt_ckpt import (
+    Manifest,
+    RunFolder,
+    SavedModel,
+    hold_checkpoint,
+    inspect_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    param_shards,
+)
 from mt_data import Tokenizer, load_tokenizer
 from mt_model import DTYPES, GPT, ModelConfig
 from mt_parallel_state import ParallelState
@@ -24,73 +36,120 @@ class Run:
     """What a run folder holds, checked, before any weight is read.
 
     Attributes:
-        checkpoint: The newest committed checkpoint.
+        folder: The run folder.
+        checkpoint: The step directory.
+        step: Its step.
         config: The model's layer list.
         tokenizer: The one the model was trained with.
     """
 
+    folder: RunFolder
     checkpoint: Path
+    step: int
     config: ModelConfig
     tokenizer: Tokenizer
 
 
-def open_run(folder: Path) -> Run:
-    """Find and check what a run folder holds.
-
-    Raises:
-        RunError: The folder is no run, or has no committed checkpoint.
-        CheckpointError: The checkpoint's metadata is damaged.
-        DataError: `tokenizer.json` is none.
-    """
-    if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder; pass the --out folder of an mt-train run")
-    tokenizer_path = folder / "tokenizer.json"
-    if not tokenizer_path.exists():
-        raise RunError(f"{tokenizer_path} is missing; pass the --out folder of an mt-train run")
-    path = latest_checkpoint(folder / "checkpoints")
-    if path is None:
-        raise RunError(
-            f"{folder / 'checkpoints'} has no committed checkpoint; let the run save one first"
-        )
-    metadata = read_metadata(path)
-    if "model" not in metadata:
-        raise RunError(
-            f"{path} was not written by mt-train: its metadata has no model; pass the --out folder "
-            "of an mt-train run"
-        )
-    try:
-        config = ModelConfig.from_dict(metadata["model"])
-    except ValueError as error:
-        raise RunError(
-            f"{path}: its metadata holds no model that this version can build: {error}; use the "
-            "version that trained it"
-        ) from error
-    tokenizer = load_tokenizer(tokenizer_path, eod=_end_of_document(metadata))
-    return Run(checkpoint=path, config=config, tokenizer=tokenizer)
-
-
-def _end_of_document(metadata: Mapping[str, Any]) -> str | None:
-    """Return the token that the run was told ends a document; None for the tokenizer's own."""
-    data: Any = metadata
-    for name in ("config", "data", "eod"):
-        data = data.get(name) if isinstance(data, Mapping) else None
-    return data if isinstance(data, str) else None
-
-
-def load_run(folder: Path, state: ParallelState, *, dtype: str | None = None) -> Generator:
-    """Load the newest checkpoint of a run on this rank's layout.
+@contextmanager
+def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
+    """Find and check what a run folder holds; training beside does not remove it meanwhile.
 
     Args:
-        folder: A run folder, with `checkpoints/latest` and `tokenizer.json`.
+        folder: A run folder, with `checkpoints/` and `tokenizer.json`.
+        step: Which checkpoint; None: the latest.
+
+    Raises:
+        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit.
+        CheckpointError: There is no such step, or its manifest is damaged.
+        DataError: `tokenizer.json` is none.
+    """
+    run = RunFolder(folder)
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder; pass the --out folder of an mt-train run")
+    if not run.tokenizer.exists():
+        raise RunError(f"{run.tokenizer} is missing; pass the --out folder of an mt-train run")
+    if step is None and latest_checkpoint(run.checkpoints) is None:
+        raise RunError(f"{run.checkpoints} has no committed checkpoint; let the run save one first")
+    with hold_checkpoint(run.checkpoints, step) as path:
+        manifest = inspect_checkpoint(path)
+        saved = SavedModel.of(manifest)
+        config = _model(saved, manifest, path)
+        tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
+        _check_tokenizer(run, saved, tokenizer, config)
+        yield Run(
+            folder=run, checkpoint=path, step=manifest.step, config=config, tokenizer=tokenizer
+        )
+
+
+def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
+    """The model of the metadata, which fits the arrays: checked before anything is built."""
+    try:
+        config = ModelConfig.from_dict(saved.model)
+    except ValueError as error:
+        problems = str(error).replace("\n", "; ")
+        raise RunError(
+            f"{path}: its metadata holds no model that this version can build: {problems}; use the "
+            "version that trained it"
+        ) from error
+    prefix = f"{RunFolder.WEIGHTS}/"
+    weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
+    stored = sum(math.prod(spec.shape) for spec in weights)
+    if stored != config.num_parameters:
+        raise RunError(
+            f"{path}: its metadata describes a model of {config.num_parameters} parameters, and "
+            f"{stored} are stored; use another step"
+        )
+    return config
+
+
+def _check_tokenizer(
+    run: RunFolder, saved: SavedModel, tokenizer: Tokenizer, config: ModelConfig
+) -> None:
+    expected = saved.tokenizer.sha256
+    if tokenizer.sha256 != expected:
+        raise RunError(
+            f"{run.tokenizer} is not the tokenizer with which the model was trained: its sha256 is "
+            f"{tokenizer.sha256[:12]}..., the checkpoint's {expected[:12]}...; put that one there"
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise RunError(
+            f"{run.tokenizer} has {tokenizer.vocab_size} tokens, and the model's vocabulary "
+            f"{config.vocab_size}; use another step"
+        )
+
+
+@contextmanager
+def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
+    """Yield the run as the first rank opened it: a save may have come between two ranks."""
+    chosen = torch.tensor(run.step)
+    group = state.group("tp")
+    if group is not None:
+        dist.broadcast(chosen, group=group, group_src=0)
+    if int(chosen) == run.step:
+        yield run
+        return
+    with open_run(run.folder.path, int(chosen)) as other:
+        yield other
+
+
+def load_run(
+    folder: Path, state: ParallelState, *, step: int | None = None, dtype: str | None = None
+) -> Generator:
+    """Load a checkpoint of a run on this rank's layout.
+
+    Args:
+        folder: A run folder, with `checkpoints/` and `tokenizer.json`.
         state: This rank's place; only tensor parallelism is used.
+        step: Which checkpoint; None: the latest, as the first rank sees it.
         dtype: `fp64`, `fp32` or `bf16`; by default fp32 on a CPU, bf16 on a GPU.
 
     Raises:
-        RunError: The folder is no run, or has no committed checkpoint.
-        CheckpointError: The checkpoint is damaged.
+        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit.
+        CheckpointError: There is no such step, or it is damaged.
         DataError: `tokenizer.json` is none.
     """
-    return load_weights(open_run(folder), state, dtype=dtype)
+    with open_run(folder, step) as own, same_run(own, state) as run:
+        return load_weights(run, state, dtype=dtype)
 
 
 def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) -> Generator:
@@ -99,7 +158,8 @@ def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) ->
     model = GPT(run.config, state, dtype=chosen)
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
-    shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
-    group = state.group("tp")
-    load_checkpoint(run.checkpoint, shards, group=group, ignore=("optimizer/",), cast=True)
+    named = model.named_parameters()
+    shards = param_shards(named, state.layout, state.rank, prefix=RunFolder.WEIGHTS)
+    ignore = (f"{RunFolder.OPTIMIZER}/",)
+    load_checkpoint(run.checkpoint, shards, group=state.group("tp"), ignore=ignore, cast=True)
     return Generator(model=model, config=run.config, tokenizer=run.tokenizer)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt import (
+    SavedModel,
+    SavedTokenizer,
     TensorShard,
     latest_checkpoint,
     load_checkpoint,
@@ -14,6 +16,7 @@ from mt_ckpt import (
     read_metadata,
     save_checkpoint,
 )
+from mt_files import to_plain
 from mt_model import ModelConfig
 
 from mt_train.loading import to_dict
@@ -27,10 +30,12 @@ class Identity:
     Attributes:
         model: The layer list.
         data: Fingerprint of the training tokens and their order.
+        tokenizer: The tokenizer of the tokens.
     """
 
     model: ModelConfig
     data: str
+    tokenizer: SavedTokenizer
 
 
 # Changing one of these between two parts of a run would repeat or skip data, or change the model.
@@ -70,7 +75,7 @@ def save(trainer: Trainer, root: Path, identity: Identity) -> Path:
             "rng": {"seed": config.training.seed, "step": trainer.progress.step},
             "optimizer_step": trainer.optimizer.step_count,
             "data": identity.data,
-            "model": identity.model.to_dict(),
+            **to_plain(SavedModel(model=identity.model.to_dict(), tokenizer=identity.tokenizer)),
             "config": to_dict(config),
             "layout": dataclasses.asdict(trainer.state.layout),
         },

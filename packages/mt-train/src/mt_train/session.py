@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mt_ckpt import clean
+from mt_ckpt import SavedTokenizer, clean
 from mt_data import (
     BatchSampler,
     IndexedDataset,
@@ -132,7 +132,11 @@ class _Session:
                 micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
                 max_windows=evaluation.max_windows,
             )
-        self.identity = saving.Identity(model=self.model_config, data=dataset.fingerprint)
+        self.identity = saving.Identity(
+            model=self.model_config,
+            data=dataset.fingerprint,
+            tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
+        )
         self.resumed_from = self._resume(loaded)
 
     def _resume(self, loaded: LoadedConfig) -> Path | None:
