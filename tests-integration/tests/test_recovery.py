@@ -116,7 +116,7 @@ def test_kill_9_of_the_real_command_continues_to_the_same_bits(
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)
 
 
-def test_sigterm_saves_and_exits_with_0(tiny, tmp_path, losses, cli, arrays) -> None:
+def test_sigterm_saves_and_exits_with_75(tiny, tmp_path, losses, cli, arrays) -> None:
     command = tiny.command(tmp_path, "training.steps=100000", "parallel.tp=2", nproc=2)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -126,27 +126,41 @@ def test_sigterm_saves_and_exits_with_0(tiny, tmp_path, losses, cli, arrays) -> 
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "stopped by a signal" in output
+    assert process.returncode == 75, errors
+    assert "stopped by SIGTERM" in output
     step = max(losses(tmp_path))
     assert arrays(tmp_path, step)
     assert (tmp_path / "loss.png").exists()
 
 
-def test_a_finished_run_does_nothing_when_started_again(tiny, undisturbed, cli) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(tiny, undisturbed, cli) -> None:
     metrics = undisturbed / "metrics.jsonl"
     before = metrics.read_text()
     finished = cli(*tiny.command(undisturbed, *OPTIONS, nproc=2))
     assert finished.returncode == 0, finished.stderr
+    assert "finished: " in finished.stdout
     assert metrics.read_text() == before
 
 
-def test_another_batch_size_is_refused_in_the_same_folder(tiny, undisturbed, cli) -> None:
-    command = tiny.command(undisturbed, "training.global_batch_size=16", "training.steps=40")
+def test_another_sequence_length_is_refused_in_the_same_folder(tiny, undisturbed, cli) -> None:
+    command = tiny.command(undisturbed, "training.sequence_length=64", "training.steps=40")
     finished = cli(*command)
     assert finished.returncode == 1
-    assert "training.global_batch_size: saved with 8, now 16" in finished.stderr
+    assert "training.sequence_length: saved with 32, now 64" in finished.stderr
+    assert "checkpoint.load_mode=weights" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_another_batch_size_and_layout_go_on_in_the_same_folder(
+    tiny, undisturbed, tmp_path, losses
+) -> None:
+    out = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    changes = ("training.global_batch_size=16", "training.micro_batch_size=4", "training.steps=24")
+    tiny.train(out, *changes, nproc=2)
+    alone = Path(shutil.copytree(undisturbed, tmp_path / "alone"))
+    tiny.train(alone, *changes)
+    assert sorted(losses(out)) == list(range(1, 25))
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-5)
 
 
 def test_another_seed_is_refused_before_anything_of_the_run_changes(tmp_path, cli) -> None:

@@ -25,7 +25,7 @@ def test_a_stop_during_evaluation_is_obeyed_before_the_next_step(tiny, losses, t
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_sigterm_before_the_first_step_exits_with_zero(tiny, tmp_path, nproc) -> None:
+def test_sigterm_at_the_first_step_saves_and_exits_with_75(tiny, tmp_path, nproc) -> None:
     out = tmp_path / "run"
     command = tiny.command(out, "training.steps=100000", "training.micro_batch_size=4", nproc=nproc)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -33,8 +33,9 @@ def test_sigterm_before_the_first_step_exits_with_zero(tiny, tmp_path, nproc) ->
         process.stdout.readline()  # "model ...": the run is about to take its first step
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors.decode()
-    assert b"stopped by a signal" in output
+    assert process.returncode == 75, errors.decode()
+    assert b"stopped by SIGTERM" in output
+    assert (out / "checkpoints" / "latest").is_file()
 
 
 def test_tokens_of_another_tokenizer_are_refused(tiny, cli, tmp_path) -> None:

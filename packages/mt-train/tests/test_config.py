@@ -325,40 +325,12 @@ def test_a_wrong_launch_is_one_line(
     assert len(message.strip().splitlines()) == 1
 
 
-def test_time_may_shorten_a_run_but_not_its_warm_up() -> None:
-    from types import SimpleNamespace
-
-    from mt_train.trainer import Progress, Trainer, learning_rates
-
-    overrides = ["training.steps=100", "training.time_budget=10", "optimizer.warmup=10"]
-    config = load_config(TINY, overrides).config
-    trainer = SimpleNamespace(config=config, schedule=learning_rates(config))
-    trainer.progress = Progress(step=2, elapsed=3.0)  # by time 30 steps are gone
-    trainer.schedule_position = Trainer.schedule_position.fget(trainer)
-    assert trainer.schedule_position == 30
-    assert Trainer._learning_rate(trainer) == trainer.schedule.at(3)
-    assert trainer.schedule.at(3) < trainer.schedule.at(31)
-
-
-def test_the_given_warm_up_is_taken_and_the_last_step_has_a_rate() -> None:
-    from mt_train.trainer import learning_rates
-
-    for steps, warmup in ((5, 4), (1, 0), (3, 10)):
-        overrides = [f"training.steps={steps}", f"optimizer.warmup={warmup}"]
-        for kind in ("cosine", "wsd"):
-            config = load_config(TINY, [*overrides, f"optimizer.schedule={kind}"]).config
-            rates = [learning_rates(config).at(step + 1) for step in range(steps)]
-            assert all(rate > 0 for rate in rates)
-            for step, rate in enumerate(rates[:warmup], 1):
-                assert rate == pytest.approx(config.optimizer.lr * step / warmup)
-
-
 def test_what_fails_alike_on_every_rank_is_said_once_a_node() -> None:
     from types import SimpleNamespace
 
     from mt_train.cli import _as_rank
     from mt_train.corpus import OtherRankError
-    from mt_train.saving import ResumeError
+    from mt_train.saved import ResumeError
 
     def failing(error: Exception):
         def work() -> None:

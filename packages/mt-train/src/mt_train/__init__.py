@@ -10,12 +10,13 @@ from mt_train.problem import ConfigError, Problem
 if TYPE_CHECKING:
     from mt_train.config import RunConfig
     from mt_train.loading import LoadedConfig, load_config, to_yaml
-    from mt_train.session import run
+    from mt_train.session import Outcome, run
     from mt_train.trainer import Trainer
 
 __all__ = [
     "ConfigError",
     "LoadedConfig",
+    "Outcome",
     "Problem",
     "RunConfig",
     "Trainer",
@@ -27,6 +28,7 @@ __all__ = [
 # Resolved at first use, so that the command line answers before torch is imported.
 _HOMES = {
     "LoadedConfig": "loading",
+    "Outcome": "session",
     "RunConfig": "config",
     "Trainer": "trainer",
     "load_config": "loading",

@@ -33,6 +33,10 @@ class Board:
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, record["step"])
 
+    def sync(self) -> None:
+        """Hand the scalars to the system."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()

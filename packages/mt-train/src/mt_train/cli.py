@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
 
     from mt_train.loading import LoadedConfig
+    from mt_train.session import Outcome
 
 _BAD_CONFIG = 2
+_STOPPED = 75  # EX_TEMPFAIL: the same command continues
 
 
 @dataclass(kw_only=True)
@@ -231,7 +233,7 @@ def _run_folder(config: Path) -> Path:
     return Path("runs") / config.stem
 
 
-def _as_rank(work: Callable[[], object], env: DistributedEnv) -> int:
+def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
     """Do a rank's work; what fails alike on every rank is said by one of each node.
 
     Launchers end all ranks as soon as one is gone, so the quiet ones leave a second later.
@@ -240,14 +242,14 @@ def _as_rank(work: Callable[[], object], env: DistributedEnv) -> int:
     from mt_train.errors import ALIKE_ERRORS
 
     try:
-        work()
+        outcome = work()
     except (OtherRankError, *ALIKE_ERRORS) as error:
         if env.local_rank == 0 and not isinstance(error, OtherRankError):
             raise
         time.sleep(1)
         is_config = isinstance(error, ConfigError) or getattr(error, "is_config", False)
         return _BAD_CONFIG if is_config else 1
-    return 0
+    return _STOPPED if outcome.stopped else 0
 
 
 def _run(command: Run, arguments: list[str]) -> int:

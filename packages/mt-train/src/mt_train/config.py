@@ -7,6 +7,7 @@ have largest values, so that nothing is built from a slip of the keyboard.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -20,6 +21,9 @@ ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarch
 _MAX_STEPS, _MAX_BATCH, _MAX_LENGTH, _MAX_RANKS = 10**9, 10**7, 1 << 27, 1 << 20
 _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
+
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,22 +388,55 @@ class EvaluationSection:
 class CheckpointSection:
     """When to save, how many to keep, and what to start from.
 
-    A run saves at its end. Its own folder is always continued.
+    A run saves at its end, and when it is stopped. Its own folder is always continued.
 
     Attributes:
-        every: Steps from one save to the next; null saves at the end only.
-        keep: How many checkpoints stay; null keeps all.
+        every: From one save to the next: a number of steps, or a time such as `30s`, `10min` or
+            `2h`; null saves at the end only.
+        keep: How many checkpoints stay. null keeps all that were saved by steps, and the newest two
+            of those saved by time.
         load: Another run's folder or step folder to start from.
+        load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
+            data, another length or another optimizer, and starts at step 0.
     """
 
-    every: int | None = None
+    every: int | str | None = "10min"
     keep: int | None = None
     load: str | None = None
+    load_mode: Literal["continue", "weights"] = "continue"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.at_least(1, "every", "keep")
+        checks.at_least(1, "keep")
+        if isinstance(self.every, int):
+            checks.at_least(1, "every")
+        elif self.every is not None and not self.every_seconds:
+            checks.add(
+                "every",
+                f"{self.every!r} is no number of steps and no time above 0; use e.g. 500, 30s, "
+                "10min or 2h",
+            )
+        if self.load_mode == "weights" and self.load is None:
+            checks.add(
+                "load_mode", "weights needs checkpoint.load, the run whose weights are taken"
+            )
         checks.done()
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps from one save to the next, where `every` counts steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds from one save to the next, where `every` is a time."""
+        match = _TIME.fullmatch(self.every) if isinstance(self.every, str) else None
+        return None if match is None else float(match[1]) * _SECONDS[match[2]]
+
+    @property
+    def kept(self) -> int | None:
+        """How many checkpoints stay; None for all."""
+        return 2 if self.keep is None and self.every_seconds is not None else self.keep
 
 
 @dataclass(frozen=True, kw_only=True)

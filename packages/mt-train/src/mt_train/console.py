@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from datetime import timedelta
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TextIO
 
 from mt_train.metrics import Record
 
@@ -27,7 +29,9 @@ class Console(Protocol):
 
 
 def make_console(*, total_steps: int, every: int) -> Console:
-    """Choose by what stdout is."""
+    """Choose by what stdout is; a process may have been started without one."""
+    if sys.stdout is None or sys.stdout.closed:
+        return SilentConsole()
     if sys.stdout.isatty():
         return LivePanel(total_steps=total_steps)
     return PlainLines(total_steps=total_steps, every=every)
@@ -62,9 +66,18 @@ class PlainLines(SilentConsole):
             self.say(f"step {record['step']}/{self._total}  {cells}")
 
     def say(self, text: str) -> None:
-        """Print a sentence."""
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        """Print a sentence.
+
+        Raises:
+            OSError: Nobody reads stdout any more, or its disk is full. What it still holds is given
+                up, so that Python does not fail at its end for the same reason.
+        """
+        try:
+            sys.stdout.write(printable(text, sys.stdout) + "\n")
+            sys.stdout.flush()
+        except OSError:
+            _give_up(sys.stdout)
+            raise
 
 
 class LivePanel(SilentConsole):
@@ -74,7 +87,7 @@ class LivePanel(SilentConsole):
         from rich.live import Live
 
         self._total = total_steps
-        self._live = Live(refresh_per_second=4)
+        self._live = Live(auto_refresh=False)  # a thread of its own would hide its errors
         self._drawn = 0.0
 
     def step(self, record: Record) -> None:
@@ -83,11 +96,11 @@ class LivePanel(SilentConsole):
         if now - self._drawn < 0.25 and record["progress"] < 1:
             return
         self._drawn = now
-        self._live.update(self._panel(record))
+        self._live.update(self._panel(record), refresh=True)
 
     def say(self, text: str) -> None:
         """Print a sentence above the panel."""
-        self._live.console.print(text, highlight=False, markup=False)
+        self._live.console.print(printable(text, sys.stdout), highlight=False, markup=False)
 
     def _panel(self, record: Record) -> Any:
         from rich.console import Group
@@ -107,7 +120,22 @@ class LivePanel(SilentConsole):
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._live.stop()
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            self._live.stop()
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Return a text that a stream can encode, with escapes for what it can't."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let a stream that can't be written lead nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def describe(record: Record) -> dict[str, str]:
@@ -122,5 +150,10 @@ def describe(record: Record) -> dict[str, str]:
     if record.get("mfu") is not None:
         shown["MFU"] = f"{record['mfu']:.1%}"
     shown["memory"] = f"{record['memory_bytes'] / 2**30:.2f} GiB"
-    shown["ETA"] = str(timedelta(seconds=round(record["eta_seconds"])))
+    shown["ETA"] = _duration(record["eta_seconds"])
     return shown
+
+
+def _duration(seconds: float) -> str:
+    years = seconds / (365 * 24 * 3600)
+    return str(timedelta(seconds=round(seconds))) if years < 100 else f"{years:.3g} years"

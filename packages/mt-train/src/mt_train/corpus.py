@@ -5,15 +5,16 @@ Everything a corpus needs is built once into a folder that appears complete or n
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mt_ckpt import latest_checkpoint
+from mt_ckpt import RunFolder, latest_checkpoint
 from mt_data import (
-    BlendedDataset,
     Document,
     GPTDataset,
     IndexedDataset,
@@ -26,10 +27,14 @@ from mt_data import (
     standard_library_sources,
     train_tokenizer,
 )
+from mt_files import FileError, read_json, sync, write_file
 
 from mt_train.loading import STANDARD_LIBRARY, LoadedConfig
+from mt_train.mixture import Source, sources_of
 
 _DESCRIPTION = "corpus.json"
+_MAX_BYTES = 1 << 20
+_DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
 class OtherRankError(Exception):
@@ -61,10 +66,19 @@ class Corpus:
     validation: Path | None
 
 
-def prepare_corpus(loaded: LoadedConfig, out: Path) -> Corpus:
-    """Find the run's tokens, building them under `out/data` when the config names a corpus.
+def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = None) -> Corpus:
+    """Find the run's tokens, building them in the run folder when the config names a corpus.
 
-    Call it on one rank and let the others wait; a second call finds what the first one built.
+    Call it on one rank and let the others wait; a second call finds what the first one built. A run
+    that has checkpoints and is given another corpus keeps its tokenizer, and the first corpus too.
+
+    Args:
+        loaded: The configuration.
+        out: The run folder.
+        tokenizer: Used instead of training one, where the configuration names none.
+
+    Raises:
+        ConfigError: The run has checkpoints, and its tokens can't be made with these settings.
     """
     data = loaded.config.data
     if data.corpus is None:
@@ -74,23 +88,43 @@ def prepare_corpus(loaded: LoadedConfig, out: Path) -> Corpus:
             weights=data.weights,
             validation=None if data.validation is None else Path(data.validation),
         )
-    folder = out / "data"
+    given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
     description = {"seed": loaded.config.training.seed, **asdict(data)}
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
-    if not _is_built(folder, description):
-        if folder.exists() and latest_checkpoint(out / "checkpoints") is not None:
-            raise loaded.error(
-                "data",
-                f"{folder} belongs to a run with other data settings or another seed; restore "
-                "them to continue it, or use another --out",
-            )
-        _build(loaded, folder, description)
+    folder = out / "data"
+    if _described(folder) != description:
+        if folder.exists() and latest_checkpoint(RunFolder(out).checkpoints) is not None:
+            given = _kept_tokenizer(loaded, folder, description)
+            digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+            folder = out / f"data-{digest[:8]}"
+        if _described(folder) != description:
+            _build(loaded, folder, description, given)
     return Corpus(
         tokenizer=folder / "tokenizer.json",
         train=(folder / "train",),
         weights=(),
         validation=folder / "validation",
     )
+
+
+def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, Any]) -> Path:
+    """Return the tokenizer of the run's first corpus, if another corpus can be made with it."""
+    built = _described(folder)
+    if built is None:
+        raise loaded.error(
+            "data.corpus",
+            f"{folder / _DESCRIPTION} is missing or damaged, so it is not known what the tokens "
+            f"beside it are; restore it, or remove {folder} to build them again",
+        )
+    for name in _DECIDE_TOKENIZER:
+        if built.get(name) != description[name]:
+            raise loaded.error(
+                "training.seed" if name == "seed" else f"data.{name}",
+                f"{folder} belongs to a run with other data settings: {name} was "
+                f"{built.get(name)!r} and is {description[name]!r}; restore it to continue the "
+                "run, or use another --out",
+            )
+    return folder / "tokenizer.json"
 
 
 def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
@@ -130,31 +164,54 @@ def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Docu
     return [replace(document, text=text[:cut])], [replace(document, text=text[cut:])]
 
 
-def _is_built(folder: Path, description: dict[str, object]) -> bool:
+def _described(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder of tokens was built from; None if that can't be read."""
     try:
-        return json.loads((folder / _DESCRIPTION).read_text()) == description
-    except (OSError, json.JSONDecodeError):
-        return False
+        described = read_json(folder / _DESCRIPTION, limit=_MAX_BYTES, within=folder.parent)
+    except FileError:
+        return None
+    return described if isinstance(described, dict) else None
 
 
-def _build(loaded: LoadedConfig, folder: Path, description: dict[str, object]) -> None:
+def _build(
+    loaded: LoadedConfig, folder: Path, description: dict[str, Any], given: Path | None
+) -> None:
     data = loaded.config.data
     train, held_out = split_corpus(loaded)
-    for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a build that was killed
-        shutil.rmtree(stale, ignore_errors=True)
-    scratch = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    for stale in folder.parent.glob(".data*.tmp-*"):  # of a build that was killed
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(16)}")
     scratch.mkdir(parents=True)
-    if data.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(data.tokenizer), eod=data.eod)
-    else:
-        texts = (document.text for document in train)
-        tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)
-    tokenizer.save(scratch / "tokenizer.json")
-    build_corpus(train, scratch / "train", tokenizer)
-    build_corpus(held_out, scratch / "validation", tokenizer)
-    (scratch / _DESCRIPTION).write_text(json.dumps(description))
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
+    try:
+        if given is not None:
+            tokenizer = load_tokenizer(given, eod=data.eod)
+        else:
+            texts = (document.text for document in train)
+            tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)
+        tokenizer.save(scratch / "tokenizer.json")
+        build_corpus(train, scratch / "train", tokenizer)
+        build_corpus(held_out, scratch / "validation", tokenizer)
+        write_file(scratch / _DESCRIPTION, json.dumps(description))
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sync(folder.parent)
+
+
+def verify_corpus(corpus: Corpus) -> None:
+    """Compare the tokens with the digests that were recorded when they were written.
+
+    Data sets that other tools wrote have none, and are taken as they are.
+
+    Raises:
+        DataFileError: A file has changed; it is named.
+    """
+    for prefix in (*corpus.train, *([] if corpus.validation is None else [corpus.validation])):
+        with IndexedDataset(prefix) as dataset:
+            if dataset.metadata() is not None:
+                dataset.verify()
 
 
 def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
@@ -176,23 +233,18 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
 
 
 def open_training_data(
-    corpus: Corpus, *, sequence_length: int, num_samples: int, seed: int
-) -> GPTDataset | BlendedDataset:
-    """Open the training tokens as samples of `sequence_length + 1` tokens, blended if several."""
-    indexed = [IndexedDataset(prefix) for prefix in corpus.train]
-    weights = corpus.weights or tuple(float(dataset.num_tokens) for dataset in indexed)
+    corpus: Corpus, *, sequence_length: int, seed: int
+) -> tuple[list[GPTDataset], tuple[Source, ...]]:
+    """Open the training tokens as samples of `sequence_length + 1` tokens.
+
+    Returns:
+        The data sets, and what to mix them by.
+    """
     datasets = [
-        GPTDataset(
-            dataset,
-            sequence_length=sequence_length,
-            num_samples=num_samples,
-            seed=seed,
-        )
-        for dataset in indexed
+        GPTDataset(IndexedDataset(prefix), sequence_length=sequence_length, seed=seed)
+        for prefix in corpus.train
     ]
-    if len(datasets) == 1:
-        return datasets[0]
-    return BlendedDataset(datasets, weights=weights, num_samples=num_samples)
+    return datasets, sources_of(datasets, corpus.weights)
 
 
 def count_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from mt_ckpt import CheckpointError
 from mt_data import DataError
-from mt_parallel_state import CollectiveError
+from mt_parallel_state import CollectiveError, JoinError, PeerLostError
 
 from mt_train.problem import ConfigError
-from mt_train.saving import ResumeError
+from mt_train.saved import ResumeError
 from mt_train.session import LaunchError
 from mt_train.trainer import NonFiniteLossError
 
@@ -16,7 +16,9 @@ USER_ERRORS = (
     CheckpointError,
     CollectiveError,
     DataError,
+    JoinError,
     LaunchError,
+    PeerLostError,
     ResumeError,
     NonFiniteLossError,
     ImportError,

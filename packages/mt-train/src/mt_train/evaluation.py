@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-import torch.distributed as dist
 from mt_data import SequentialWindows
 
+from mt_train.agreement import summed
 from mt_train.metrics import Record
 from mt_train.trainer import Trainer, to_device
 
@@ -45,14 +44,15 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         was asked to stop before the end.
     """
     state, windows = trainer.state, held_out.windows
+    count = min(len(windows), held_out.max_windows or len(windows))
     batches = windows.batches(
-        held_out.micro_batch_size,
+        min(held_out.micro_batch_size, -(-count // state.size("dp"))),  # no rows of nothing
         dp_rank=state.index("dp"),
         dp_size=state.size("dp"),
         limit=held_out.max_windows,
     )
     counts = state.index("tp") == 0  # only the rank of the last stage has outputs
-    total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    nats = tokens = 0.0
     trainer.train(training=False)
     try:
         while chunk := list(islice(batches, _CHUNK * state.size("pp"))):
@@ -61,15 +61,11 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
                 return None
             outputs = trainer.executor.evaluate(to_device(chunk, state.device))
             for output in outputs if counts else ():
-                total[0] += float(output["lm"])
-                total[1] += float(output["tokens"])
+                nats += float(output["lm"])
+                tokens += float(output["tokens"])
     finally:
         trainer.train(training=True)
-    group = state.group("tp-cp-dp-pp")
-    if group is not None:
-        total = total.to(state.device)
-        dist.all_reduce(total, group=group)
-    nats, tokens = total.tolist()
+    nats, tokens = summed(state, nats, tokens)
     num_bytes = held_out.num_bytes * tokens / windows.num_labels
     return {
         "step": trainer.progress.step,

@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mt_files import FileError, MissingFileError, open_file, parse_json, writing
+
 Record = dict[str, Any]
+
+_LONGEST_LINE = 1 << 16
+_NUMBERS = ("loss", "val_loss", "bits_per_byte")
+_MAX_STEP = 10**18
 
 
 class MetricsFile:
     """Appends records; on resume it first forgets what a lost part of the run wrote.
 
+    Lines that are no records, as a failing disk leaves them, are moved to `metrics.damaged` beside
+    the file. A last line without an end, as a kill leaves it, is dropped.
+
     Args:
         path: The file, created if missing.
         resume_step: Records of later steps are dropped.
         evaluates_again: Whether the evaluation of `resume_step` is dropped too.
+
+    Attributes:
+        damaged: Numbers of the lines that were moved.
+
+    Raises:
+        FileError: The file is not a regular one in its folder, or can't be written.
     """
 
     def __init__(self, path: Path, *, resume_step: int, evaluates_again: bool = False) -> None:
-        kept = [
-            record
-            for record in read_metrics(path)
-            if record["step"] <= resume_step
-            and not (evaluates_again and record["step"] == resume_step and "val_loss" in record)
-        ]
-        scratch = path.with_name(f".{path.name}.tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(scratch, path)
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        self.damaged: list[int] = []
+        with writing(path) as kept:
+            for number, line in enumerate(_lines(path), 1):
+                record = parse_record(line)
+                if record is None:
+                    if line.endswith(b"\n"):
+                        self._set_aside(number, line)
+                    continue
+                again = evaluates_again and record["step"] == resume_step and "val_loss" in record
+                if record["step"] <= resume_step and not again:
+                    kept.write(line.rstrip(b"\n") + b"\n")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags), "a", buffering=1, encoding="utf-8")
+
+    def _set_aside(self, number: int, line: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        aside = os.open(self._path.with_suffix(".damaged"), flags, 0o666)
+        with os.fdopen(aside, "ab") as file:
+            file.write(line)
+        self.damaged.append(number)
 
     def write(self, record: Record) -> None:
-        """Append one record; it must have a `step`."""
-        self._file.write(json.dumps(record) + "\n")
+        """Append one record; it must have a `step`. A number that is not finite becomes null."""
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._file.write(json.dumps(plain) + "\n")
+
+    def sync(self) -> None:
+        """Wait until the records are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -42,11 +78,40 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """Read the records of a metrics file; a line cut off by a crash ends the reading."""
-    if not path.exists():
+    """Yield the records of a metrics file; lines that are none are passed over.
+
+    Raises:
+        FileError: The file is not a regular one in its folder.
+    """
+    for line in _lines(path):
+        record = parse_record(line)
+        if record is not None:
+            yield record
+
+
+def parse_record(line: bytes) -> Record | None:
+    """Return the record of a line, or None if it is none.
+
+    A record is an object with a `step` of 0 or more; its losses are numbers or null.
+    """
+    try:
+        record = parse_json(line, name="metrics")
+    except FileError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        return None
+    values = [record[name] for name in _NUMBERS if name in record]
+    return record if all(type(v) in (int, float, type(None)) for v in values) else None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        file = open_file(path, within=path.parent)
+    except MissingFileError:
         return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    with file:
+        while line := file.readline(_LONGEST_LINE):
+            yield line

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mt_files import writing
+
 from mt_train.metrics import read_metrics
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
-    """Draw the losses of a metrics file as a PNG."""
+    """Draw the losses of a metrics file as a PNG.
+
+    Raises:
+        FileError: The metrics can't be read or the picture can't be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = list(read_metrics(metrics))
-    training = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    held_out = [(record["step"], record["val_loss"]) for record in records if "val_loss" in record]
+    training, held_out = (
+        [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        for name in ("loss", "val_loss")
+    )
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -28,7 +36,8 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.grid(visible=True, alpha=0.3)
     if training or held_out:
         axes.legend()
-    figure.savefig(picture, dpi=120)
+    with writing(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def _smooth(points: list[tuple[int, float]], decay: float = 0.95) -> list[tuple[int, float]]:

@@ -21,7 +21,7 @@ from mt_train.corpus import split_corpus
 from mt_train.document import COMMAND_LINE
 from mt_train.loading import LoadedConfig, load_config
 from mt_train.problem import ConfigError, Problem
-from mt_train.session import run, write_summary
+from mt_train.session import Outcome, run, write_summary
 
 _BATCH, _WARMUP = 16, 50  # global_batch_size and warmup of quickstart.yaml
 _PROMPT = "class Queue:\n    def __init__(self"
@@ -57,11 +57,12 @@ def _has_fast_bf16() -> bool:
     return torch.cuda.is_available() or any(probe() for probe in probes if probe is not None)
 
 
-def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> None:
+def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
     """Train, compare with lzma and bz2, generate a sample and say what to try next."""
-    final = run(loaded, env, out)
+    outcome = run(loaded, env, out)
+    final = outcome.evaluation
     if final is None or env.rank != 0:
-        return
+        return outcome
     held_out = b"".join(document.text.encode() for document in split_corpus(loaded)[1])
     bits = {
         "mt": final["bits_per_byte"],
@@ -83,6 +84,7 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> None:
     uv = ["uv", "run"] if "UV" in os.environ else []
     for command in _next_commands(out):
         say(f"  {shlex.join([*uv, *command])}\n")
+    return outcome
 
 
 def _next_commands(out: Path) -> list[list[str]]:

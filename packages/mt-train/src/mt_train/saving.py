@@ -1,151 +1,132 @@
-"""Checkpoints of a run: what is saved, and continuing from it on any layout."""
+"""Checkpoints of a run: tensors out of a trainer, and into it on any layout."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from mt_ckpt import (
-    SavedModel,
-    SavedTokenizer,
+    CheckpointError,
+    RunFolder,
     TensorShard,
     latest_checkpoint,
     load_checkpoint,
     param_shards,
-    read_metadata,
     save_checkpoint,
 )
-from mt_files import to_plain
-from mt_model import ModelConfig
 
-from mt_train.loading import to_dict
-from mt_train.trainer import Progress, Trainer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What must not change between two parts of a run.
-
-    Attributes:
-        model: The layer list.
-        data: Fingerprint of the training tokens and their order.
-        tokenizer: The tokenizer of the tokens.
-    """
-
-    model: ModelConfig
-    data: str
-    tokenizer: SavedTokenizer
-
-
-# Changing one of these between two parts of a run would repeat or skip data, or change the model.
-_FIXED = (
-    ("training", "global_batch_size"),
-    ("training", "sequence_length"),
-    ("training", "seed"),
-)
-
-_KEYS = {"step", "elapsed", "optimizer_step", "data", "model", "config"}
-
-
-class ResumeError(Exception):
-    """A checkpoint does not belong to this configuration."""
+from mt_train.agreement import WORLD, summed
+from mt_train.saved import ResumeError, SavedRun
+from mt_train.trainer import NonFiniteLossError, Trainer
 
 
 def find_checkpoint(folder: Path) -> Path | None:
     """Find the newest checkpoint of a run folder, or accept a step folder itself."""
     if (folder / "zarr.json").is_file():
         return folder
-    return latest_checkpoint(folder / "checkpoints")
+    return latest_checkpoint(RunFolder(folder).checkpoints)
 
 
-def save(trainer: Trainer, root: Path, identity: Identity) -> Path:
-    """Save the whole training state after a step; every rank calls it."""
-    config = trainer.config
+def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
+    """Save the whole training state after a step; every rank calls it.
+
+    Args:
+        trainer: Its weights and moments.
+        root: Folder of the run's checkpoints.
+        saved: The metadata; its progress is taken from the trainer.
+
+    Raises:
+        NonFiniteLossError: A weight or a moment is not finite; nothing is saved.
+        CheckpointError: Saving failed; what was saved before is as it was.
+    """
+    if not _is_finite(trainer):
+        raise NonFiniteLossError(
+            f"after step {trainer.progress.step} some weights are not finite, so it is not saved, "
+            f"and what is saved is as before; lower optimizer.lr, lengthen optimizer.warmup or "
+            "lower training.grad_clip, then run the same command again"
+        )
+    now = saved.at(trainer.progress)
     return save_checkpoint(
         root,
         trainer.progress.step,
-        _shards(trainer),
-        {
-            "step": trainer.progress.step,
-            "elapsed": trainer.progress.elapsed,
-            "consumed_samples": trainer.progress.step * config.training.global_batch_size,
-            # Every random number is a function of the seed, a name and a global index, so the
-            # seed and the step are the whole state of the generators.
-            "rng": {"seed": config.training.seed, "step": trainer.progress.step},
-            "optimizer_step": trainer.optimizer.step_count,
-            "data": identity.data,
-            **to_plain(SavedModel(model=identity.model.to_dict(), tokenizer=identity.tokenizer)),
-            "config": to_dict(config),
-            "layout": dataclasses.asdict(trainer.state.layout),
-        },
-        group=trainer.state.group("tp-cp-dp-pp"),
-        keep=config.checkpoint.keep,
+        _shards(trainer, moments=True),
+        now.metadata(dataclasses.asdict(trainer.state.layout)),
+        group=trainer.state.group(WORLD),
+        keep=trainer.config.checkpoint.kept,
         on_event=trainer.on_event,
     )
 
 
-def resume(trainer: Trainer, path: Path, identity: Identity) -> None:
-    """Fill a trainer from a checkpoint written on any layout.
+def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -> None:
+    """Fill a trainer from a checkpoint written on any layout; every rank calls it.
+
+    Args:
+        trainer: Gets the weights, and the moments and the progress with them.
+        path: The checkpoint.
+        saved: Its metadata.
+        weights_only: Leave optimizer and progress as new.
 
     Raises:
-        ResumeError: The checkpoint was made for another model, data order or batch.
-        CheckpointError: The checkpoint is damaged or lacks tensors.
+        ResumeError: The weights are not finite; the message says which older step is sound.
+        CheckpointError: The checkpoint is damaged, or lacks tensors.
     """
-    metadata = read_metadata(path)
-    missing = sorted(_KEYS - metadata.keys())
-    if missing:
+    _load(trainer, path, weights_only=weights_only)
+    if not _is_finite(trainer):
         raise ResumeError(
-            f"{path} was not written by mt-train: its metadata lacks {', '.join(missing)}; name a "
-            "run folder of mt-train, or use another --out"
+            f"{path}: its weights are not all finite, so training can't go on from them; "
+            + way_back(trainer, path)
         )
-    _check_same(metadata, trainer, identity, path)
-    load_checkpoint(path, _shards(trainer), group=trainer.state.group("tp-cp-dp-pp"))
-    trainer.optimizer.step_count = metadata["optimizer_step"]
+    if not weights_only:
+        trainer.optimizer.step_count = saved.optimizer_step
+        trainer.progress = saved.progress
+
+
+def way_back(trainer: Trainer, path: Path) -> str:
+    """Say how to go on from an older step than `path`, the newest that is sound.
+
+    It reads older steps into the trainer, which is of no use after that; every rank calls it.
+    """
+    older = sorted((p for p in path.parent.glob("step_*") if p.name < path.name), reverse=True)
+    for step in older:
+        try:
+            _load(trainer, step, weights_only=False)
+        except CheckpointError:
+            continue
+        if _is_finite(trainer):
+            return (
+                f"{step.name} is the newest older step whose weights are: write its name into "
+                f"{step.parent / 'latest'}, or start in another --out with checkpoint.load={step}"
+            )
+    return "there is no older step to go back to; start anew in another --out"
+
+
+def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
+    load_checkpoint(
+        path,
+        _shards(trainer, moments=not weights_only),
+        group=trainer.state.group(WORLD),
+        ignore=(f"{RunFolder.OPTIMIZER}/",) if weights_only else (),
+        cast=weights_only,
+    )
     trainer.optimizer.sync_params()
-    trainer.progress = Progress(step=metadata["step"], elapsed=metadata["elapsed"])
 
 
-def _shards(trainer: Trainer) -> list[TensorShard]:
-    """List the fp32 (fp64) weights and both moments of this rank, in model space."""
+def _is_finite(trainer: Trainer) -> bool:
+    return summed(trainer.state, len(trainer.optimizer.non_finite()))[0] == 0
+
+
+def _shards(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
+    """List the fp32 (fp64) weights of this rank, and both moments, in model space."""
     optimizer, layout, rank = trainer.optimizer, trainer.state.layout, trainer.state.rank
     params = dict(trainer.named_parameters)
+    tensors = {RunFolder.WEIGHTS: optimizer.master}
+    if moments:
+        tensors |= {
+            f"{RunFolder.OPTIMIZER}/exp_avg": optimizer.exp_avg,
+            f"{RunFolder.OPTIMIZER}/exp_avg_sq": optimizer.exp_avg_sq,
+        }
     shards: list[TensorShard] = []
-    for prefix, tensor_of in (
-        ("model", optimizer.master),
-        ("optimizer/exp_avg", optimizer.exp_avg),
-        ("optimizer/exp_avg_sq", optimizer.exp_avg_sq),
-    ):
+    for prefix, tensor_of in tensors.items():
         named = [(name, tensor_of(name)) for name in params]
         shards += param_shards(named, layout, rank, prefix=prefix, params=params)
     return shards
-
-
-def _check_same(metadata: dict[str, Any], trainer: Trainer, identity: Identity, path: Path) -> None:
-    saved, current = metadata["config"], to_dict(trainer.config)
-    differences = []
-    if metadata["model"] != identity.model.to_dict():
-        differences.append("model: another architecture")
-    if metadata["data"] != identity.data:
-        differences.append("data: other training tokens, or another order of them")
-    before, now = saved["training"]["dtype"], current["training"]["dtype"]
-    if (before == "fp64") != (now == "fp64"):
-        differences.append(
-            f"training.dtype: saved with {before}, now {now}; fp32 and bf16 have fp32 master "
-            "weights, fp64 has fp64 ones"
-        )
-    for keys in _FIXED:
-        before, now = saved, current
-        for key in keys:
-            before, now = before[key], now[key]
-        if before != now:
-            differences.append(f"{'.'.join(keys)}: saved with {before}, now {now}")
-    if differences:
-        way_out = "Use the same configuration to continue it, or "
-        if trainer.config.checkpoint.load is not None:
-            way_out += "another --out or checkpoint.load"
-        else:
-            way_out += "another --out to start anew"
-        raise ResumeError(
-            f"{path} belongs to another run. {way_out}:\n  " + "\n  ".join(differences)
-        )

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from mt_ckpt import SavedTokenizer, clean
-from mt_data import (
-    BatchSampler,
-    IndexedDataset,
-    SequentialWindows,
-    load_tokenizer,
-)
-from mt_model import keep_freed_memory
+from mt_ckpt import RunFolder, SavedTokenizer, clean
+from mt_data import BatchSampler, IndexedDataset, SequentialWindows, Tokenizer, load_tokenizer
+from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
+from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
     ParallelState,
-    init_process_group,
-    leave_process_group,
+    StopSignals,
+    joined,
+    stop_signals,
 )
 
 from mt_train import saving
+from mt_train.agreement import summed
 from mt_train.board import Board
 from mt_train.config import RunConfig
-from mt_train.console import Console, SilentConsole, make_console
+from mt_train.console import make_console
 from mt_train.corpus import (
     Corpus,
     OtherRankError,
@@ -37,14 +37,37 @@ from mt_train.corpus import (
     count_bytes,
     open_training_data,
     prepare_corpus,
+    verify_corpus,
 )
 from mt_train.evaluation import HeldOut, evaluate
-from mt_train.loading import LoadedConfig, to_yaml
-from mt_train.metrics import MetricsFile, Record
+from mt_train.history import record_part
+from mt_train.loading import LoadedConfig, to_dict, to_yaml
+from mt_train.metrics import MetricsFile, Record, read_metrics
+from mt_train.mixture import MixedSamples
 from mt_train.plot import draw_loss
 from mt_train.problem import ConfigError
-from mt_train.stopping import StopRequest
-from mt_train.trainer import Trainer
+from mt_train.reporter import Log, Reporter
+from mt_train.saved import RandomState, SavedRun
+from mt_train.starting import Start, check_start, find_start
+from mt_train.trainer import NonFiniteLossError, Step, Trainer
+
+_TOKENIZER_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run, or a part of it, ended.
+
+    Attributes:
+        step: Completed steps.
+        stopped: It was asked to stop, has saved, and the same command continues it.
+        evaluation: The record of the last evaluation; None when it was stopped or there is no
+            held-out data.
+    """
+
+    step: int
+    stopped: bool
+    evaluation: Record | None
 
 
 def run(
@@ -53,7 +76,7 @@ def run(
     out: Path,
     *,
     on_event: Callable[[str], None] | None = None,
-) -> Record | None:
+) -> Outcome:
     """Train on this rank until the run is done or asked to stop.
 
     Args:
@@ -62,13 +85,17 @@ def run(
         out: The run folder; an earlier part of the same run in it is continued.
         on_event: Called with the name of each point reached.
 
-    Returns:
-        The final evaluation, or None when the run was stopped early or has no held-out data.
+    Raises:
+        ConfigError: The configuration does not fit the processes, the data or the run in `out`.
+        ResumeError: The checkpoint to start from is of another run.
+        LockedError: Another process trains in `out`.
+        NonFiniteLossError: Training diverged.
     """
     layout = loaded.layout(env.world_size)
     with ExitStack() as stack:
-        stop = StopRequest()
-        stack.enter_context(stop.listening())
+        stop = stack.enter_context(stop_signals())
+        if env.rank == 0:
+            stop.note = "no step was trained; what was saved before is as it was"
         device = _join(env, stack)
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
@@ -77,8 +104,10 @@ def run(
         state = stack.enter_context(
             ParallelState(layout, rank=env.rank, device=device, check=check)
         )
-        corpus = _corpus_on_all_ranks(loaded, out, state, env)
-        return _Session(loaded, out, state, corpus, stop, on_event).go(stack)
+        corpus = _prepare_on_all_ranks(loaded, out, state, env, stack)
+        session = _Session(loaded, out, state, corpus, stop, on_event)
+        with stop.deferred():
+            return session.go(stack)
 
 
 class _Session:
@@ -90,158 +119,234 @@ class _Session:
         out: Path,
         state: ParallelState,
         corpus: Corpus,
-        stop: StopRequest,
+        stop: StopSignals,
         on_event: Callable[[str], None] | None,
     ) -> None:
         config = loaded.config
-        self.config, self.out, self.state = config, out, state
-        tokenizer = load_tokenizer(corpus.tokenizer, eod=config.data.eod)
-        check_tokenizer(loaded, corpus, tokenizer)
-        self.model_config = loaded.model(tokenizer.vocab_size)
-        loaded.check_layout(self.model_config, state.layout)
-        training = config.training
-        dataset = open_training_data(
-            corpus,
-            sequence_length=training.sequence_length,
-            num_samples=training.steps * training.global_batch_size,
-            seed=training.seed,
+        self.config, self.out, self.state, self.stop = config, out, state, stop
+        self.start, tokenizer, model = _start(loaded, out, corpus)
+        loaded.check_layout(model, state.layout)
+        training, start = config.training, self.start.progress
+        datasets, sources = open_training_data(
+            corpus, sequence_length=training.sequence_length, seed=training.seed
         )
+        mixture = self.start.mixture(sources)
         sampler = BatchSampler(
-            dataset,
+            MixedSamples(datasets, mixture),
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
             vocab_size=tokenizer.vocab_size,
+            offset=start.samples - start.step * training.global_batch_size,
         )
-        self.trainer = Trainer(
-            config, self.model_config, state, sampler=sampler, stop=stop, on_event=on_event
-        )
-        self.held_out = None
-        if corpus.validation is not None:
-            evaluation = config.evaluation
-            indexed = IndexedDataset(corpus.validation)
-            self.held_out = HeldOut(
-                windows=SequentialWindows(
-                    indexed,
-                    training.sequence_length,
-                    evaluation.stride,
-                    start_id=tokenizer.eod_id,
-                ),
-                num_bytes=count_bytes(indexed, tokenizer),
-                micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
-                max_windows=evaluation.max_windows,
-            )
-        self.identity = saving.Identity(
-            model=self.model_config,
-            data=dataset.fingerprint,
+        self.trainer = Trainer(config, model, state, sampler=sampler, stop=stop, on_event=on_event)
+        self.held_out = _held_out(config, corpus, tokenizer)
+        self.saved = SavedRun(
+            step=start.step,
+            elapsed=start.elapsed,
+            consumed_samples=start.samples,
+            optimizer_step=start.step,
+            rng=RandomState(seed=training.seed, step=start.step),
+            data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
+            model=model.to_dict(),
+            config=to_dict(config),
         )
-        self.resumed_from = self._resume(loaded)
+        if self.start.path is not None and self.start.saved is not None:
+            only = self.start.weights_only
+            saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)
+        self._last_save = 0.0
 
-    def _resume(self, loaded: LoadedConfig) -> Path | None:
-        path = saving.find_checkpoint(self.out)
-        if path is None and loaded.config.checkpoint.load is not None:
-            path = saving.find_checkpoint(Path(loaded.config.checkpoint.load))
-            if path is None:
-                raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
-        if path is not None:
-            saving.resume(self.trainer, path, self.identity)
-        return path
-
-    def go(self, stack: ExitStack) -> Record | None:
+    def go(self, stack: ExitStack) -> Outcome:
         """Train to the end; rank 0 also reports."""
-        config, trainer = self.config, self.trainer
-        metrics, board, console = self._reporting(stack)
-        self._announce(console)
-        own = self.resumed_from is not None and self.out in self.resumed_from.parents
-        saved_step = trainer.progress.step if own else 0
+        trainer = self.trainer
+        if trainer.finished and not self._evaluation_is_missing():
+            return self._already_finished()
+        reporter = self._open_reporter(stack)
+        self._announce(reporter)
+        saved_step = trainer.progress.step if self.start.own else None
+        self._note_saved(self.start.path if self.start.own else None)
         evaluation: Record | None = None
-        stopped = trainer.stop_requested()
+        stopped = False
         while not trainer.finished and not stopped:
-            record, stopped = trainer.train_step()
-            step = record["step"]
-            self._report(record, metrics, board, console)
-            between = self._due(config.evaluation.every, step) and not trainer.finished
+            step = self._train_step()
+            stopped = step.stop
+            reporter.step(step.record)
+            number = trainer.progress.step
+            between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:
-                stopped = self._evaluate(self.held_out, metrics, board, console) is None
-            if self._due(config.checkpoint.every, step):
-                self._save(console)
-                saved_step = step
+                stopped = self._evaluate(self.held_out, reporter) is None
+            if step.save or _is_due(self.config.checkpoint.every_steps, number):
+                self._save(reporter)
+                saved_step = number
         if saved_step != trainer.progress.step:
-            self._save(console)
+            self._save(reporter)
         if not stopped and self.held_out is not None:
-            evaluation = self._evaluate(self.held_out, metrics, board, console)
+            evaluation = self._evaluate(self.held_out, reporter)
             stopped = evaluation is None
         if self.state.rank == 0:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         if stopped:
-            console.say(
-                f"stopped by a signal after step {trainer.progress.step}, saved; "
+            who = self.stop.reason or "a signal to another rank"
+            reporter.say(
+                f"stopped by {who} after step {trainer.progress.step}, saved; "
                 "the same command continues"
             )
-        return evaluation
+        return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
 
-    def _reporting(self, stack: ExitStack) -> tuple[MetricsFile | None, Board | None, Console]:
+    def _train_step(self) -> Step:
+        trainer, path = self.trainer, self.start.path
+        try:
+            return trainer.train_step(save=self._is_save_due())
+        except NonFiniteLossError as error:
+            if path is None or trainer.progress != self.start.progress:
+                raise
+            way_back = saving.way_back(trainer, path)  # the learning rate is not at fault yet
+            raise NonFiniteLossError(
+                f"{error}. It was the first step from {path}; if other settings do not help, "
+                f"go back further: {way_back}"
+            ) from error
+
+    def _is_save_due(self) -> bool:
+        """Tell on rank 0, whose clock counts, whether the time from save to save is over."""
+        seconds = self.config.checkpoint.every_seconds
+        if seconds is None or self.state.rank != 0:
+            return False
+        return time.monotonic() - self._last_save >= seconds
+
+    def _recorded_evaluation(self) -> Record | None:
+        """Return the evaluation of the step the run is at, if it was as it would be now."""
+        saved = self.start.saved
+        if saved is None or not self.start.own:
+            return None
+        now = to_dict(self.config)
+        same = saved.config.get("evaluation") == now["evaluation"]
+        if not same or saved.config["data"].get("validation") != now["data"]["validation"]:
+            return None
+        found = None
+        for record in read_metrics(self.out / "metrics.jsonl"):
+            if record["step"] == saved.step and "val_loss" in record:
+                found = record
+        return found
+
+    def _evaluation_is_missing(self) -> bool:
+        """Tell whether a finished run still has something to do; every rank calls it."""
+        missing = False
+        if self.state.rank == 0:
+            missing = self.held_out is not None and self._recorded_evaluation() is None
+        return summed(self.state, missing)[0] > 0
+
+    def _already_finished(self) -> Outcome:
+        step, steps = self.trainer.progress.step, self.config.training.steps
+        evaluation = None
+        if self.state.rank == 0:
+            evaluation = self._recorded_evaluation()
+            with make_console(total_steps=steps, every=1) as console:
+                Reporter(self.stop, console).say(
+                    f"finished: {self.out} is at step {step} and training.steps is {steps}; "
+                    "nothing was changed. More steps continue it"
+                )
+        return Outcome(step=step, stopped=False, evaluation=evaluation)
+
+    def _open_reporter(self, stack: ExitStack) -> Reporter:
         if self.state.rank != 0:
-            return None, None, SilentConsole()
-        config = self.config
-        _write_config(config, self.out / "config.yaml")
+            return Reporter(self.stop)
+        config, step = self.config, self.trainer.progress.step
+        if not self.trainer.finished:  # else this configuration trains nothing
+            origin = None if self.start.own else self.start.path
+            record_part(
+                self.out / "history.jsonl",
+                step,
+                to_dict(config),
+                None if origin is None else str(origin),
+            )
+            write_file(self.out / "config.yaml", to_yaml(config))
         metrics = MetricsFile(
-            self.out / "metrics.jsonl",
-            resume_step=self.trainer.progress.step,
-            evaluates_again=self.trainer.finished,
+            self.out / "metrics.jsonl", resume_step=step, evaluates_again=self.trainer.finished
         )
-        stack.callback(metrics.close)
-        board = None
+        stack.callback(_close_quietly, metrics)
+        logs: dict[str, Log] = {"metrics.jsonl": metrics}
         if config.logging.tensorboard:
-            board = Board(self.out / "tensorboard", resume_step=self.trainer.progress.step)
-            stack.callback(board.close)
+            board = Board(self.out / "tensorboard", resume_step=step)
+            stack.callback(_close_quietly, board)
+            logs["tensorboard"] = board
         console = make_console(total_steps=config.training.steps, every=config.logging.every)
-        return metrics, board, stack.enter_context(console)
+        reporter = Reporter(self.stop, stack.enter_context(console), logs)
+        if metrics.damaged:
+            lines = ", ".join(str(number) for number in metrics.damaged[:10])
+            reporter.say(
+                f"metrics.jsonl was damaged in {len(metrics.damaged)} lines (first {lines}); they "
+                "are kept in metrics.damaged"
+            )
+        return reporter
 
-    def _announce(self, console: Console) -> None:
+    def _announce(self, reporter: Reporter) -> None:
         layout = self.state.layout
         parameters = self.trainer.count_parameters()
-        console.say(
+        reporter.say(
             f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
             f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
         )
-        if self.resumed_from is not None:
-            console.say(f"continuing from {self.resumed_from}")
+        for line in self.start.describe(self.config, self.saved.tokenizer.sha256):
+            reporter.say(line)
+        if self.trainer.finished:
+            reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
 
-    @staticmethod
-    def _due(every: int | None, step: int) -> bool:
-        return every is not None and step % every == 0
-
-    def _report(
-        self, record: Record, metrics: MetricsFile | None, board: Board | None, console: Console
-    ) -> None:
-        if metrics is not None:
-            metrics.write(record)
-        if board is not None:
-            board.write(record)
-        console.step(record)
-
-    def _evaluate(
-        self, held_out: HeldOut, metrics: MetricsFile | None, board: Board | None, console: Console
-    ) -> Record | None:
+    def _evaluate(self, held_out: HeldOut, reporter: Reporter) -> Record | None:
         record = evaluate(self.trainer, held_out)
-        if record is None:
-            return None
-        if metrics is not None:
-            metrics.write(record)
-        if board is not None:
-            board.write(record)
-        console.say(
-            f"held out at step {record['step']}: loss {record['val_loss']:.4f}, "
-            f"{record['bits_per_byte']:.4f} bits per byte"
-        )
+        if record is not None:
+            reporter.evaluation(record)
         return record
 
-    def _save(self, console: Console) -> None:
-        path = saving.save(self.trainer, self.out / "checkpoints", self.identity)
-        console.say(f"saved {path}")
+    def _save(self, reporter: Reporter) -> None:
+        reporter.sync()  # what is on record of a step is never younger than its checkpoint
+        path = saving.save(self.trainer, RunFolder(self.out).checkpoints, self.saved)
+        self._note_saved(path)
+        reporter.say(f"saved {path}")
+
+    def _note_saved(self, path: Path | None) -> None:
+        """Remember the newest checkpoint, for the clock and for a second signal."""
+        self._last_save = time.monotonic()
+        if self.state.rank == 0:
+            self.stop.note = "ended at once; " + (
+                "nothing is saved" if path is None else f"{path} is the last that is saved"
+            )
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _close_quietly(log: Any) -> None:
+    """Close a log; if it can't be written, the run has said so already."""
+    with contextlib.suppress(OSError):
+        log.close()
+
+
+def _start(loaded: LoadedConfig, out: Path, corpus: Corpus) -> tuple[Start, Tokenizer, ModelConfig]:
+    """Find where the run starts, and check that it can go on from there."""
+    tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
+    check_tokenizer(loaded, corpus, tokenizer)
+    model = loaded.model(tokenizer.vocab_size)
+    start = find_start(loaded, out)
+    check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
+    return start, tokenizer, model
+
+
+def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOut | None:
+    if corpus.validation is None:
+        return None
+    evaluation, training = config.evaluation, config.training
+    indexed = IndexedDataset(corpus.validation)
+    return HeldOut(
+        windows=SequentialWindows(
+            indexed, training.sequence_length, evaluation.stride, start_id=tokenizer.eod_id
+        ),
+        num_bytes=count_bytes(indexed, tokenizer),
+        micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
+        max_windows=evaluation.max_windows,
+    )
 
 
 class LaunchError(Exception):
@@ -249,64 +354,56 @@ class LaunchError(Exception):
 
 
 def _join(env: DistributedEnv, stack: ExitStack) -> torch.device:
-    """Join the process group, unless the caller has one, and choose this rank's device."""
-    if dist.is_initialized():  # the caller's process group, or a test's
-        if torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
     try:
-        device = init_process_group(env)
-    except (ValueError, dist.DistError) as error:
+        return stack.enter_context(joined(env))
+    except ValueError as error:
         raise LaunchError(str(error)) from error
-    stack.callback(leave_process_group)
-    return device
 
 
-def _corpus_on_all_ranks(
-    loaded: LoadedConfig, out: Path, state: ParallelState, env: DistributedEnv
+def _prepare_on_all_ranks(
+    loaded: LoadedConfig, out: Path, state: ParallelState, env: DistributedEnv, stack: ExitStack
 ) -> Corpus:
-    """Build the corpus on rank 0, then where nodes share no disk on one rank of each; open it."""
+    """Take the run folder and make the tokens on rank 0, and where nodes share no disk on each."""
     corpus: Corpus | None = None
-    for builds in (env.rank == 0, env.local_rank == 0):
+    for first, works in ((True, env.rank == 0), (False, env.rank != 0 and env.local_rank == 0)):
         error: Exception | None = None
-        if builds:
+        if works:
             try:
-                corpus = _prepare_folder(loaded, out, first=env.rank == 0)
+                if first:
+                    _take_folder(out, stack)
+                corpus = _prepare_folder(loaded, out)
             except Exception as caught:  # noqa: BLE001 - raised once the others were told
                 error = caught
         is_config = isinstance(error, ConfigError)
-        failed = torch.tensor([float(error is not None), float(is_config)], device=state.device)
-        group = state.group("tp-cp-dp-pp")
-        if group is not None:
-            dist.all_reduce(failed, group=group)
+        failed, of_config = summed(state, error is not None, is_config)
         if error is not None:
             raise error
-        if failed[0]:
-            raise OtherRankError(is_config=bool(failed[1]))
-    return corpus or prepare_corpus(loaded, out)
+        if failed:
+            raise OtherRankError(is_config=of_config > 0)
+    return corpus or prepare_corpus(loaded, out, tokenizer=find_start(loaded, out).tokenizer)
 
 
-def _prepare_folder(loaded: LoadedConfig, out: Path, *, first: bool) -> Corpus:
+def _take_folder(out: Path, stack: ExitStack) -> None:
+    """Make the run folder this process's own before anything in it changes."""
     out.mkdir(parents=True, exist_ok=True)
-    if first:
-        clean(out / "checkpoints")
-    corpus = prepare_corpus(loaded, out)
-    tokenizer = out / "tokenizer.json"
-    if not tokenizer.exists() or tokenizer.read_bytes() != corpus.tokenizer.read_bytes():
-        _replace(tokenizer, corpus.tokenizer.read_bytes())
+    stack.enter_context(FolderLock(out, purpose="training"))
+    remove_temporaries(out)
+    clean(RunFolder(out).checkpoints)
+
+
+def _prepare_folder(loaded: LoadedConfig, out: Path) -> Corpus:
+    """Make the tokens and check what the run starts from; then keep the tokenizer in the folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = prepare_corpus(loaded, out, tokenizer=find_start(loaded, out).tokenizer)
+    verify_corpus(corpus)
+    _start(loaded, out, corpus)
+    tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
+    kept = RunFolder(out).tokenizer
+    if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
+        write_file(kept, tokenizer)
     return corpus
-
-
-def _write_config(config: RunConfig, path: Path) -> None:
-    _replace(path, to_yaml(config).encode())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
 
 
 def write_summary(path: Path, summary: Record) -> None:
     """Write a small JSON file next to a run's metrics."""
-    _replace(path, (json.dumps(summary, indent=2) + "\n").encode())
+    write_file(path, json.dumps(summary, indent=2) + "\n")

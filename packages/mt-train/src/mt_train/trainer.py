@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from mt_data import BatchSampler, MicroBatch
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import DTYPES, ModelConfig, flops_per_token
-from mt_optim import AdamW, LRSchedule, clip_grad_norm, default_decay_filter
-from mt_parallel_state import ParallelState, global_shape_of, sharding_of
+from mt_optim import AdamW, clip_grad_norm, default_decay_filter
+from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
+from mt_train.agreement import summed
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.metrics import Record
@@ -26,7 +26,7 @@ from mt_train.pipeline import (
     named_parameters,
     plan_pipeline,
 )
-from mt_train.stopping import StopRequest
+from mt_train.progress import Course, Progress, StepMeter
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -35,17 +35,19 @@ class NonFiniteLossError(RuntimeError):
     """Loss or gradient became NaN or infinite; no rank applied the step."""
 
 
-@dataclass(kw_only=True)
-class Progress:
-    """What a checkpoint must remember beside tensors.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step as all ranks see it.
 
     Attributes:
-        step: Completed steps.
-        elapsed: Seconds spent in training steps, over all continuations of the run.
+        record: Its metrics.
+        stop: Whether a stop was requested on any rank.
+        save: Whether any rank asked for a checkpoint.
     """
 
-    step: int = 0
-    elapsed: float = 0.0
+    record: Record
+    stop: bool
+    save: bool
 
 
 class Trainer:
@@ -67,12 +69,12 @@ class Trainer:
         state: ParallelState,
         *,
         sampler: BatchSampler,
-        stop: StopRequest | None = None,
+        stop: StopSignals | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         training, parallel = config.training, config.parallel
         self.config, self.state, self.sampler = config, state, sampler
-        self.progress = Progress()
+        self.progress, self.course, self._meter = Progress(), Course(config), StepMeter()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
         self._hidden_size = model_config.hidden_size
@@ -110,7 +112,6 @@ class Trainer:
             weight_decay=optimizer.weight_decay,
             decay_filter=default_decay_filter,
         )
-        self.schedule = learning_rates(config)
         self.executor = Executor(
             plan.schedule,
             [torch.compile(stage) if training.compile else stage for stage in self.stages],
@@ -120,8 +121,7 @@ class Trainer:
         )
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
-        self._stop = stop or StopRequest()
-        self._update_seconds = 0.0
+        self._stop = stop or StopSignals()
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -139,51 +139,37 @@ class Trainer:
             for _, param in self.named_parameters
             if not sharding_of(param).is_copy
         )
-        count = torch.tensor(own, device=self.state.device)
-        group = self.state.group("pp")
-        if group is not None:
-            dist.all_reduce(count, group=group)
-        return int(count)
+        return int(summed(self.state, own, axes="pp")[0])
 
     @property
     def finished(self) -> bool:
         """Tell whether the steps, or the time budget, are used up."""
-        return self.schedule_position >= self.config.training.steps
+        return self.course.finished(self.progress)
 
-    @property
-    def schedule_position(self) -> float:
-        """Return how far the run is, in steps; the time budget may run ahead of the steps."""
-        training, progress = self.config.training, self.progress
-        if training.time_budget is None:
-            return progress.step
-        by_time = progress.elapsed / training.time_budget * training.steps
-        return max(progress.step, by_time)
-
-    def train_step(self) -> tuple[Record, bool]:
+    def train_step(self, *, save: bool = False) -> Step:
         """Run one optimizer step.
 
-        Returns:
-            The step's metrics and whether a stop was requested on any rank; both are equal on
-            all ranks.
+        Args:
+            save: Whether this rank finds that it is time for a checkpoint.
 
         Raises:
             NonFiniteLossError: On every rank, before any parameter has changed.
         """
-        started = time.perf_counter()
-        lr = self._learning_rate()
-        batches = to_device(self.sampler.step(self.progress.step), self.state.device)
+        self._meter.start()
+        lr = self.course.learning_rate(self.progress)
+        micro_batches = self.sampler.step(self.progress.step)
+        # Context-parallel ranks hold the same batch, whole.
+        labels = sum(int(np.count_nonzero(batch["labels"] >= 0)) for batch in micro_batches)
+        total = max(summed(self.state, labels, axes="dp")[0], 1.0)
+        batches = to_device(micro_batches, self.state.device)
         self.on_event("train.forward_backward")
         self.buffer.start(self._backwards)
-        total = self._global_tokens(batches)
         outputs = self.executor.run(batches, objective=lambda output, _: output["lm"] / total)
         self.buffer.finish()
         self.on_event("train.reduce")
         reduce_partial_grads(self.named_parameters, self.state)
         norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
-        # The update of the step before belongs to the rate too, but comes after its clock stops.
-        loss_sum, stop, elapsed = self._agree(outputs, started - self._update_seconds)
-        updating = time.perf_counter()
-        loss, norm = loss_sum / total, float(norm)
+        loss, stop, save, seconds = self._agree(outputs, total, save=save)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
                 f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was "
@@ -192,10 +178,13 @@ class Trainer:
             )
         self.on_event("train.update")
         self.optimizer.step(lr=lr)
-        self._update_seconds = time.perf_counter() - updating
-        self.progress.step += 1
-        self.progress.elapsed += elapsed
-        return self._record(loss, norm, lr, total, elapsed), stop
+        self._meter.stop()
+        self.progress = Progress(
+            step=self.progress.step + 1,
+            samples=self.progress.samples + self.sampler.global_batch_size,
+            elapsed=self.progress.elapsed + seconds,
+        )
+        return Step(record=self._record(loss, norm, lr, total, seconds), stop=stop, save=save)
 
     def train(self, *, training: bool) -> None:
         """Switch dropout on or off."""
@@ -204,50 +193,24 @@ class Trainer:
 
     def stop_requested(self) -> bool:
         """Tell whether any rank was asked to stop; every rank calls it and gets one answer."""
-        group = self.state.group("tp-cp-dp-pp")
-        if group is None:
-            return self._stop.made
-        flag = torch.tensor(float(self._stop.made), device=self.state.device)
-        dist.all_reduce(flag, group=group)
-        return bool(flag)
+        return summed(self.state, self._stop.requested)[0] > 0
 
-    def _learning_rate(self) -> float:
-        """Return the next step's rate; time may shorten the run but never the warm-up."""
-        lr = self.schedule.at(self.schedule_position + 1)
-        step = self.progress.step + 1
-        return min(lr, self.schedule.at(step)) if step <= self.schedule.warmup else lr
-
-    def _global_tokens(self, batches: Sequence[Batch]) -> float:
-        """Count the labelled tokens of the global batch; the loss is their mean."""
-        count = torch.tensor(
-            sum(int((batch["labels"] >= 0).sum()) for batch in batches), dtype=torch.float64
-        )
-        group = self.state.group("dp")  # context-parallel ranks hold the same batch, whole
-        if group is not None:
-            count = count.to(self.state.device)
-            dist.all_reduce(count, group=group)
-        return max(float(count), 1.0)
-
-    def _agree(self, outputs: list[Any], started: float) -> tuple[float, bool, float]:
-        """Sum the loss over ranks, and agree on a stop request and on the time."""
+    def _agree(
+        self, outputs: list[Any], total: float, *, save: bool
+    ) -> tuple[float, bool, bool, float]:
+        """Sum the loss over ranks, and agree on a stop, on a checkpoint and on the time."""
         # The rank that holds the last stage has the outputs; tensor-parallel ranks have the same.
-        counts = self.state.index("tp") == 0
-        loss = sum(float(output["lm"]) for output in outputs) if counts else 0.0
-        elapsed = time.perf_counter() - started if self.state.rank == 0 else 0.0
-        shared = torch.tensor([loss, float(self._stop.made), elapsed], dtype=torch.float64)
-        group = self.state.group("tp-cp-dp-pp")
-        if group is not None:
-            shared = shared.to(self.state.device)
-            dist.all_reduce(shared, group=group)
-        loss, stop, elapsed = shared.tolist()
-        return loss, stop > 0, elapsed
+        loss = 0.0
+        if outputs and self.state.index("tp") == 0:
+            loss = float(torch.stack([output["lm"].double() for output in outputs]).sum())
+        lap = self._meter.lap()  # after the loss was waited for
+        seconds = lap if self.state.rank == 0 else 0.0
+        sums = summed(self.state, loss, self._stop.requested, save, seconds)
+        return sums[0] / total, sums[1] > 0, sums[2] > 0, sums[3]
 
     def _record(self, loss: float, norm: float, lr: float, tokens: float, seconds: float) -> Record:
-        training = self.config.training
         rate = tokens / seconds
-        tflops = rate * self._flops / 1e12
-        position = self.schedule_position
-        left = max(training.steps - position, 0.0)
+        flops = rate * self._flops
         world = self.state.layout.world_size
         return {
             "step": self.progress.step,
@@ -255,28 +218,13 @@ class Trainer:
             "lr": lr,
             "grad_norm": norm,
             "tokens_per_second": rate,
-            "tflops_per_second": tflops,
-            "mfu": None if self._peak is None else tflops * 1e12 / (self._peak * world),
+            "tflops_per_second": flops / 1e12,
+            "mfu": None if self._peak is None else flops / (self._peak * world),
             "memory_bytes": memory_bytes(self.state.device),
             "seconds": seconds,
-            "progress": min(position / training.steps, 1.0),
-            "eta_seconds": self.progress.elapsed * left / max(position, 1e-9),
+            "progress": self.course.share(self.progress),
+            "eta_seconds": self.course.seconds_left(self.progress),
         }
-
-
-def learning_rates(config: RunConfig) -> LRSchedule:
-    """Build the learning-rate schedule of a run, in steps."""
-    optimizer, steps = config.optimizer, config.training.steps
-    decay = max(steps + 1, optimizer.warmup)  # the last step still has a rate
-    return LRSchedule(
-        kind=optimizer.schedule,
-        max_lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        warmup=optimizer.warmup,
-        decay=decay,
-        wsd_anneal=min(round(optimizer.anneal * steps), decay - optimizer.warmup),
-        wsd_shape=optimizer.anneal_shape,
-    )
 
 
 def to_device(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:

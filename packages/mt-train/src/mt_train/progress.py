@@ -1,0 +1,98 @@
+"""How far a run is, and what follows from that: the learning rate and the end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from mt_optim import LRSchedule
+
+from mt_train.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a checkpoint must remember beside tensors.
+
+    Attributes:
+        step: Completed steps.
+        samples: Samples trained on; the step does not tell, as the batch size may have changed.
+        elapsed: Seconds spent in training steps, over all parts of the run.
+    """
+
+    step: int = 0
+    samples: int = 0
+    elapsed: float = 0.0
+
+
+class Course:
+    """The learning rates and the end of a run, as functions of its progress.
+
+    Args:
+        config: The run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        training, optimizer = config.training, config.optimizer
+        self.steps, self._time_budget = training.steps, training.time_budget
+        decay = max(self.steps + 1, optimizer.warmup)  # the last step still has a rate
+        self.schedule = LRSchedule(
+            kind=optimizer.schedule,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            warmup=optimizer.warmup,
+            decay=decay,
+            wsd_anneal=min(round(optimizer.anneal * self.steps), decay - optimizer.warmup),
+            wsd_shape=optimizer.anneal_shape,
+        )
+
+    def position(self, progress: Progress) -> float:
+        """Return how far the run is, in steps; the time budget may run ahead of the steps."""
+        if self._time_budget is None:
+            return progress.step
+        return max(progress.step, progress.elapsed / self._time_budget * self.steps)
+
+    def finished(self, progress: Progress) -> bool:
+        """Tell whether the steps, or the time budget, are used up."""
+        return self.position(progress) >= self.steps
+
+    def learning_rate(self, progress: Progress) -> float:
+        """Return the next step's rate; time may shorten the run but never the warm-up."""
+        lr = self.schedule.at(self.position(progress) + 1)
+        step = progress.step + 1
+        return min(lr, self.schedule.at(step)) if step <= self.schedule.warmup else lr
+
+    def share(self, progress: Progress) -> float:
+        """Return the part of the run that is done, from 0 to 1."""
+        return min(self.position(progress) / self.steps, 1.0)
+
+    def seconds_left(self, progress: Progress) -> float:
+        """Return the seconds to the end, at the speed so far."""
+        position = self.position(progress)
+        return progress.elapsed * max(self.steps - position, 0.0) / max(position, 1e-9)
+
+
+class StepMeter:
+    """A clock that runs while training steps do, and not while the run evaluates or saves.
+
+    A lap ends where the ranks agree on the time, before the update: that lies in the next lap.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._carried = 0.0
+
+    def start(self) -> None:
+        """Let the clock run."""
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return the seconds that the clock ran since the last lap."""
+        now = time.perf_counter()
+        seconds = self._carried + now - self._since
+        self._since, self._carried = now, 0.0
+        return seconds
+
+    def stop(self) -> None:
+        """Stop the clock; what ran since the lap counts to the next one."""
+        self._carried = time.perf_counter() - self._since

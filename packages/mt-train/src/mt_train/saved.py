@@ -1,0 +1,124 @@
+"""What a checkpoint of mt-train says of its run, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt import SavedTokenizer, inspect_checkpoint
+from mt_files import Checks, SchemaError, build, to_plain
+
+from mt_train.mixture import Mixture
+from mt_train.progress import Progress
+
+_SECTIONS = ("model", "data", "training")
+
+
+class ResumeError(Exception):
+    """A checkpoint does not belong to this configuration, or not to mt-train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomState:
+    """Every random number is a function of the seed, a name and a global index.
+
+    Attributes:
+        seed: Of the run.
+        step: The step the checkpoint is of.
+    """
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """The metadata of a checkpoint.
+
+    Attributes:
+        step: Completed steps.
+        elapsed: Seconds spent in training steps.
+        consumed_samples: Samples trained on.
+        optimizer_step: Steps of the optimizer: those of the run.
+        rng: The whole state of the random numbers.
+        data: What the run drew its samples from.
+        tokenizer: Of the data.
+        model: The model, as `ModelConfig.to_dict` gives it.
+        config: The configuration, as JSON values.
+    """
+
+    step: int
+    elapsed: float
+    consumed_samples: int
+    optimizer_step: int
+    rng: RandomState
+    data: Mixture
+    tokenizer: SavedTokenizer
+    model: Mapping[str, Any]
+    config: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(0, "step", "elapsed", "consumed_samples")
+        if not checks.errors:
+            if self.optimizer_step != self.step:
+                checks.add("optimizer_step", f"{self.optimizer_step}, and the step is {self.step}")
+            if self.rng.step != self.step:
+                checks.add("rng", f"of step {self.rng.step}, and the step is {self.step}")
+            if self.data.start > self.consumed_samples:
+                checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
+            for name in _SECTIONS:
+                if name not in self.config:
+                    checks.add("config", f"lacks {name}")
+        checks.done()
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run was."""
+        return Progress(step=self.step, samples=self.consumed_samples, elapsed=self.elapsed)
+
+    def at(self, progress: Progress) -> SavedRun:
+        """Return the same run at another point."""
+        return replace(
+            self,
+            step=progress.step,
+            elapsed=progress.elapsed,
+            consumed_samples=progress.samples,
+            optimizer_step=progress.step,
+            rng=replace(self.rng, step=progress.step),
+        )
+
+    def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `read_saved` reads, with the layout that saves it for the record."""
+        return {**to_plain(self), "layout": dict(layout)}
+
+
+def read_saved(path: Path) -> SavedRun:
+    """Read and check the metadata of a step folder.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+        ResumeError: The checkpoint is not of mt-train, or its metadata contradicts itself.
+    """
+    manifest = inspect_checkpoint(path)
+    known = [item.name for item in fields(SavedRun)]
+    missing = [name for name in known if name not in manifest.metadata]
+    if missing:
+        raise ResumeError(
+            f"{path} was not written by mt-train: its metadata lacks {', '.join(missing)}; name a "
+            "run folder of mt-train, or use another --out"
+        )
+    try:
+        saved = build(SavedRun, {name: manifest.metadata[name] for name in known})
+    except SchemaError as error:
+        raise ResumeError(
+            f"{path}: its metadata is not what mt-train writes: {error}; use another checkpoint"
+        ) from error
+    if saved.step != manifest.step:
+        raise ResumeError(
+            f"{path}: its metadata is of step {saved.step} and it holds step {manifest.step}; use "
+            "another checkpoint"
+        )
+    return saved

@@ -1,0 +1,318 @@
+"""One run on one rank: continued to the same bits, with changes, from weights alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from mt_train.history import read_history
+from mt_train.saved import ResumeError
+
+MIX = "data.train=[{data}/a,{data}/b]"
+
+
+class InterruptError(Exception):
+    """Stands for a kill: nothing of the run's own handles it."""
+
+
+def interrupt_at(step: int):
+    count = 0
+
+    def on_event(name: str) -> None:
+        nonlocal count
+        count += name == "train.update"
+        if count == step:
+            raise InterruptError
+
+    return on_event
+
+
+def assert_same_run(out: Path, expected: Path, step: int, losses, weights) -> None:
+    assert losses(out) == losses(expected)
+    ours, theirs = weights(out, step), weights(expected, step)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    tiny.run(out)
+    return out
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_an_interrupted_run_continues_to_the_same_bits(
+    tiny, finished, tmp_path, losses, weights
+) -> None:
+    with pytest.raises(InterruptError):
+        tiny.run(tmp_path, "checkpoint.every=2", on_event=interrupt_at(3))
+    outcome = tiny.run(tmp_path)
+    assert outcome.step == 4
+    assert not outcome.stopped
+    assert_same_run(tmp_path, finished, 4, losses, weights)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tiny, copy, capsys) -> None:
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    outcome = tiny.run(copy, "training.steps=2", "optimizer.lr=1e-4")
+    assert "finished" in capsys.readouterr().out
+    assert outcome.evaluation["step"] == 4
+    after = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_another_evaluation_of_a_finished_run_is_made_and_said(tiny, copy, capsys, rows) -> None:
+    tiny.run(copy, "evaluation.max_windows=2")
+    assert "finished at step 4; evaluating" in capsys.readouterr().out
+    assert sum("val_loss" in row for row in rows(copy)) == 1
+    assert yaml.safe_load((copy / "config.yaml").read_text())["evaluation"]["max_windows"] == 4
+
+
+def test_changes_are_said_and_kept_with_their_step(tiny, copy, capsys) -> None:
+    tiny.run(copy, "training.steps=6", "optimizer.lr=1e-3")
+    printed = capsys.readouterr().out
+    assert "from step 5 on: training.steps: 4 -> 6" in printed
+    assert "from step 5 on: optimizer.lr: 0.01 -> 0.001" in printed
+    first, second = read_history(copy / "history.jsonl")
+    assert (first["step"], second["step"]) == (0, 4)
+    assert second["changes"] == ["training.steps: 4 -> 6", "optimizer.lr: 0.01 -> 0.001"]
+    assert first["config"]["training"]["steps"] == 4
+    assert yaml.safe_load((copy / "config.yaml").read_text()) == second["config"]
+    tiny.run(copy, "training.steps=7", "optimizer.lr=1e-3")
+    assert [row["step"] for row in read_history(copy / "history.jsonl")] == [0, 4, 6]
+
+
+def seen_samples(monkeypatch) -> list[int]:
+    """Note the number of every sample that is drawn, in order."""
+    from mt_train.mixture import MixedSamples
+
+    seen: list[int] = []
+    original = MixedSamples.__getitem__
+
+    def noting(self, index):
+        seen.append(index)
+        return original(self, index)
+
+    monkeypatch.setattr(MixedSamples, "__getitem__", noting)
+    return seen
+
+
+def test_another_batch_size_goes_on_with_the_next_sample(tiny, copy, monkeypatch, losses) -> None:
+    seen = seen_samples(monkeypatch)
+    tiny.run(copy, "training.global_batch_size=6", "training.steps=6")
+    tiny.run(copy, "training.global_batch_size=2", "training.steps=8")
+    assert seen == list(range(16, 16 + 2 * 6 + 2 * 2))
+    assert sorted(losses(copy)) == list(range(1, 9))
+
+
+def drawn(monkeypatch) -> list[tuple[str, int]]:
+    """Note which sample of which data set is drawn."""
+    from mt_data import GPTDataset
+
+    found: list[tuple[str, int]] = []
+    original = GPTDataset.sample
+
+    def noting(self, index):
+        found.append((Path(self.indexed.prefix).name, index))
+        return original(self, index)
+
+    monkeypatch.setattr(GPTDataset, "sample", noting)
+    return found
+
+
+def test_changed_sources_go_on_where_each_was(tiny, tmp_path, monkeypatch) -> None:
+    found = drawn(monkeypatch)
+    mix = MIX.format(data=tiny.data)
+    tiny.run(tmp_path, mix, "data.weights=[1,1]", "checkpoint.every=2")
+    tiny.run(tmp_path, mix, "data.weights=[3,1]", "training.steps=8")  # other shares
+    tiny.run(tmp_path, "training.steps=10")  # one of the two
+    tiny.run(tmp_path, mix, "data.weights=[3,1]", "training.steps=12")  # and back
+    for name in ("a", "b"):
+        numbers = [index for source, index in found if source == name]
+        assert numbers == list(range(len(numbers))), name
+    assert sum(name == "a" for name, _ in found[:16]) == 8
+    assert sum(name == "a" for name, _ in found[16:32]) == 12
+
+
+def test_a_changed_mixture_continues_to_the_same_bits(tiny, tmp_path, losses, weights) -> None:
+    changed = (MIX.format(data=tiny.data), "data.weights=[1,3]", "training.steps=8")
+    for out in ("whole", "parts"):
+        tiny.run(tmp_path / out, "training.steps=3")
+    tiny.run(tmp_path / "whole", *changed)
+    with pytest.raises(InterruptError):
+        tiny.run(tmp_path / "parts", *changed, "checkpoint.every=1", on_event=interrupt_at(3))
+    tiny.run(tmp_path / "parts", *changed)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 8, losses, weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("training.seed=1", "training.seed: saved with 1234, now 1"),
+        ("training.sequence_length=8", "training.sequence_length: saved with 16, now 8"),
+        ("training.dtype=fp32", "training.dtype: saved with fp64, now fp32"),
+        ("model.num_layers=2", "model.num_layers: 1 -> 2"),
+    ],
+)
+def test_what_can_not_be_continued_is_refused_with_the_way_out(
+    change, said, tiny, copy, capsys
+) -> None:
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(ResumeError) as caught:
+        tiny.run(copy, change, "training.steps=8")
+    assert said in str(caught.value)
+    assert "checkpoint.load_mode=weights" in str(caught.value)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_weights_start_another_run(tiny, finished, tmp_path, capsys, weights, losses) -> None:
+    changes = (
+        f"data.train=[{tiny.data}/b]",
+        "training.sequence_length=24",
+        "training.seed=5",
+        "training.dtype=fp32",
+        "training.global_batch_size=2",
+        "optimizer.schedule=constant",
+        "optimizer.lr=1e-9",
+    )
+    load = (f"checkpoint.load={finished}", "checkpoint.load_mode=weights")
+    outcome = tiny.run(tmp_path, *changes, *load)
+    assert outcome.step == 4
+    assert "starting with the weights of" in capsys.readouterr().out
+    ours, theirs = weights(tmp_path, 4), weights(finished, 4)
+    for name, value in theirs.items():
+        if name.startswith("model/"):
+            np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-7)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+    assert read_history(tmp_path / "history.jsonl")[0]["from"].endswith("step_00000004")
+    outcome = tiny.run(tmp_path, *changes, *load, "training.steps=5")  # its own folder goes on
+    assert outcome.step == 5
+
+
+def test_load_continues_another_run_in_a_new_folder(tiny, finished, tmp_path, losses) -> None:
+    outcome = tiny.run(tmp_path, f"checkpoint.load={finished}", "training.steps=6")
+    assert outcome.step == 6
+    assert sorted(losses(tmp_path)) == [5, 6]
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:
+    from mt_train.trainer import NonFiniteLossError
+
+    def poison(name: str) -> None:
+        if name == "train.update":
+            gc.collect()
+            (trainer,) = (o for o in gc.get_objects() if type(o).__name__ == "Trainer")
+            trainer.optimizer.master("embedding.weight")[0, 0] = float("inf")
+
+    with pytest.raises(NonFiniteLossError, match="after step 1 some weights are not finite"):
+        tiny.run(tmp_path, "checkpoint.every=1", on_event=poison)
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+    assert tiny.run(tmp_path).step == 4
+
+
+def test_a_first_step_that_diverges_says_how_to_go_back(tiny, tmp_path) -> None:
+    from mt_train.trainer import NonFiniteLossError
+
+    options = ("training.dtype=fp32", "optimizer.warmup=0", "checkpoint.every=1")
+    tiny.run(tmp_path, *options, "training.steps=2", "optimizer.lr=1e-3")
+    with pytest.raises(NonFiniteLossError, match="step 4: "):  # 3 is finite, and saved
+        tiny.run(tmp_path, *options, "optimizer.lr=1e37", "optimizer.schedule=constant")
+    with pytest.raises(NonFiniteLossError, match="step_00000002 is the newest older step"):
+        tiny.run(tmp_path, *options, "optimizer.lr=1e-3")
+
+
+def test_a_poisoned_checkpoint_names_an_older_step(tiny, tmp_path, monkeypatch) -> None:
+    from mt_train import saving
+
+    with monkeypatch.context() as patch:  # as an older version saved it
+        patch.setattr(saving, "_is_finite", lambda trainer: True)
+
+        def poison(name: str) -> None:
+            if name == "save.begin" and list(tmp_path.glob("checkpoints/step_00000003")):
+                next(iter(trainers)).optimizer.master("embedding.weight").fill_(float("nan"))
+
+        trainers: list = []
+        original = saving.save
+        patch.setattr(saving, "save", lambda t, *a: (trainers.append(t), original(t, *a))[1])
+        tiny.run(tmp_path, "checkpoint.every=1", on_event=poison)
+    with pytest.raises(ResumeError, match="not all finite") as caught:
+        tiny.run(tmp_path, "training.steps=6")
+    assert "step_00000003 is the newest older step" in str(caught.value)
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000003\n")
+    assert tiny.run(tmp_path, "training.steps=6").step == 6
+
+
+def test_one_folder_takes_one_run_at_a_time(tiny, copy) -> None:
+    from mt_files import FolderLock, LockedError
+
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != ".lock"}
+    with FolderLock(copy, purpose="training"), pytest.raises(LockedError, match="process"):
+        tiny.run(copy, "training.steps=6")
+    after = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert after == before
+
+
+def test_one_flipped_bit_of_the_tokens_is_named(tiny, copy, tmp_path) -> None:
+    data = Path(shutil.copytree(tiny.data, tmp_path / "data"))
+    tokens = bytearray((data / "a.bin").read_bytes())
+    tokens[100] ^= 1
+    (data / "a.bin").write_bytes(tokens)
+    with pytest.raises(Exception, match=r"a\.bin.*content has changed"):
+        tiny.run(copy, f"data.train=[{data}/a]", "training.steps=6")
+
+
+@pytest.mark.parametrize("size", ["10000000", "3"])
+def test_evaluation_rows_are_no_more_than_there_are(size, tiny, copy, rows) -> None:
+    before = [row["val_loss"] for row in rows(copy) if "val_loss" in row]
+    tiny.run(copy, f"evaluation.micro_batch_size={size}")
+    after = [row["val_loss"] for row in rows(copy) if "val_loss" in row]
+    assert after == pytest.approx(before, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 6000 + b"}", b"[]", b""]
+)
+def test_a_damaged_description_of_the_corpus_is_one_error(damage, tiny, tmp_path) -> None:
+    from mt_train import ConfigError
+
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"words {i} " * 40}) + "\n" for i in range(30)))
+    corpus = ("data.train=[]", "data.validation=null", "data.tokenizer=null", "data.vocab_size=280")
+    options = (*corpus, f"data.corpus={texts}")
+    out = tmp_path / "run"
+    tiny.run(out, *options, "training.steps=1")
+    (out / "data" / "corpus.json").write_bytes(damage)
+    with pytest.raises(ConfigError, match=r"corpus\.json is missing or damaged"):
+        tiny.run(out, *options, "training.steps=2")
+    shutil.rmtree(out / "data")
+    assert tiny.run(out, *options, "training.steps=2").step == 2
+
+
+def test_another_corpus_is_made_with_the_runs_tokenizer(tiny, tmp_path) -> None:
+    corpus = ("data.train=[]", "data.validation=null", "data.tokenizer=null", "data.vocab_size=280")
+    for name in ("first", "second"):
+        lines = (json.dumps({"text": f"{name} {i} " * 40}) + "\n" for i in range(30))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    out = tmp_path / "run"
+    first = f"data.corpus={tmp_path / 'first.jsonl'}"
+    tiny.run(out, *corpus, first, "training.steps=1")
+    tokenizer = (out / "tokenizer.json").read_bytes()
+    second = f"data.corpus={tmp_path / 'second.jsonl'}"
+    assert tiny.run(out, *corpus, second, "training.steps=2").step == 2
+    assert tiny.run(out, *corpus, first, "training.steps=3").step == 3
+    assert (out / "tokenizer.json").read_bytes() == tokenizer
+    tuned = tmp_path / "tuned"
+    load = (f"checkpoint.load={out}", "checkpoint.load_mode=weights")
+    tiny.run(tuned, *corpus, second, *load, "training.steps=1")
+    assert (tuned / "tokenizer.json").read_bytes() == tokenizer
