@@ -24,6 +24,7 @@ from mt_parallel_state.sharding import (
     offsets_of,
     shard_param,
     sharding_of,
+    shardings,
 )
 from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
@@ -75,6 +76,7 @@ __all__ = [
     "random_uniform",
     "shard_param",
     "sharding_of",
+    "shardings",
     "stop_signals",
     "stream_key",
     "twin_group",

@@ -13,6 +13,7 @@ from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.spec import PartitionSpec
 
 _ATTRIBUTE = "_mt_sharding"
+_TABLE = "_mt_shardings"
 _PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING, MIRROR)
 
 
@@ -71,7 +72,7 @@ def shard_param(
     """Record on `param` how it is split, and return it.
 
     The record is an attribute of the parameter: it survives `module.to(...)` and state dict
-    loading, but not operations that make a new parameter (`copy.deepcopy`, `to_empty`).
+    loading. What makes a new parameter drops it; see `shardings`.
     """
     check_type("param", param, Tensor)
     check_type("spec", spec, PartitionSpec)
@@ -87,6 +88,27 @@ def sharding_of(param: nn.Parameter) -> ParamSharding:
     """Return the record of `param`; a parameter without one is replicated and complete."""
     check_type("param", param, Tensor)
     return getattr(param, _ATTRIBUTE, ParamSharding())
+
+
+def shardings(module: nn.Module) -> dict[str, ParamSharding]:
+    """Return the record of each parameter of `module` by its name, and keep them in the module.
+
+    `copy.deepcopy`, `to_empty` and `fully_shard` make new parameters, which have no records. The
+    table stays: each submodule has the records of its own parameters, by their names in it. After
+    a first call, the next one gives them to the parameters that are there now, so that
+    `sharding_of` answers for those too. A parameter's own record wins over the table.
+    """
+    check_type("module", module, nn.Module)
+    found: dict[str, ParamSharding] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            table = owner.__dict__.setdefault(_TABLE, {})
+            if hasattr(param, _ATTRIBUTE):
+                table[name] = sharding_of(param)
+            elif name in table:
+                setattr(param, _ATTRIBUTE, table[name])
+            found[f"{prefix}.{name}" if prefix else name] = sharding_of(param)
+    return found
 
 
 def global_shape_of(param: nn.Parameter, layout: ParallelLayout) -> tuple[int, ...]:
