@@ -21,6 +21,7 @@ from mt_context_parallel import (
         (FlashKernel, 4, None),
         (FlashKernel, 2, None),
         (CudnnKernel, 4, None),
+        (CudnnKernel, 2, None),
         (FlexKernel, 4, None),
         (FlexKernel, 2, 100),
     ],

@@ -93,9 +93,22 @@ class HierarchicalGroups:
         return HierarchicalGroups(inner=made[0], outer=made[1])
 
 
-def default_kernels() -> tuple[Kernel, ...]:
-    """Fused kernels first; the plain one computes what they cannot."""
-    return FlashKernel(), CudnnKernel(), FlexKernel(), SdpaCpuKernel(), ReferenceKernel()
+def default_kernels(device: torch.device | None = None) -> tuple[Kernel, ...]:
+    """Fused kernels first; the plain one computes what they cannot.
+
+    On GPUs for which torch's own attention prefers cuDNN (compute capability 9.0 and 10.0, cuDNN
+    after 9.15) cuDNN comes before flash.
+
+    Args:
+        device: Of the tensors; `None` asks no GPU.
+    """
+    flash, cudnn = FlashKernel(), CudnnKernel()
+    fused: tuple[Kernel, Kernel] = flash, cudnn
+    if device is not None and device.type == "cuda":
+        newest = torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+        if newest and (torch.backends.cudnn.version() or 0) > 91500:
+            fused = cudnn, flash
+    return *fused, FlexKernel(), SdpaCpuKernel(), ReferenceKernel()
 
 
 def context_parallel_attention(  # noqa: PLR0913 - the options of one operation, by keyword
@@ -149,7 +162,8 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         kernels: To choose from, the first that can compute a tile; `default_kernels` if None.
 
     Shape:
-        q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
+        q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V]. Heads
+        come after tokens, unlike in torch's `scaled_dot_product_attention`.
 
     Raises:
         TypeError: A dtype is wrong or differs, `cu_seqlens` are no integers, or `group` is of
@@ -160,8 +174,9 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     mask = AttentionMask() if mask is None else mask
     inner, outer = _levels(group, algorithm)
     ranks, own = _size(inner) * _size(outer), _rank(outer) * _size(inner) + _rank(inner)
-    length = q.shape[1] * ranks if q.dim() == 4 else 0
-    _check(q, k, v, mask=mask, length=length, sinks=sinks, dropout=dropout)
+    _check_qkv(q, k, v)
+    length = q.shape[1] * ranks
+    _check(q, mask=mask, length=length, sinks=sinks, dropout=dropout)
     # torch's kernels for the CPU read other strides of queries wrongly, without an error.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bounds = document_bounds(length, cu_seqlens)  # once: a CUDA tensor is read back for it
@@ -180,7 +195,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         dropout=dropout,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
     )
-    chosen = default_kernels() if kernels is None else kernels
+    chosen = default_kernels(q.device) if kernels is None else kernels
     if inner is not None:
         return _over_heads(q, k, v, sinks, (inner, outer), (whole, runs, chosen))
     gather = outer is not None and algorithm == "all_gather"
@@ -255,6 +270,10 @@ def _levels(
                 "the whole context group or choose 'hierarchical'"
             )
         inner, outer = group.inner, group.outer
+    elif not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group must be a process group that this rank is in, or None, got {group!r}"
+        )
     elif group is None or group.size() == 1:
         return None, None
     elif algorithm == "hierarchical":
@@ -269,15 +288,12 @@ def _levels(
 
 def _check(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     *,
     mask: AttentionMask,
     length: int,
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
 ) -> None:
-    _check_qkv(q, k, v)
     heads, tensors = q.shape[2], {"sinks": sinks, "mask.documents": mask.documents}
     for name, x in tensors.items():
         if x is not None and x.device != q.device:
@@ -308,12 +324,19 @@ def _check(
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be [B, S, heads, head_dim], got {shapes}")
     if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]):
-        raise ValueError(
-            f"q, k and v must have the same B and S, and k and v the same heads: {shapes}"
-        )
+        message = f"q, k and v must have the same B and S, and k and v the same heads: {shapes}"
+        if q.shape[::2] == k.shape[::2] == v.shape[::2] and k.shape[1] == v.shape[1]:
+            message += (
+                "; these look like [B, heads, S, head_dim], the layout of torch's "
+                "scaled_dot_product_attention: give each as x.transpose(1, 2)"
+            )
+        raise ValueError(message)
     if not min(*q.shape[2:], *k.shape[2:], *v.shape[2:]):
         raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
     if q.shape[3] != k.shape[3]:

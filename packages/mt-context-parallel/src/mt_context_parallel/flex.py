@@ -41,7 +41,7 @@ class FlexKernel:
         self.fused = fused
         self._backend: Any = "inductor"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See `Kernel`."""
         if self.fused and q.device.type != "cuda":
             return f"device {q.device.type}"

@@ -43,8 +43,8 @@ class Kernel(Protocol):
     block: int | None
     """The longest tile side it takes; the caller cuts longer ones."""
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """Why this kernel cannot compute the tile, or None where it can."""
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+        """Return why this kernel cannot compute the tile, or None where it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -68,8 +68,8 @@ class ReferenceKernel:
             raise ValueError(f"block must be at least 1 token, got {block}")
         self.block: int | None = block
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """Always."""
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+        """None: it computes all tiles."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ class SdpaCpuKernel:
     name = "sdpa-cpu"
     block: int | None = None
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See `Kernel`."""
         if q.device.type != "cpu":
             return f"device {q.device.type}"
@@ -188,7 +188,7 @@ class FlashKernel:
     name = "flash"
     block: int | None = None
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See `Kernel`."""
         reason = _plain_half_precision(q, v, tile, largest=256)
         if reason is not None:
@@ -226,20 +226,18 @@ class FlashKernel:
 
 
 class CudnnKernel:
-    """cuDNN's attention for CUDA, fp16 and bf16: full and causal tiles, a key head per query."""
+    """cuDNN's attention for CUDA, fp16 and bf16: full and causal tiles."""
 
     name = "cudnn"
     block: int | None = None
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """See `Kernel`."""
         reason = _plain_half_precision(q, v, tile, largest=128)
         if reason is not None:
             return reason
         if not torch.backends.cudnn.is_available() or (torch.backends.cudnn.version() or 0) < 90000:
             return f"cuDNN {torch.backends.cudnn.version()}, older than 9"
-        if q.shape[2] != k.shape[2]:
-            return f"{k.shape[2]} key heads for {q.shape[2]} query heads"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -292,7 +290,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kerne
     """
     reasons = []
     for kernel in kernels:
-        reason = kernel.supports(q, k, v, tile)
+        reason = kernel.obstacle(q, k, v, tile)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
