@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mt_model import GPT, gpt, preset
-from mt_parallel_state import ParallelLayout, ParallelState
+from mt_parallel_state import ParallelLayout, ParallelState, sharding_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TINY = {
@@ -398,7 +398,7 @@ def test_sample_ids_go_with_tokens():
         (lambda m, d: GPT(m.config, layers=[0, 1]), ValueError, r"layers=\[0, 1\] is not a range"),
         (lambda m, d: GPT(m.config, dtype="fp32"), TypeError, "dtype must be one of .* got 'fp32'"),
         (lambda m, d: GPT(m.config, 3), TypeError, "state must be a ParallelState.* got int"),
-        (lambda m, d: GPT(m.config, seed="a"), TypeError, "seed must be an int, got 'a'"),
+        (lambda m, d: GPT(m.config, seed="a"), TypeError, "seed must be an int or None, got 'a'"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call, error, message):
@@ -501,3 +501,19 @@ def test_attention_dropout_is_the_function_of_sample_head_query_and_key():
     kept = random_uniform(hash_key("dropout", 3, 0, "scores"), index) >= 0.4
     mixed = torch.einsum("bnst,btnd->bsnd", weights * kept / 0.6, value)
     assert torch.allclose(attention(x, shared, layer=0), attention.out(mixed), rtol=1e-12)
+
+
+def test_weights_that_are_loaded_cost_no_initial_values(monkeypatch):
+    config = gpt(vocab_size=48, hidden_size=16, num_layers=2, num_heads=4, max_sequence_length=16)
+    seeded = GPT(config)
+
+    def fail(*_, **__):
+        raise AssertionError("initial values were computed")
+
+    monkeypatch.setattr("mt_model.initialization.initialize_", fail)
+    loaded = GPT(config, seed=None)
+    loaded.load_state_dict(seeded.state_dict())
+    tokens = torch.arange(9)[None]
+    assert torch.equal(loaded(tokens), seeded(tokens))
+    for (name, ours), theirs in zip(loaded.named_parameters(), seeded.parameters(), strict=True):
+        assert sharding_of(ours) == sharding_of(theirs), name

@@ -155,7 +155,7 @@ def load_run(
 def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
-    model = GPT(run.config, state, dtype=chosen)
+    model = GPT(run.config, state, dtype=chosen, seed=None)
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     named = model.named_parameters()

@@ -75,7 +75,8 @@ class GPT(nn.Module):
         recompute: what backward computes again instead of keeping it: with "full" each layer
             keeps its input only (each tensor-parallel rank a share of it), with "selective" the
             outputs of norms and activations are freed, which costs far less.
-        seed: of initial values and dropout.
+        seed: of initial values and dropout; None leaves the values undefined, for weights that are
+            loaded.
         gemm: computes the linear layers.
         dtype: of parameters and activations.
         device: of parameters; the state's by default.
@@ -95,7 +96,7 @@ class GPT(nn.Module):
         context_algorithm: Algorithm | Sequence[Algorithm] = "ring",
         context_inner_size: int | None = None,
         recompute: Recompute = "none",
-        seed: int = 0,
+        seed: int | None = 0,
         gemm: Gemm | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -108,8 +109,8 @@ class GPT(nn.Module):
             )
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {tuple(DTYPES.values())}, got {dtype!r}")
-        if not isinstance(seed, int):
-            raise TypeError(f"seed must be an int, got {seed!r}")
+        if seed is not None and not isinstance(seed, int):
+            raise TypeError(f"seed must be an int or None, got {seed!r}")
         state = ParallelState(ParallelLayout()) if state is None else state
         if not isinstance(state, ParallelState):
             raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
@@ -122,7 +123,7 @@ class GPT(nn.Module):
             tp=tp,
             tp_index=state.index("tp"),
             sequence_parallel=sequence_parallel and tp > 1,
-            seed=seed,
+            seed=seed or 0,
             gemm=default_gemm(where) if gemm is None else gemm,
             dtype=dtype,
             device=where,
