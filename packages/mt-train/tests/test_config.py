@@ -360,7 +360,7 @@ def test_a_file_that_is_no_tokenizer_is_blamed_on_its_line(tmp_path: Path) -> No
 def test_the_processes_of_a_quickstart_share_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     code, message = run_cli(["quickstart", "--nproc", "3"], capsys)
     assert code == 2
-    assert "--nproc: 3 processes cannot share 16 samples; use 1, 2, 4, 8, 16" in message
+    assert "--nproc: 3 processes cannot share 8 samples; use 1, 2, 4, 8" in message
 
 
 def test_the_cpu_out_of_memory_is_recognised() -> None:
