@@ -103,17 +103,17 @@ def copy_weights(source: GPT, llama: torch.nn.Module) -> None:
         put("lm_head.weight", ours["head.weight"])
     for i in range(source.config.num_layers):
         mine, prefix = f"layers.{i}.", f"model.layers.{i}."
-        qkv = ours[mine + "attention.qkv.weight"]
+        qkv = ours[mine + "mixer.qkv.weight"]
         put(prefix + "self_attn.q_proj.weight", qkv[:, :-2])
         put(prefix + "self_attn.k_proj.weight", qkv[:, -2])
         put(prefix + "self_attn.v_proj.weight", qkv[:, -1])
-        put(prefix + "self_attn.o_proj.weight", ours[mine + "attention.out.weight"])
-        gate_up = ours[mine + "mlp.up.weight"]
+        put(prefix + "self_attn.o_proj.weight", ours[mine + "mixer.out.weight"])
+        gate_up = ours[mine + "feed_forward.up.weight"]
         put(prefix + "mlp.gate_proj.weight", gate_up[0])
         put(prefix + "mlp.up_proj.weight", gate_up[1])
-        put(prefix + "mlp.down_proj.weight", ours[mine + "mlp.down.weight"])
-        put(prefix + "input_layernorm.weight", ours[mine + "attention_norm.weight"])
-        put(prefix + "post_attention_layernorm.weight", ours[mine + "mlp_norm.weight"])
+        put(prefix + "mlp.down_proj.weight", ours[mine + "feed_forward.down.weight"])
+        put(prefix + "input_layernorm.weight", ours[mine + "mixer_norm.weight"])
+        put(prefix + "post_attention_layernorm.weight", ours[mine + "feed_forward_norm.weight"])
 
 
 def seconds(step: Step, steps: int) -> tuple[float, float]:

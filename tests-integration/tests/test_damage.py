@@ -53,7 +53,7 @@ def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(
 def test_stock_zarr_finds_parameters_and_both_moments(run, tiny, arrays) -> None:
     parameters = arrays(run, step=2)
     assert parameters["model/embedding.weight"].shape == (384, 32)
-    assert parameters["model/layers.3.attention.qkv.weight"].shape == (2, 4, 8, 32)
+    assert parameters["model/layers.3.mixer.qkv.weight"].shape == (2, 4, 8, 32)
     for moment in ("exp_avg", "exp_avg_sq"):
         moments = arrays(run, step=2, prefix=f"optimizer/{moment}/")
         names = {name.removeprefix(f"optimizer/{moment}/") for name in moments}

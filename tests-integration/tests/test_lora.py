@@ -62,18 +62,18 @@ def llama() -> nn.Module:
     ours, theirs = dict(GPT(CONFIG, dtype=torch.float64).named_parameters()), {}
     for i in range(CONFIG.num_layers):
         own, other = f"layers.{i}", f"model.layers.{i}"
-        qkv = ours[f"{own}.attention.qkv.weight"]
-        gate, up = ours[f"{own}.mlp.up.weight"]
+        qkv = ours[f"{own}.mixer.qkv.weight"]
+        gate, up = ours[f"{own}.feed_forward.up.weight"]
         theirs |= {
             f"{other}.self_attn.q_proj.weight": qkv[:, :-2].flatten(0, 2),
             f"{other}.self_attn.k_proj.weight": qkv[:, -2].flatten(0, 1),
             f"{other}.self_attn.v_proj.weight": qkv[:, -1].flatten(0, 1),
-            f"{other}.self_attn.o_proj.weight": ours[f"{own}.attention.out.weight"].flatten(1),
-            f"{other}.mlp.gate_proj.weight": gate,
-            f"{other}.mlp.up_proj.weight": up,
-            f"{other}.mlp.down_proj.weight": ours[f"{own}.mlp.down.weight"],
-            f"{other}.input_layernorm.weight": ours[f"{own}.attention_norm.weight"],
-            f"{other}.post_attention_layernorm.weight": ours[f"{own}.mlp_norm.weight"],
+            f"{other}.self_attn.o_proj.weight": ours[f"{own}.mixer.out.weight"].flatten(1),
+            f"{other}.feed_forward.gate_proj.weight": gate,
+            f"{other}.feed_forward.up_proj.weight": up,
+            f"{other}.feed_forward.down_proj.weight": ours[f"{own}.feed_forward.down.weight"],
+            f"{other}.input_layernorm.weight": ours[f"{own}.mixer_norm.weight"],
+            f"{other}.post_attention_layernorm.weight": ours[f"{own}.feed_forward_norm.weight"],
         }
     theirs["model.embed_tokens.weight"] = ours["embedding.weight"]
     theirs["model.norm.weight"] = ours["final_norm.weight"]

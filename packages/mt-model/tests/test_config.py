@@ -1,3 +1,4 @@
+import copy
 import inspect
 import json
 import subprocess
@@ -18,6 +19,7 @@ from mt_model import (
     ModelConfig,
     flops_per_token,
     gpt,
+    gpt_arguments,
     num_parameters,
     preset,
     validate_split,
@@ -71,6 +73,7 @@ def test_layers_may_differ_and_lack_a_feed_forward():
 
 def broken(**changes):
     data = gpt(**SMALL).to_dict()
+    data["layers"] = [copy.deepcopy({**data["layers"][0], "repeat": 1}) for _ in range(2)]
     data["layers"][1]["mixer"].update(changes.pop("mixer", {}))
     data.update(changes)
     return data
@@ -128,7 +131,7 @@ def test_impossible_sizes_are_refused(changes, message):
 def test_positions_must_match_the_layers():
     rotating = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4)
     sizes = {"vocab_size": 8, "hidden_size": 8, "max_sequence_length": 8}
-    with pytest.raises(ValueError, match=r"positions: 'learned', but layer 0 has rope_theta"):
+    with pytest.raises(ValueError, match=r"positions: 'learned', but layer 0 has a rope_theta"):
         ModelConfig(**sizes, layers=(LayerConfig(mixer=rotating),), positions="learned")
     still = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8)
     with pytest.raises(ValueError, match="no layer has a rope_theta"):
@@ -278,17 +281,72 @@ def test_deep_and_long_values_are_cut_in_the_message():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_settings_are_every_argument_that_builds_the_config(name):
-    settings = preset(name).settings()
-    assert settings.keys() == inspect.signature(gpt).parameters.keys()
-    assert None not in {**settings, "rope_theta": 0}.values()
-    assert gpt(**settings) == preset(name)
+def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
+    arguments = gpt_arguments(preset(name))
+    assert {*arguments, "layers"} == inspect.signature(gpt).parameters.keys()
+    assert None not in {**arguments, "rope_theta": 0}.values()
+    assert gpt(**arguments) == preset(name)
 
 
-def test_settings_of_different_layers_have_the_list():
+def test_the_arguments_of_different_layers_have_the_list():
     config = preset("tiny")
     odd = replace(config.layers[1], feed_forward=None)
-    config = replace(config, layers=(config.layers[0], odd))
-    settings = config.settings()
-    assert settings["layers"] == config.to_dict()["layers"]
-    assert "num_heads" not in settings
+    config = replace(config, layers=(*config.layers[:2], odd))
+    arguments = gpt_arguments(config)
+    assert "num_heads" not in arguments
+    assert [entry.get("repeat") for entry in arguments["layers"]] == [2, None]
+    assert gpt(**json.loads(json.dumps(arguments))) == config
+    assert gpt(**{**arguments, "layers": config.layers}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 2}, "num_heads: 2; say it in the entries of layers"),
+        ({"gated": False}, "gated: False; say it in"),
+        ({"layers": None}, "num_layers: missing; give num_layers, or a list"),
+    ],
+)
+def test_layers_stand_for_all_that_describes_one(changes, message):
+    layers = gpt(**SMALL).to_dict()["layers"]
+    with pytest.raises(ValueError, match=message):
+        gpt(**{"vocab_size": 32, "hidden_size": 8, "layers": layers, **changes})
+
+
+def test_a_list_of_layers_may_repeat_entries_and_leave_out_the_usual_kinds():
+    mixer = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "rope_theta": 100.0}
+    still = {**mixer, "rope_theta": None}
+    data = {"vocab_size": 32, "hidden_size": 8, "max_sequence_length": 16}
+    data["layers"] = [
+        {"mixer": mixer, "feed_forward": {"ffn_size": 16}, "repeat": 3},
+        {"mixer": {"type": "attention", **still}},
+    ]
+    config = ModelConfig.from_dict(data)
+    entry = LayerConfig(mixer=AttentionConfig(**mixer), feed_forward=MLPConfig(ffn_size=16))
+    assert config.layers == (*(entry,) * 3, LayerConfig(mixer=AttentionConfig(**still)))
+    assert [each.get("repeat") for each in config.to_dict()["layers"]] == [3, None]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"repeat": 0}, r"layers\[0\].repeat: 0 is too small; use 1 or more"),
+        ({"repeat": "3"}, r"layers\[0\].repeat: expected an integer, found '3'"),
+        ({"repeat": 10**9}, r"layers\[0\].repeat: 1000000000 is too large; use 4096 or less"),
+        ({"repeats": 3}, r"layers\[0\].repeats: unknown key"),
+        ({"mixer": {"type": "mlp"}}, r"layers\[0\].mixer.type: 'mlp' is not known here"),
+        ({"mixer": None}, r"layers\[0\].mixer"),
+    ],
+)
+def test_a_wrong_entry_of_the_list_is_named_by_its_place(entry, message):
+    data = gpt(**SMALL).to_dict()
+    data["layers"] = [{**data["layers"][0], **entry}, data["layers"][0]]
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(data)
+
+
+def test_too_many_repeats_are_refused_at_once():
+    data = gpt(**SMALL).to_dict()
+    data["layers"] = [{**data["layers"][0], "repeat": 4000}] * 1000
+    with pytest.raises(ValueError, match="layers: 4000000 layers with their repeats; use at most"):
+        ModelConfig.from_dict(data)

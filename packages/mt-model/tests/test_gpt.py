@@ -107,10 +107,10 @@ def oracle_logits(p, config, tokens):
     kind, eps = config.norm.kind, config.norm.eps
     for i, layer in enumerate(config.layers):
         name = f"layers.{i}"
-        h = oracle_norm(p, f"{name}.attention_norm", x, kind, eps)
-        x = x + oracle_attention(p, f"{name}.attention", h, layer.mixer, eps)
-        h = oracle_norm(p, f"{name}.mlp_norm", x, kind, eps)
-        x = x + oracle_mlp(p, f"{name}.mlp", h, layer.feed_forward)
+        h = oracle_norm(p, f"{name}.mixer_norm", x, kind, eps)
+        x = x + oracle_attention(p, f"{name}.mixer", h, layer.mixer, eps)
+        h = oracle_norm(p, f"{name}.feed_forward_norm", x, kind, eps)
+        x = x + oracle_mlp(p, f"{name}.feed_forward", h, layer.feed_forward)
     head = p["embedding.weight"] if config.tied else p["head.weight"]
     return oracle_norm(p, "final_norm", x, kind, eps) @ head.T
 
@@ -135,9 +135,9 @@ def test_logits_loss_and_gradients_match_the_oracle(variant):
 
 def test_parameter_names_are_global_and_complete():
     model = GPT(gpt(**TINY, tied=False, qk_norm=True), layers=range(2, 3))
-    layer = "attention_norm.weight attention.qkv.weight attention.out.weight"
-    layer += " attention.q_norm.weight attention.k_norm.weight mlp_norm.weight mlp.up.weight"
-    names = {f"layers.2.{n}" for n in [*layer.split(), "mlp.down.weight"]}
+    layer = "mixer_norm.weight mixer.qkv.weight mixer.out.weight mixer.q_norm.weight"
+    layer += " mixer.k_norm.weight feed_forward_norm.weight feed_forward.up.weight"
+    names = {f"layers.2.{n}" for n in [*layer.split(), "feed_forward.down.weight"]}
     assert {n for n, _ in model.named_parameters()} == names | {"final_norm.weight", "head.weight"}
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
@@ -147,13 +147,17 @@ def test_initial_values_have_the_configured_spread():
         vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, bias=True, norm="layer"
     )
     params = dict(GPT(config, seed=3).named_parameters())
-    for name in ("embedding.weight", "layers.0.attention.qkv.weight", "layers.1.mlp.up.weight"):
+    for name in (
+        "embedding.weight",
+        "layers.0.mixer.qkv.weight",
+        "layers.1.feed_forward.up.weight",
+    ):
         assert params[name].std().item() == pytest.approx(0.02, rel=0.03), name
         assert abs(params[name].mean().item()) < 5e-4
-    for name in ("layers.0.attention.out.weight", "layers.1.mlp.down.weight"):
+    for name in ("layers.0.mixer.out.weight", "layers.1.feed_forward.down.weight"):
         assert params[name].std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.03), name
-    assert (params["layers.0.mlp_norm.weight"] == 1).all()
-    assert (params["layers.0.mlp.up.bias"] == 0).all()
+    assert (params["layers.0.feed_forward_norm.weight"] == 1).all()
+    assert (params["layers.0.feed_forward.up.bias"] == 0).all()
     again = dict(GPT(config, seed=3).named_parameters())
     other = dict(GPT(config, seed=4).named_parameters())
     assert torch.equal(again["embedding.weight"], params["embedding.weight"])
@@ -272,7 +276,7 @@ def test_stage_compiles_to_the_same_numbers(layers):
 def test_meta_device_builds_without_memory():
     model = GPT(preset("llama-3-70b"), layers=range(40, 41), device="meta")
     assert all(p.is_meta for p in model.parameters())
-    assert model.layers["40"].attention.qkv.weight.shape == (8, 10, 128, 8192)
+    assert model.layers["40"].mixer.qkv.weight.shape == (8, 10, 128, 8192)
 
 
 def test_misuse_is_refused_with_the_reason():
@@ -490,7 +494,7 @@ def test_attention_dropout_is_the_function_of_sample_head_query_and_key():
 
     sizes = {"vocab_size": 16, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     model = GPT(gpt(**sizes, positions="none", attention_dropout=0.4), dtype=torch.float64, seed=3)
-    attention = model.layers["0"].attention
+    attention = model.layers["0"].mixer
     x, ids = torch.randn(2, 5, 8, dtype=torch.float64), torch.tensor([4, 9])
     shared = model._share({"tokens": torch.zeros(2, 5, dtype=torch.long), "sample_ids": ids})
     query, key, value = attention.qkv(x).unbind(3)
@@ -500,7 +504,7 @@ def test_attention_dropout_is_the_function_of_sample_head_query_and_key():
     index = torch.arange(2 * 5 * 5).view(2, 5, 5) + ids[:, None, None, None] * (2 * 5 * 5)
     kept = random_uniform(hash_key("dropout", 3, 0, "scores"), index) >= 0.4
     mixed = torch.einsum("bnst,btnd->bsnd", weights * kept / 0.6, value)
-    assert torch.allclose(attention(x, shared, layer=0), attention.out(mixed), rtol=1e-12)
+    assert torch.allclose(attention(x, shared), attention.out(mixed), rtol=1e-12)
 
 
 def test_weights_that_are_loaded_cost_no_initial_values(monkeypatch):

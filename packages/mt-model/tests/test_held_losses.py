@@ -48,10 +48,21 @@ RUNS = {
 }
 
 
+# What names were when the losses were recorded: the weights are copied by them.
+RECORDED = {
+    ".mixer_norm.": ".attention_norm.",
+    ".mixer.": ".attention.",
+    ".feed_forward_norm.": ".mlp_norm.",
+    ".feed_forward.": ".mlp.",
+}
+
+
 def draw_weights(model: GPT, std: float = 0.05) -> None:
     """Give every weight a value of its recorded name and its index."""
     layout = ParallelLayout()
     for name, param in model.named_parameters():
+        for now, then in RECORDED.items():
+            name = name.replace(now, then)
         if param.dim() > 1:
             initialize_(param, seed=5, name=name, layout=layout, rank=0, std=std)
 

@@ -22,7 +22,7 @@ def adapted(**sizes) -> GPT:
 def test_the_parts_of_fused_layers_add_what_they_add_together() -> None:
     model = adapted(num_kv_heads=2)
     state = lora_state(model, export=export_lora)
-    attention, mlp = model.layers["1"].attention, model.layers["1"].mlp
+    attention, mlp = model.layers["1"].mixer, model.layers["1"].feed_forward
     qkv, up = attention.qkv.delta(), mlp.up.delta()  # [2, 4, 2, 8] and [2, 6, 8]
     expected = {
         "self_attn.q_proj": qkv[:, :2],
@@ -41,7 +41,7 @@ def test_the_parts_of_fused_layers_add_what_they_add_together() -> None:
 
 
 def test_what_llama_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mlp\.up' is a plain feed-forward"):
+    with pytest.raises(ValueError, match=r"feed_forward\.up' is a plain feed-forward"):
         lora_state(adapted(gated=False, activation="gelu"), export=export_lora)
     with pytest.raises(ValueError, match="export the GPT itself"):
         lora_state(torch.nn.ModuleDict({"gpt": adapted()}), export=export_lora)

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from mt_model.config import (
     Activation,
-    AttentionConfig,
+    EntryConfig,
+    FeedForwardConfig,
     LayerConfig,
-    MLPConfig,
+    MixerConfig,
     ModelConfig,
     NormConfig,
     Positions,
     Recompute,
+    validate_context,
     validate_split,
 )
 from mt_model.flops import flops_per_token, num_parameters
-from mt_model.presets import PRESETS, gpt, preset
+from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
@@ -32,10 +35,13 @@ __all__ = [
     "PRESETS",
     "Activation",
     "AttentionConfig",
+    "EntryConfig",
+    "FeedForwardConfig",
     "KVCache",
     "LayerConfig",
     "LossOutput",
     "MLPConfig",
+    "MixerConfig",
     "ModelConfig",
     "NormConfig",
     "Positions",
@@ -43,9 +49,11 @@ __all__ = [
     "export_lora",
     "flops_per_token",
     "gpt",
+    "gpt_arguments",
     "keep_freed_memory",
     "num_parameters",
     "preset",
+    "validate_context",
     "validate_split",
 ]
 

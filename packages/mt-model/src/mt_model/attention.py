@@ -11,8 +11,10 @@ from mt_context_parallel import AttentionDropout, context_parallel_attention
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
 
-from mt_model.config import AttentionConfig
+from mt_model.config import ModelConfig
 from mt_model.dropout import DropoutSite
+from mt_model.initialization import start_from
+from mt_model.kinds import AttentionConfig
 from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.norm import RMSNorm
 from mt_model.placement import Pass, Placement
@@ -62,8 +64,7 @@ class Attention(nn.Module):
 
     Args:
         config: sizes.
-        hidden_size: width of input and output.
-        norm_eps: eps of the query and key norms.
+        model: width of input and output, eps of the query and key norms.
         layer: global index.
         placement: of this rank.
 
@@ -74,13 +75,13 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: AttentionConfig,
-        hidden_size: int,
+        model: ModelConfig,
         *,
-        norm_eps: float,
         layer: int,
         placement: Placement,
     ) -> None:
         super().__init__()
+        hidden_size = model.hidden_size
         groups, queries = config.num_kv_heads, config.queries_per_group
         own_heads = config.num_heads // placement.tp
         self.num_kv_heads = max(1, groups // placement.tp)
@@ -101,19 +102,20 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )
+        start_from(self.out.weight, "residual")
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            where = {"dtype": placement.dtype, "device": placement.device}
-            self.q_norm = RMSNorm(config.head_dim, eps=norm_eps, **where)
-            self.k_norm = RMSNorm(config.head_dim, eps=norm_eps, **where)
+            eps, dtype = model.norm.eps, placement.dtype
+            self.q_norm = RMSNorm(config.head_dim, eps=eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps=eps, dtype=dtype)
             for norm in (self.q_norm, self.k_norm):
                 placement.mark_replicated(norm, partial=True)
         self.dropout = DropoutSite.at(
             config.dropout, seed=placement.seed, layer=layer, name="scores"
         )
 
-    def forward(self, x: Tensor, shared: Pass, *, layer: int) -> Tensor:
-        """Attend over the sequence; `layer` is the index in the stage, for the cache."""
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """Attend over the sequence."""
         qkv = self.qkv(x)
         if self.exchanges_heads:
             qkv = exchange_kv_groups(qkv, self.group)
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         if shared.cache is None and not (drops or split) and matmul_attention_obstacle(qkv) is None:
             out = matmul_attention(qkv, table, self._norm())
         else:
-            out = self._attend_by_head(qkv, table, shared, layer=layer)
+            out = self._attend_by_head(qkv, table, shared)
         return self.out(out.unflatten(-1, (-1, self.head_dim)))
 
     def _norm(self) -> HeadNorm | None:
@@ -133,9 +135,7 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def _attend_by_head(
-        self, qkv: Tensor, table: Tensor | None, shared: Pass, *, layer: int
-    ) -> Tensor:
+    def _attend_by_head(self, qkv: Tensor, table: Tensor | None, shared: Pass) -> Tensor:
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -147,7 +147,7 @@ class Attention(nn.Module):
             return self._attend_by_tile(query, key, value, shared).flatten(2)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if shared.cache is not None:
-            key, value = shared.cache.append(layer, key, value, shared.start)
+            key, value = shared.cache.append(self.layer, key, value, shared.start)
         with steady_kernels(query, cached=shared.cache is not None):
             out = self._softmax(query, key, value)
         return out.transpose(1, 2).flatten(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,25 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Rotated keys, and values, per layer: this rank's heads of a batch of equal-length sequences.
+    """What each layer keeps of a batch of equal-length sequences; attention: keys and values.
 
     `GPT.new_cache` makes one.
 
     Attributes:
-        keys: one tensor per layer.
-        values: one tensor per layer.
-
-    Shape:
-        keys, values: each [B, kv_heads / tp, max_length, head_dim].
+        layers: tensors by name, by the layer's global index; their shapes are the mixer's
+            (`MixerConfig.cache_shapes`).
+        max_length: tokens that fit.
     """
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that fit."""
-        return self.keys[0].shape[2]
+    layers: Mapping[int, Mapping[str, Tensor]]
+    max_length: int
 
     def append(self, layer: int, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Store the tokens from position `start` on and return all up to their end.
@@ -36,7 +29,7 @@ class KVCache:
         Shape:
             key, value: [B, kv_heads / tp, S, head_dim]. Returns the same with start + S tokens.
         """
-        end = start + key.shape[2]
-        self.keys[layer][:, :, start:end] = key
-        self.values[layer][:, :, start:end] = value
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        end, held = start + key.shape[2], self.layers[layer]
+        held["key"][:, :, start:end] = key
+        held["value"][:, :, start:end] = value
+        return held["key"][:, :, :end], held["value"][:, :, :end]

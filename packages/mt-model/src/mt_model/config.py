@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mt_files import Checks, FieldError, build, divisors, to_plain
+from mt_files import Checks, FieldError, FieldProblem, SchemaError, build, divisors, to_plain
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mt_model.placement import Placement
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Positions: TypeAlias = Literal["rope", "learned", "none"]
+Sizes: TypeAlias = tuple[int, ...]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 # Above these no parameter's size fits 64 bits, or a list of layers no memory.
@@ -36,86 +43,79 @@ class NormConfig:
         checks.done()
 
 
+class EntryConfig(ABC):
+    """What a kind of mixer or feed-forward answers for; nothing else knows the kind."""
+
+    @abstractmethod
+    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+        """Build the module on the meta device.
+
+        Args:
+            model: The whole model's sizes and norms.
+            layer: Global index.
+            placement: Of this rank.
+        """
+
+    @abstractmethod
+    def num_parameters(self, hidden_size: int) -> int:
+        """Count the parameters at a width."""
+
+    @abstractmethod
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
+        """Count the operations of forward and backward for a token; a multiply-add is two."""
+
+    def split_sizes(self, tp: int) -> Iterable[tuple[str, int]]:
+        """Give the names and values of the sizes that `tp` ranks must divide."""
+        del tp
+        return ()
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Causal softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
+class MixerConfig(EntryConfig):
+    """What mixes tokens. A kind is a dataclass below this one.
 
-    Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
-        head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
-        rope_theta: base of the rotary embedding (half-split pairing); None turns no head.
-        qk_norm: RMSNorm over `head_dim` on queries and keys before the rotation.
-        qkv_bias: bias on the fused query, key and value projection.
-        out_bias: bias on the output projection.
-        dropout: probability of dropping an attention weight in training.
+    Its module is called with `(x, shared)`: [B, S, hidden] (S / tp tokens under sequence
+    parallelism) and a `Pass`, and returns the same shape.
     """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        sizes = ("num_heads", "num_kv_heads", "head_dim")
-        checks.at_least(1, *sizes)
-        checks.at_most(MAX_HEADS, *sizes)
-        checks.fraction("dropout")
-        checks.above(0, "rope_theta")
-        checks.done()
-        if self.num_heads % self.num_kv_heads:
-            good = _around(self.num_kv_heads, divisors(self.num_heads))
-            checks.add(
-                "num_heads",
-                f"{self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: every "
-                "key/value head serves the same number of query heads. Nearest num_kv_heads that "
-                f"does: {good}.",
-            )
-        if self.rope_theta is not None and self.head_dim % 2:
-            checks.add(
-                "head_dim",
-                f"{self.head_dim} is odd, and rope_theta={self.rope_theta} turns pairs of "
-                "channels. Use an even head_dim, or no RoPE (gpt's positions is 'learned' or "
-                "'none').",
-            )
-        checks.done()
 
     @property
-    def queries_per_group(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
+    def rotary(self) -> tuple[int, float] | None:
+        """Width and base of the rotary table that the kind reads, if any."""
+        return None
+
+    @property
+    def drops(self) -> bool:
+        """Whether it drops anything in training, and so needs sample ids."""
+        return False
+
+    def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
+        """Give the shapes of what one rank keeps of tokens it has seen, by name.
+
+        Raises:
+            NotImplementedError: The kind can't generate.
+        """
+        del batch_size, max_length, tp
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of the tokens it has seen")
+
+    def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
+        """Say why `cp` ranks can't share a sequence this way; None if they can.
+
+        Args:
+            algorithm: How attention gets at the others' keys.
+            cp: Ranks that share a sequence.
+            inner: Of them, those that swap tokens for heads in the hierarchical algorithm.
+            tp: Ranks that share the weights.
+        """
+        del algorithm, inner, tp
+        return f"{type(self).__name__} needs whole sequences; use cp=1" if cp > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig:
-    """Two projections with an activation between: `down(act(up x))`, or gated `act(g x) * up x`.
+class FeedForwardConfig(EntryConfig):
+    """What works on each token alone. A kind is a dataclass below this one.
 
-    Attributes:
-        ffn_size: width between the projections.
-        activation: `silu`, `gelu` (exact, erf), `gelu_tanh` (GPT-2's) or `relu2` (squared ReLU).
-        gated: multiply the activation by a second projection (SwiGLU with `silu`).
-        bias: bias on both projections.
+    Its module is called with `x` and returns the same shape.
     """
-
-    ffn_size: int
-    activation: Activation = "silu"
-    gated: bool = True
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(1, "ffn_size")
-        checks.at_most(MAX_WIDTH, "ffn_size")
-        checks.done()
-
-
-MixerConfig: TypeAlias = AttentionConfig
-FeedForwardConfig: TypeAlias = MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +128,14 @@ class LayerConfig:
     def __post_init__(self) -> None:
         Checks(self).done()
 
-    def num_parameters(self, hidden_size: int, norm_size: int) -> int:
-        """Parameters of the layer at a width, with norms of so many."""
-        mixer, mlp = self.mixer, self.feed_forward
-        query, key = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-        total = norm_size + (query + 2 * key) * (hidden_size + mixer.qkv_bias)
-        total += hidden_size * (query + mixer.out_bias) + 2 * mixer.head_dim * mixer.qk_norm
-        if mlp is not None:
-            up = mlp.ffn_size * (2 if mlp.gated else 1)
-            total += norm_size + up * (hidden_size + mlp.bias)
-            total += hidden_size * (mlp.ffn_size + mlp.bias)
-        return total
+    @property
+    def entries(self) -> tuple[EntryConfig, ...]:
+        """The mixer, and the feed-forward where there is one."""
+        return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
 
 
 def runs(layers: Iterable[LayerConfig]) -> Iterator[tuple[LayerConfig, int]]:
-    """Equal neighbours as one layer and how often it comes."""
+    """Give equal neighbours as one layer and how often it comes."""
     for layer, equal in groupby(layers):
         yield layer, sum(1 for _ in equal)
 
@@ -188,7 +181,7 @@ class ModelConfig:
         if not 0 < len(self.layers) <= MAX_LAYERS:
             text = f"{len(self.layers)} layers; a model has 1 to {MAX_LAYERS} LayerConfigs"
             raise FieldError({"layers": text}, "ModelConfig")
-        rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rope_theta is not None]
+        rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rotary is not None]
         if self.positions == "rope" and not rotating:
             checks.add(
                 "positions",
@@ -196,11 +189,10 @@ class ModelConfig:
                 "their heads, or use positions='learned' or 'none'.",
             )
         if self.positions != "rope" and rotating:
-            theta = self.layers[rotating[0]].mixer.rope_theta
             checks.add(
                 "positions",
-                f"{self.positions!r}, but layer {rotating[0]} has rope_theta={theta}. Set it to "
-                "None, or use positions='rope'.",
+                f"{self.positions!r}, but layer {rotating[0]} has a rope_theta. Set it to None, or "
+                "use positions='rope'.",
             )
         checks.done()
 
@@ -218,53 +210,80 @@ class ModelConfig:
         if self.positions == "learned":
             total += self.max_sequence_length * hidden
         for layer, repeats in runs(self.layers):
-            total += repeats * layer.num_parameters(hidden, norm)
+            each = sum(norm + entry.num_parameters(hidden) for entry in layer.entries)
+            total += repeats * each
         return total
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of `gpt` that build this config, every one filled in.
-
-        Where layers differ, `layers` with what `to_dict` has of them takes the place of those
-        that describe one layer.
-        """
-        whole: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("vocab_size", "hidden_size", "num_layers", "max_sequence_length")
-        }
-        whole |= {"positions": self.positions, "norm": self.norm.kind, "norm_eps": self.norm.eps}
-        whole |= {"tied": self.tied, "dropout": self.dropout, "init_std": self.init_std}
-        mixer, mlp = self.layers[0].mixer, self.layers[0].feed_forward
-        if mlp is None or len({*self.layers}) > 1:
-            return {**whole, "layers": self.to_dict()["layers"]}
-        if len({mixer.qkv_bias, mixer.out_bias, mlp.bias}) > 1:
-            return {**whole, "layers": self.to_dict()["layers"]}
-        return {
-            **whole,
-            "num_heads": mixer.num_heads,
-            "num_kv_heads": mixer.num_kv_heads,
-            "head_dim": mixer.head_dim,
-            "ffn_size": mlp.ffn_size,
-            "rope_theta": mixer.rope_theta,
-            "qk_norm": mixer.qk_norm,
-            "activation": mlp.activation,
-            "gated": mlp.gated,
-            "bias": mlp.bias,
-            "attention_dropout": mixer.dropout,
-        }
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Count the operations of forward and backward for one token of a full sequence."""
+        total = 6 * self.hidden_size * self.vocab_size
+        for layer, repeats in runs(self.layers):
+            entries = layer.entries
+            each = sum(e.flops_per_token(self.hidden_size, sequence_length) for e in entries)
+            total += repeats * each
+        return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `ModelConfig.from_dict` of them is equal to this config."""
-        return to_plain(self)
+        """Return plain JSON values; `ModelConfig.from_dict` of them is equal to this config.
+
+        Equal neighbours in `layers` are one entry with a `repeat`.
+        """
+        plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self)}
+        plain["layers"] = [
+            {**to_plain(layer), **({"repeat": repeats} if repeats > 1 else {})}
+            for layer, repeats in runs(self.layers)
+        ]
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Read what `to_dict` wrote.
+        """Read what `to_dict` wrote, or what a person did.
+
+        An entry of `layers` may have a `repeat`, and a mixer or feed-forward without a `type` is
+        `attention` or `mlp`.
 
         Raises:
             SchemaError: keys are unknown or missing, or values are of the wrong type or range;
                 the message names the path of each, such as `layers[3].mixer.num_heads`.
         """
-        return build(cls, data)
+        entries = data.get("layers") if isinstance(data, Mapping) else None
+        if not isinstance(entries, list | tuple) or len(entries) > MAX_LAYERS:
+            return build(cls, data)
+        repeats = [
+            build(_Repeat, {"repeat": entry["repeat"]}, f"layers[{index}]").repeat
+            if isinstance(entry, Mapping) and "repeat" in entry
+            else 1
+            for index, entry in enumerate(entries)
+        ]
+        if sum(repeats) > MAX_LAYERS:
+            text = f"{sum(repeats)} layers with their repeats; use at most {MAX_LAYERS}"
+            raise SchemaError([FieldProblem("layers", text)])
+        config = build(cls, {**data, "layers": [_typed(entry) for entry in entries]})
+        pairs = zip(config.layers, repeats, strict=True)
+        return replace(config, layers=tuple(layer for layer, n in pairs for _ in range(n)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Repeat:
+    repeat: int
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "repeat")
+        checks.at_most(MAX_LAYERS, "repeat")
+        checks.done()
+
+
+def _typed(entry: object) -> object:
+    """Return an entry of `layers` as `LayerConfig` takes it: without repeat, with its kinds."""
+    if not isinstance(entry, Mapping):
+        return entry
+    usual = {"mixer": "attention", "feed_forward": "mlp"}
+    plain = {key: value for key, value in entry.items() if key != "repeat"}
+    for name, kind in usual.items():
+        if isinstance(plain.get(name), Mapping):
+            plain[name] = {"type": kind, **plain[name]}
+    return plain
 
 
 def validate_split(config: ModelConfig, tp: int) -> None:
@@ -277,21 +296,31 @@ def validate_split(config: ModelConfig, tp: int) -> None:
     if config.vocab_size % tp:
         raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
     for index, layer in enumerate(config.layers):
-        for name, size in _split_sizes(layer, tp):
-            if size % tp:
-                raise ValueError(_indivisible(name, size, tp) + f" (layer {index})")
+        for entry in layer.entries:
+            for name, size in entry.split_sizes(tp):
+                if size % tp:
+                    raise ValueError(_indivisible(name, size, tp) + f" (layer {index})")
 
 
-def _split_sizes(layer: LayerConfig, tp: int) -> Iterator[tuple[str, int]]:
-    """The sizes of a layer that `tp` ranks must divide."""
-    mixer, mlp = layer.mixer, layer.feed_forward
-    yield "num_heads", mixer.num_heads
-    if tp % mixer.num_kv_heads:
-        yield "num_kv_heads", mixer.num_kv_heads
-    elif mixer.num_kv_heads < tp:
-        yield "head_dim", mixer.head_dim  # what is split where there are more ranks than groups
-    if mlp is not None:
-        yield "ffn_size", mlp.ffn_size
+def validate_context(
+    config: ModelConfig, algorithms: Sequence[str], *, cp: int, inner: int = 1, tp: int = 1
+) -> None:
+    """Check that `cp` ranks can share the sequences of every layer.
+
+    Args:
+        config: The model.
+        algorithms: One for each layer.
+        cp: Ranks that share a sequence.
+        inner: Of them, those that swap tokens for heads in the hierarchical algorithm.
+        tp: Ranks that share the weights.
+
+    Raises:
+        ValueError: A layer can't be shared this way; the message says why.
+    """
+    for index, (layer, algorithm) in enumerate(zip(config.layers, algorithms, strict=True)):
+        why = layer.mixer.context_obstacle(algorithm, cp=cp, inner=inner, tp=tp)
+        if why is not None:
+            raise ValueError(f"{why} (layer {index})")
 
 
 def _indivisible(name: str, value: int, tp: int) -> str:
@@ -302,9 +331,3 @@ def _indivisible(name: str, value: int, tp: int) -> str:
         f"{name}={value} does not divide by tp={tp}. Nearest {name} that does: {sizes}; "
         f"nearest tp for {name}={value}: {smaller}"
     )
-
-
-def _around(value: int, allowed: list[int]) -> str:
-    """Name the allowed values on both sides of a value."""
-    around = [v for v in allowed if v < value][-1:] + [v for v in allowed if v > value][:1]
-    return " or ".join(map(str, around))

@@ -30,7 +30,7 @@ from mt_tensor_parallel import (
 from torch import Tensor, nn
 
 from mt_model.cache import KVCache
-from mt_model.config import ModelConfig, Recompute, validate_split
+from mt_model.config import ModelConfig, Recompute, validate_context, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
     Parameters have global names and every rank's shard records how it is cut (`sharding_of`), so
     nothing else needs to know this class: `embedding.weight`, `position_embedding.weight`,
-    `layers.17.attention_norm.weight`, `layers.17.attention.qkv.weight`, ...,
+    `layers.17.mixer_norm.weight`, `layers.17.mixer.qkv.weight`, ...,
     `final_norm.weight`, `head.weight`. Initial values depend on name, seed and global index
     only. The stage that starts at layer 0 has the embedding, the one that ends at the last layer
     the final norm and the head. A tied head on another stage than the embedding is a second
@@ -132,6 +132,9 @@ class GPT(nn.Module):
             ),
             recompute=recompute,
         )
+        context = self.placement.context
+        inner = context_inner_size or 1
+        validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
         self._build()
         # For schedules with split backwards (`mt_pipeline.DefersWeightGradients`). The head's and
         # the embedding's gradients are made in backward all the same.
@@ -260,17 +263,22 @@ class GPT(nn.Module):
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
-        shapes = [
-            (batch_size, layer.attention.num_kv_heads, max_length, layer.attention.head_dim)
-            for layer in self.stage_layers()
-        ]
-        dtype, device = self.placement.dtype, self.placement.device
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return KVCache(keys=keys, values=[torch.zeros_like(key) for key in keys])
+        where = {"dtype": self.placement.dtype, "device": self.placement.device}
+        mixers = {index: self.config.layers[index].mixer for index in self.layer_range}
+        shapes = {
+            index: mixer.cache_shapes(batch_size, max_length, self.placement.tp)
+            for index, mixer in mixers.items()
+        }
+        return KVCache(
+            layers={
+                index: {name: torch.zeros(shape, **where) for name, shape in named.items()}
+                for index, named in shapes.items()
+            },
+            max_length=max_length,
+        )
 
     def _build(self) -> None:
         config, placement = self.config, self.placement
-        where = {"dtype": placement.dtype, "device": placement.device}
         if self.has_embedding or (self.has_head and config.tied):
             self.embedding = self._vocab_matrix()
             self._mark_tied(self.embedding.weight)
@@ -296,7 +304,7 @@ class GPT(nn.Module):
             }
         )
         if self.has_head:
-            self.final_norm = build_norm(config.norm, config.hidden_size, **where)
+            self.final_norm = build_norm(config.norm, config.hidden_size, dtype=placement.dtype)
             placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
             if not config.tied:
                 self.head = self._vocab_matrix()
@@ -341,15 +349,14 @@ class GPT(nn.Module):
 
     def _tables(self, positions: Tensor) -> dict[tuple[int, float], Tensor]:
         """Rotary tables of this stage's layers, one per distinct (head_dim, theta)."""
-        mixers = (self.config.layers[i].mixer for i in self.layer_range)
-        kinds = {(m.head_dim, m.rope_theta) for m in mixers if m.rope_theta is not None}
+        kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
         return {
             (head_dim, theta): rotary_table(positions, head_dim, theta, dtype=self.placement.dtype)
-            for head_dim, theta in sorted(kinds)
+            for head_dim, theta in filter(None, kinds)
         }
 
     def _drops(self) -> bool:
-        return bool(self.config.dropout) or any(layer.mixer.dropout for layer in self.config.layers)
+        return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
 
     def _own_positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens between the tensor-parallel regions."""
@@ -366,8 +373,8 @@ class GPT(nn.Module):
         return self.embedding_dropout(x, shared.hidden_index)
 
     def _run_layers(self, x: Tensor, shared: Pass) -> Tensor:
-        for index, layer in enumerate(self.stage_layers()):
-            x = layer(x, shared, layer=index)
+        for layer in self.stage_layers():
+            x = layer(x, shared)
         return x
 
     def _head_weight(self) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mt_model.config import ModelConfig, runs
+from mt_model.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Floating point operations of forward plus backward for one token of a full sequence.
+    """Count floating point operations of forward plus backward for one token of a full sequence.
 
     A multiply-add counts as 2 and backward as twice forward. Projections of attention, MLP and
     head are counted, and the causal half of the score and value products:
@@ -18,19 +18,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
         config: the model.
         sequence_length: tokens per sequence (`s`).
     """
-    hidden = config.hidden_size
-    total = 6 * hidden * config.vocab_size
-    for layer, repeats in runs(config.layers):
-        query = layer.mixer.num_heads * layer.mixer.head_dim
-        key = layer.mixer.num_kv_heads * layer.mixer.head_dim
-        each = 6 * hidden * (query + 2 * key) + 6 * query * hidden + 6 * query * sequence_length
-        if layer.feed_forward is not None:
-            matrices = 3 if layer.feed_forward.gated else 2
-            each += 6 * hidden * matrices * layer.feed_forward.ffn_size
-        total += repeats * each
-    return total
+    return config.flops_per_token(sequence_length)
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the whole model; a tied head counts once."""
+    """Count the parameters of the whole model; a tied head counts once."""
     return config.num_parameters

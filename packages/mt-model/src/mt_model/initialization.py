@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, TypeAlias
 
 import torch
 from mt_parallel_state import ParallelState, initialize_, shard_param, sharding_of
 from torch import nn
 
 from mt_model.config import ModelConfig
+
+Initial: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
+_ATTRIBUTE = "_mt_initial"
+
+
+def start_from(param: nn.Parameter, initial: Initial) -> None:
+    """Say what a parameter on the meta device starts from; else biases are zeros, others `normal`.
+
+    Args:
+        param: Of a module under construction.
+        initial: `normal` has the config's `init_std`, and `residual`, for what writes to the
+            residual stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+    """
+    setattr(param, _ATTRIBUTE, initial)
 
 
 def materialize(
@@ -21,12 +36,13 @@ def materialize(
 ) -> None:
     """Give the stage's parameters that are on the meta device memory and their initial values.
 
-    Biases are zeros. Weights are normal with the config's `init_std`, those that write to the
-    residual stream with `init_std / sqrt(2 * num_layers)` (Radford et al., 2019). Each value
-    depends on the parameter's global name, the seed and its global index only. Without a seed the
-    values are undefined.
+    Each value depends on the parameter's global name, the seed and its global index only. Without
+    a seed the values are undefined.
     """
-    residual_std = config.init_std / math.sqrt(2 * config.num_layers)
+    std = {
+        "normal": config.init_std,
+        "residual": config.init_std / math.sqrt(2 * config.num_layers),
+    }
     for name, meta in list(stage.named_parameters()):
         if not meta.is_meta:
             continue
@@ -37,8 +53,9 @@ def materialize(
         setattr(stage.get_submodule(owner), leaf, param)
         if seed is None:
             continue
-        if leaf == "bias":
-            nn.init.zeros_(param)
-            continue
-        std = residual_std if owner.endswith(("attention.out", "mlp.down")) else config.init_std
-        initialize_(param, seed=seed, name=name, layout=state.layout, rank=state.rank, std=std)
+        initial: Initial = getattr(meta, _ATTRIBUTE, "zeros" if leaf == "bias" else "normal")
+        if initial in std:
+            at = {"layout": state.layout, "rank": state.rank, "std": std[initial]}
+            initialize_(param, seed=seed, name=name, **at)
+        else:
+            nn.init.constant_(param, float(initial == "ones"))

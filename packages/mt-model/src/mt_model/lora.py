@@ -6,7 +6,7 @@ import re
 
 from torch import Tensor
 
-_NAME = re.compile(r"layers\.(\d+)\.(attention\.qkv|attention\.out|mlp\.up|mlp\.down)")
+_NAME = re.compile(r"layers\.(\d+)\.(mixer\.qkv|mixer\.out|feed_forward\.up|feed_forward\.down)")
 
 
 def export_lora(name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -25,8 +25,8 @@ def export_lora(name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tens
         A and B by the layer's name in transformers.
 
     Shape:
-        a: [rank, hidden], of `attention.out` [rank, num_heads, head_dim]. b: [hidden, rank], of
-        `attention.qkv` [kv_heads, q_per_kv + 2, head_dim, rank], of `mlp.up` [2, ffn, rank].
+        a: [rank, hidden], of `mixer.out` [rank, num_heads, head_dim]. b: [hidden, rank], of
+        `mixer.qkv` [kv_heads, q_per_kv + 2, head_dim, rank], of `feed_forward.up` [2, ffn, rank].
         Returns the same with one dim for each side.
 
     Raises:
@@ -35,19 +35,19 @@ def export_lora(name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tens
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"{name!r} is not a linear layer of a GPT, such as 'layers.0.attention.qkv'; export "
+            f"{name!r} is not a linear layer of a GPT, such as 'layers.0.mixer.qkv'; export "
             "the GPT itself, not a module around it"
         )
     layer, kind = f"model.layers.{match[1]}", match[2]
-    if kind == "attention.qkv":
+    if kind == "mixer.qkv":
         parts = {"q": b[:, :-2], "k": b[:, -2], "v": b[:, -1]}
         return {
             f"{layer}.self_attn.{part}_proj": (a, rows.flatten(0, -2))
             for part, rows in parts.items()
         }
-    if kind == "attention.out":
+    if kind == "mixer.out":
         return {f"{layer}.self_attn.o_proj": (a.flatten(1), b)}
-    if kind == "mlp.down":
+    if kind == "feed_forward.down":
         return {f"{layer}.mlp.down_proj": (a, b)}
     if b.dim() == 2:
         raise ValueError(f"{name!r} is a plain feed-forward, and those of Llama are gated")

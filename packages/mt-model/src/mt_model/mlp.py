@@ -8,7 +8,8 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.activation import activate, gated
-from mt_model.config import MLPConfig
+from mt_model.initialization import start_from
+from mt_model.kinds import MLPConfig
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
 
@@ -38,6 +39,7 @@ class MLP(nn.Module):
             hidden_size, shape, shard_dim=shard_dim, bias=config.bias, **linear
         )
         self.down = RowParallelLinear(config.ffn_size, hidden_size, bias=config.bias, **linear)
+        start_from(self.down.weight, "residual")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to each token."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mt_model.config import NormConfig
+from mt_model.initialization import start_from
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,12 +77,11 @@ class RMSNorm(nn.Module):
         forward(x): [..., size] -> [..., size].
     """
 
-    def __init__(
-        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
+        start_from(self.weight, "ones")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim."""
@@ -95,22 +95,19 @@ class LayerNorm(nn.Module):
         forward(x): [..., size] -> [..., size].
     """
 
-    def __init__(
-        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
+        start_from(self.weight, "ones")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def build_norm(
-    config: NormConfig, size: int, *, dtype: torch.dtype, device: torch.device | None
-) -> RMSNorm | LayerNorm:
-    """The norm module that `config` names."""
+def build_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+    """Build the norm that `config` names, on the meta device."""
     kind = RMSNorm if config.kind == "rms" else LayerNorm
-    return kind(size, eps=config.eps, dtype=dtype, device=device)
+    return kind(size, eps=config.eps, dtype=dtype)

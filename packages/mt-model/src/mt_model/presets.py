@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mt_files import FieldError, did_you_mean, shorten
+from mt_files import FieldError, did_you_mean, shorten, to_plain
 
 from mt_model.config import (
     MAX_LAYERS,
     Activation,
-    AttentionConfig,
     LayerConfig,
-    MLPConfig,
     ModelConfig,
     NormConfig,
     Positions,
 )
+from mt_model.kinds import AttentionConfig, MLPConfig
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
     *,
     vocab_size: int,
     hidden_size: int,
-    num_layers: int,
-    num_heads: int,
+    num_layers: int | None = None,
+    num_heads: int | None = None,
+    layers: Sequence[object] | None = None,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     ffn_size: int | None = None,
@@ -44,13 +44,15 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     attention_dropout: float = 0.0,
     init_std: float = 0.02,
 ) -> ModelConfig:
-    """A decoder of `num_layers` equal layers.
+    """A decoder of `num_layers` equal layers, or of a list of them.
 
     Args:
         vocab_size: rows of the embedding.
         hidden_size: width of the residual stream.
         num_layers: number of equal layers.
         num_heads: query heads.
+        layers: in place of all that describes one layer: a list of LayerConfigs, or of mappings as
+            `ModelConfig.from_dict` takes them.
         num_kv_heads: key/value heads; `num_heads` by default.
         head_dim: `hidden_size // num_heads` by default.
         ffn_size: by default 4 * hidden_size, or 8/3 of it rounded up to 64 when gated (equal
@@ -72,8 +74,16 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     Raises:
         FieldError: sizes that do not fit each other; it names the argument.
     """
-    whole = {"hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
-    for name, value in whole.items():
+    if layers is not None:
+        return _of_list(layers, locals())
+    if num_layers is None or num_heads is None:
+        missing = "num_layers" if num_layers is None else "num_heads"
+        raise FieldError({missing: f"missing; give {missing}, or a list of layers"}, "gpt")
+    for name, value in (
+        ("hidden_size", hidden_size),
+        ("num_heads", num_heads),
+        ("num_layers", num_layers),
+    ):
         if not isinstance(value, int) or isinstance(value, bool):
             raise FieldError({name: f"expected an integer, found {shorten(value)}"}, "gpt")
     if head_dim is None:
@@ -113,6 +123,45 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         init_std=init_std,
     )
 
+
+def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
+    """Build a config of listed layers from the arguments of `gpt`."""
+    for name in ("num_layers", "num_heads", *_OF_ONE_LAYER):
+        if given[name] != inspect.signature(gpt).parameters[name].default:
+            text = f"{shorten(given[name])}; say it in the entries of layers, or leave layers out"
+            raise FieldError({name: text}, "gpt")
+    same = ("vocab_size", "hidden_size", "max_sequence_length", "positions", "tied", "dropout")
+    plain = {name: given[name] for name in (*same, "init_std")}
+    plain["norm"] = {"kind": given["norm"], "eps": given["norm_eps"]}
+    plain["layers"] = [to_plain(item) for item in layers]
+    return ModelConfig.from_dict(plain)
+
+
+def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `gpt` that build a config, every one filled in.
+
+    Where they can't, as layers differ, `layers` takes the place of those that describe one.
+    """
+    whole: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_sequence_length")
+    }
+    whole |= {"positions": config.positions, "norm": config.norm.kind, "norm_eps": config.norm.eps}
+    whole |= {"tied": config.tied, "dropout": config.dropout, "init_std": config.init_std}
+    mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
+    if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
+        shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}
+        shared |= {"bias": mixer.out_bias, "attention_dropout": mixer.dropout}
+        shared |= {name: getattr(mlp, name) for name in _OF_MLP}
+        if gpt(**whole, **shared) == config:
+            return {**whole, **shared}
+    del whole["num_layers"]
+    return {**whole, "layers": config.to_dict()["layers"]}
+
+
+_OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim", "rope_theta", "qk_norm")
+_OF_MLP = ("ffn_size", "activation", "gated")
+_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "bias", "attention_dropout")
 
 _GPT2: Mapping[str, Any] = MappingProxyType(
     {

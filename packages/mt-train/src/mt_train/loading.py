@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, shorten, to_plain
-from mt_model import ModelConfig, gpt, preset, validate_split
+from mt_model import ModelConfig, gpt, preset, validate_context, validate_split
 
 from mt_train.config import ModelSection, ParallelSection, RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
@@ -350,15 +350,8 @@ def _context_misfits(
         text = f"{len(algorithms)} algorithms for {model.num_layers} layers; give one for each"
         yield "parallel.cp_algorithm", text
         return
-    swapping = {"ulysses": layout.cp, "hierarchical": parallel.cp_inner or 1}
-    for layer, algorithm in zip(model.layers, algorithms, strict=True):
-        ranks = swapping.get(algorithm, 1)
-        heads = layer.mixer.num_heads // layout.tp
-        groups = max(1, layer.mixer.num_kv_heads // layout.tp)
-        if heads % ranks or (groups % ranks and ranks % groups):
-            yield (
-                "parallel.cp_algorithm",
-                f"{algorithm} shares {heads} heads and {groups} key/value heads per tp rank out "
-                f"to {ranks} ranks, and they do not divide; use ring or all_gather",
-            )
-            return
+    inner = parallel.cp_inner or 1
+    try:
+        validate_context(model, algorithms, cp=layout.cp, inner=inner, tp=layout.tp)
+    except ValueError as error:
+        yield "parallel.cp_algorithm", str(error)

@@ -1,0 +1,179 @@
+"""The kinds of mixer and feed-forward that come with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mt_files import Checks, divisors
+
+from mt_model.config import (
+    MAX_HEADS,
+    MAX_WIDTH,
+    Activation,
+    FeedForwardConfig,
+    MixerConfig,
+    ModelConfig,
+    Sizes,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mt_model.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(MixerConfig):
+    """Causal softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
+        head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
+        rope_theta: base of the rotary embedding (half-split pairing); None turns no head.
+        qk_norm: RMSNorm over `head_dim` on queries and keys before the rotation.
+        qkv_bias: bias on the fused query, key and value projection.
+        out_bias: bias on the output projection.
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        sizes = ("num_heads", "num_kv_heads", "head_dim")
+        checks.at_least(1, *sizes)
+        checks.at_most(MAX_HEADS, *sizes)
+        checks.fraction("dropout")
+        checks.above(0, "rope_theta")
+        checks.done()
+        if self.num_heads % self.num_kv_heads:
+            good = _around(self.num_kv_heads, divisors(self.num_heads))
+            checks.add(
+                "num_heads",
+                f"{self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: every "
+                "key/value head serves the same number of query heads. Nearest num_kv_heads that "
+                f"does: {good}.",
+            )
+        if self.rope_theta is not None and self.head_dim % 2:
+            checks.add(
+                "head_dim",
+                f"{self.head_dim} is odd, and rope_theta={self.rope_theta} turns pairs of "
+                "channels. Use an even head_dim, or no RoPE (gpt's positions is 'learned' or "
+                "'none').",
+            )
+        checks.done()
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rotary(self) -> tuple[int, float] | None:
+        """Width and base of the rotary table."""
+        return None if self.rope_theta is None else (self.head_dim, self.rope_theta)
+
+    @property
+    def drops(self) -> bool:
+        """Whether attention weights are dropped."""
+        return self.dropout > 0
+
+    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+        """Build an `Attention`."""
+        attention = import_module("mt_model.attention")
+        return attention.Attention(self, model, layer=layer, placement=placement)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Count weights, biases and norms."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        total = (query + 2 * key) * (hidden_size + self.qkv_bias)
+        return total + hidden_size * (query + self.out_bias) + 2 * self.head_dim * self.qk_norm
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
+        """Count `6 h (q + 2 kv) + 6 q h`, and the causal half of the products with keys."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 6 * hidden_size * (2 * query + 2 * key) + 6 * query * sequence_length
+
+    def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
+        """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
+        yield "num_heads", self.num_heads
+        if tp % self.num_kv_heads:
+            yield "num_kv_heads", self.num_kv_heads
+        elif self.num_kv_heads < tp:
+            yield "head_dim", self.head_dim
+
+    def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
+        """Give those of a rank's keys and values."""
+        shape = (batch_size, max(1, self.num_kv_heads // tp), max_length, self.head_dim)
+        return {"key": shape, "value": shape}
+
+    def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
+        """Say why ranks that swap tokens for heads can't share the heads."""
+        ranks = {"ulysses": cp, "hierarchical": inner}.get(algorithm, 1)
+        heads, groups = self.num_heads // tp, max(1, self.num_kv_heads // tp)
+        if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
+            return None
+        return (
+            f"{algorithm} shares {heads} heads and {groups} key/value heads per tp rank out to "
+            f"{ranks} ranks, and they do not divide; use ring or all_gather"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(FeedForwardConfig):
+    """Two projections with an activation between: `down(act(up x))`, or gated `act(g x) * up x`.
+
+    Attributes:
+        ffn_size: width between the projections.
+        activation: `silu`, `gelu` (exact, erf), `gelu_tanh` (GPT-2's) or `relu2` (squared ReLU).
+        gated: multiply the activation by a second projection (SwiGLU with `silu`).
+        bias: bias on both projections.
+    """
+
+    ffn_size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "ffn_size")
+        checks.at_most(MAX_WIDTH, "ffn_size")
+        checks.done()
+
+    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+        """Build an `MLP`."""
+        del layer
+        return import_module("mt_model.mlp").MLP(self, model.hidden_size, placement=placement)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Count weights and biases."""
+        up = self.ffn_size * (2 if self.gated else 1)
+        return up * (hidden_size + self.bias) + hidden_size * (self.ffn_size + self.bias)
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
+        """Count `6 h e ffn` with e = 3 gated, else 2."""
+        del sequence_length
+        return 6 * hidden_size * (3 if self.gated else 2) * self.ffn_size
+
+    def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
+        """Give the width between the projections."""
+        del tp
+        yield "ffn_size", self.ffn_size
+
+
+def _around(value: int, allowed: list[int]) -> str:
+    """Name the allowed values on both sides of a value."""
+    around = [v for v in allowed if v < value][-1:] + [v for v in allowed if v > value][:1]
+    return " or ".join(map(str, around))
