@@ -5,16 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mt_model.choice import Activation, Positions, Recompute
 from mt_model.config import (
-    Activation,
     EntryConfig,
     FeedForwardConfig,
     LayerConfig,
     MixerConfig,
     ModelConfig,
     NormConfig,
-    Positions,
-    Recompute,
     validate_context,
     validate_split,
 )

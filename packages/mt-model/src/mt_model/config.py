@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mt_files import Checks, FieldError, FieldProblem, SchemaError, build, divisors, to_plain
 
+from mt_model.choice import Positions
+
 if TYPE_CHECKING:
     from torch import nn
 
     from mt_model.placement import Placement
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-Positions: TypeAlias = Literal["rope", "learned", "none"]
 Sizes: TypeAlias = tuple[int, ...]
-Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 # Above these no parameter's size fits 64 bits, or a list of layers no memory.
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27

@@ -13,7 +13,7 @@ from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
-from mt_model.config import Recompute
+from mt_model.choice import Recompute
 
 if TYPE_CHECKING:
     from mt_model.cache import KVCache

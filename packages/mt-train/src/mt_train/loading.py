@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, shorten, to_plain
-from mt_model import ModelConfig, gpt, preset, validate_context, validate_split
+from mt_model import ModelConfig, gpt, gpt_arguments, preset, validate_context, validate_split
 
 from mt_train.config import ModelSection, ParallelSection, RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
@@ -70,30 +70,11 @@ class LoadedConfig:
         The vocabulary of a tokenizer that is yet to be trained stays open.
         """
         model, section = self.model(planned_vocab_size(self)), self.config.model
-        mixer, mlp = model.layers[0].mixer, model.layers[0].feed_forward
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
-        filled = dataclasses.replace(
-            section,
-            vocab_size=model.vocab_size if is_known else None,
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
-            ffn_size=mlp and mlp.ffn_size,
-            activation=mlp and mlp.activation,
-            gated=mlp and mlp.gated,
-            norm=model.norm.kind,
-            norm_eps=model.norm.eps,
-            positions=model.positions,
-            rope_theta=mixer.rope_theta,
-            qk_norm=mixer.qk_norm,
-            bias=mixer.qkv_bias,
-            tied=model.tied,
-            dropout=model.dropout,
-            attention_dropout=mixer.dropout,
-            init_std=model.init_std,
-        )
+        arguments = gpt_arguments(model)
+        del arguments["max_sequence_length"]  # training.sequence_length
+        arguments["vocab_size"] = model.vocab_size if is_known else None
+        filled = dataclasses.replace(section, **arguments)
         return dataclasses.replace(self.config, model=filled)
 
     def layout(self, world_size: int) -> ParallelLayout:
