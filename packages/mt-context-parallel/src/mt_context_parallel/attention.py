@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import all_to_all, group_rank, group_size
 from torch import Tensor
 
-from mt_context_parallel.exchange import heads_to_tokens, tokens_to_heads
 from mt_context_parallel.flex import FlexKernel
 from mt_context_parallel.function import SplitAttention
 from mt_context_parallel.gathered import order_of, sorted_runs
@@ -173,7 +173,10 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     """
     mask = AttentionMask() if mask is None else mask
     inner, outer = _levels(group, algorithm)
-    ranks, own = _size(inner) * _size(outer), _rank(outer) * _size(inner) + _rank(inner)
+    ranks, own = (
+        group_size(inner) * group_size(outer),
+        group_rank(outer) * group_size(inner) + group_rank(inner),
+    )
     _check_qkv(q, k, v)
     length = q.shape[1] * ranks
     _check(q, mask=mask, length=length, sinks=sinks, dropout=dropout)
@@ -233,28 +236,22 @@ def _over_heads(
     if whole.dropout is not None:
         whole = replace(whole, dropout=whole.dropout.of_heads(first, count, heads))
     blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
-    own = blocks[_rank(outer)]
+    own = blocks[group_rank(outer)]
     shards = [sorted_runs(block) for block in blocks]
     order = order_of(own, q.device)
-    q, k, v = (tokens_to_heads(x, inner).index_select(1, order) for x in (q, k, v))
+    q, k, v = (
+        all_to_all(x, inner, split_dim=2, concat_dim=1).index_select(1, order) for x in (q, k, v)
+    )
     out = SplitAttention(
         local=LocalAttention(
-            whole=whole, q_runs=shards[_rank(outer)], shards=shards, kernels=kernels
+            whole=whole, q_runs=shards[group_rank(outer)], shards=shards, kernels=kernels
         ),
         group=outer,
     )(q, k, v, None if sinks is None else sinks[first : first + count])
-    return heads_to_tokens(out.index_select(1, order.argsort()), inner)
+    return all_to_all(out.index_select(1, order.argsort()), inner, split_dim=1, concat_dim=2)
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
 
 
 def _levels(
@@ -270,11 +267,7 @@ def _levels(
                 "the whole context group or choose 'hierarchical'"
             )
         inner, outer = group.inner, group.outer
-    elif not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"group must be a process group that this rank is in, or None, got {group!r}"
-        )
-    elif group is None or group.size() == 1:
+    elif group is None or group_size(group) == 1:
         return None, None
     elif algorithm == "hierarchical":
         raise TypeError(
@@ -283,7 +276,7 @@ def _levels(
         )
     else:
         inner, outer = (group, None) if algorithm == "ulysses" else (None, group)
-    return inner if _size(inner) > 1 else None, outer if _size(outer) > 1 else None
+    return inner if group_size(inner) > 1 else None, outer if group_size(outer) > 1 else None
 
 
 def _check(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import group_rank, group_size
 from torch import Tensor
 
 __all__ = ["Segment", "Split", "pad_length", "positions", "segments", "shard", "unshard"]
@@ -189,7 +190,7 @@ def shard(
         TypeError: `cu_seqlens` are no integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    ranks, rank = group_size(group), group_rank(group)
     runs = segments(x.shape[dim], ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
     if ranks == 1:
         return x
@@ -236,7 +237,7 @@ def unshard(
         TypeError: `cu_seqlens` are no integers.
         ValueError: The whole sequence, or a document of it, does not divide.
     """
-    ranks = 1 if group is None else group.size()
+    ranks = group_size(group)
     length = x.shape[dim] * ranks
     bounds = document_bounds(length, cu_seqlens)
     runs = [

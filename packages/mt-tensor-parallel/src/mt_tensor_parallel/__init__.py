@@ -5,19 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mt_tensor_parallel.all_to_all import all_to_all, all_to_all_rows, exchange_kv_groups
-from mt_tensor_parallel.collectives import (
+from mt_parallel_state import (
     all_gather,
+    all_to_all,
+    all_to_all_rows,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter,
     scatter_to_group,
 )
+
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, Operand, Role, TorchGemm
+from mt_tensor_parallel.kv_groups import exchange_kv_groups
 from mt_tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,

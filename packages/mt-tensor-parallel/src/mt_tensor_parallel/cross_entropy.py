@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 

@@ -6,18 +6,19 @@ from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
-from mt_parallel_state import PartitionSpec, shard_param
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-from mt_tensor_parallel.collectives import (
+from mt_parallel_state import (
     Group,
+    PartitionSpec,
     group_rank,
     group_size,
     reduce_from_group,
     reduce_scatter,
+    shard_param,
     shard_size,
 )
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
 from mt_tensor_parallel.shards import take_part
 
 __all__ = ["VocabParallelEmbedding"]

@@ -10,19 +10,20 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import GradSink, WgradStore
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.collectives import (
+from mt_parallel_state import (
+    GradSink,
     Group,
+    WgradStore,
     apply_outside_graph,
     group_size,
     shard_size,
     start_all_reduce,
     start_reduce_scatter,
 )
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand, TorchGemm
 from mt_tensor_parallel.overlap import (
     Overlap,
@@ -251,7 +252,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
-    alone = group is None or group.size() == 1
+    alone = group is None or group_size(group) == 1
     if alone and wgrad_store is None and grad_sink is None and gemm.is_autograd:
         return F.linear(x, weight, bias)
     sequence_parallel = sequence_parallel and not alone

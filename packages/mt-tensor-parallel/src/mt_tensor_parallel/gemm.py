@@ -8,9 +8,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mt_parallel_state import start_all_gather
 from torch import Tensor
-
-from mt_tensor_parallel.collectives import start_all_gather
 
 __all__ = ["SEQUENCE_DIM", "Gemm", "Operand", "Role", "TorchGemm"]
 

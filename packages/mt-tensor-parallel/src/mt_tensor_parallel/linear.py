@@ -7,15 +7,18 @@ from math import prod, sqrt
 from typing import Self
 
 import torch
-from mt_parallel_state import GradSink, PartitionSpec, WgradStore, shard_param
-from torch import Tensor, nn
-
-from mt_tensor_parallel.collectives import (
+from mt_parallel_state import (
+    GradSink,
     Group,
+    PartitionSpec,
+    WgradStore,
     group_rank,
     group_size,
+    shard_param,
     shard_size,
 )
+from torch import Tensor, nn
+
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.overlap import Overlap

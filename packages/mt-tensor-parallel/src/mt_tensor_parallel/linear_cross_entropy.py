@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.collectives import Group, apply_outside_graph, group_size
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, TorchGemm
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks

@@ -10,19 +10,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import PartitionSpec, hash_key, random_uniform, shard_param, sharding_of
-from torch import Tensor, nn
-
-from mt_tensor_parallel.collectives import (
+from mt_parallel_state import (
     Group,
+    PartitionSpec,
     all_gather,
     copy_to_group,
     gather_from_group,
     group_rank,
     group_size,
+    hash_key,
+    random_uniform,
     reduce_from_group,
     reduce_scatter,
+    shard_param,
+    sharding_of,
 )
+from torch import Tensor, nn
+
 from mt_tensor_parallel.gemm import SEQUENCE_DIM
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

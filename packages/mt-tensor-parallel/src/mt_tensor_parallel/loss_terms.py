@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import Group, group_rank, group_size
 from torch import Tensor
-
-from mt_tensor_parallel.collectives import Group, group_rank, group_size
 
 __all__ = ["LossTerms", "over_ranks"]
 

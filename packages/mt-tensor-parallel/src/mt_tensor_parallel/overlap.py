@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import Group, group_size, start_all_gather, start_reduce_scatter
 from torch import Tensor
 
-from mt_tensor_parallel.collectives import Group, start_all_gather, start_reduce_scatter
 from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand
 
 __all__ = ["Overlap", "Product", "check_overlap", "gather_and", "pick_overlap", "scatter_after"]
@@ -87,7 +87,7 @@ def pick_overlap(
         gemm: Of the layer; `None` is `TorchGemm`.
         chunks: Pieces, where it is done in pieces.
     """
-    if group is None or group.size() == 1:
+    if group is None or group_size(group) == 1:
         return Overlap(reason="one rank sends nothing")
     if not sequence_parallel:
         return Overlap(reason="without sequence parallelism only the output's sum travels")

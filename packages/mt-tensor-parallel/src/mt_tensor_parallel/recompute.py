@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from mt_parallel_state import Group, group_rank, group_size, start_all_gather
 from torch import Tensor
 
-from mt_tensor_parallel.collectives import Group, group_rank, group_size, start_all_gather
 from mt_tensor_parallel.rng import RngStreams
 
 __all__ = ["DiscardedOutput", "recompute"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from mt_parallel_state import shard_param, sharding_of
+from mt_parallel_state import Group, group_rank, group_size, shard_param, sharding_of
 from torch import Tensor, nn
-
-from mt_tensor_parallel.collectives import Group, group_rank, group_size
 
 __all__ = ["take_part"]
 

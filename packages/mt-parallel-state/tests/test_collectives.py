@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from mt_tensor_parallel import (
+from mt_parallel_state import (
     all_gather,
     all_to_all,
     all_to_all_rows,
     copy_to_group,
-    exchange_kv_groups,
     gather_from_group,
     reduce_from_group,
     reduce_scatter,
@@ -77,9 +76,6 @@ def test_backward_is_the_adjoint_of_forward(ranks, world: int) -> None:
 EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "sequence to hidden": lambda x: all_to_all(x, dist.group.WORLD, split_dim=-1, concat_dim=1),
     "hidden to sequence": lambda x: all_to_all(x, dist.group.WORLD, split_dim=1, concat_dim=-1),
-    "head_dim to heads": lambda x: exchange_kv_groups(
-        x[..., :6].unflatten(2, (1, 6, 1)), dist.group.WORLD
-    ),
     "uneven rows": lambda x: all_to_all_rows(x[: sum(_sent(x)[0])], dist.group.WORLD, **_splits(x)),
 }
 
@@ -130,21 +126,6 @@ def test_exchanges_move_what_they_say(ranks) -> None:
     ranks(2, body)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_exchanged_heads_come_with_the_key_and_value_they_share(ranks, groups: int) -> None:
-    queries, width = 8 // groups, 12
-
-    def body() -> None:
-        rank = dist.get_rank()
-        whole = _draw(6, shape=(2, 3, groups, queries + 2, width))
-        own = exchange_kv_groups(whole.chunk(4, -1)[rank], dist.group.WORLD)
-        group, heads = rank * groups // 4, whole[..., :-2, :].flatten(2, 3).chunk(4, 2)[rank]
-        expected = torch.cat((heads, whole[:, :, group, -2:]), 2).unsqueeze(2)
-        torch.testing.assert_close(own, expected, rtol=0, atol=0)
-
-    ranks(4, body)
-
-
 def test_exchanges_name_what_does_not_fit(ranks) -> None:
     x = torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"must be two different dims of a tensor of shape \(3, 4"):
@@ -161,8 +142,6 @@ def test_exchanges_name_what_does_not_fit(ranks) -> None:
     def body() -> None:
         with pytest.raises(ValueError, match="the nearest sizes that work are 2 or 4"):
             all_to_all(x, dist.group.WORLD, split_dim=0, concat_dim=1)
-        with pytest.raises(ValueError, match="3 key/value groups of 2 query heads do not fit 2 r"):
-            exchange_kv_groups(torch.ones(1, 1, 3, 4, 2), dist.group.WORLD)
 
     ranks(2, body)
 
@@ -240,3 +219,16 @@ def test_a_dim_that_does_not_divide_names_both_numbers(ranks) -> None:
             all_gather(x, dist.group.WORLD, dim=2)
 
     ranks(2, body)
+
+
+@pytest.mark.parametrize("wrong", [-1, "tp", object()])
+def test_what_is_no_group_is_named(wrong: object) -> None:
+    x = torch.ones(4, 4)
+    for call in (
+        lambda: copy_to_group(x, wrong),
+        lambda: all_gather(x, wrong, dim=0),
+        lambda: all_to_all(x, wrong, split_dim=0, concat_dim=1),
+        lambda: all_to_all_rows(x, wrong, input_splits=[4], output_splits=[4]),
+    ):
+        with pytest.raises(TypeError, match="group must be a process group that this rank is in"):
+            call()
