@@ -104,7 +104,7 @@ def run(capsys, *arguments):
 
 def test_command_builds_peeks_and_counts(tmp_path, source, capsys):
     prefix = tmp_path / "out" / "c"
-    code, out, err = run(capsys, "build", source, prefix, "--vocab-size", "300")
+    code, out, err = run(capsys, "build", source, "--out", prefix, "--vocab-size", "300")
     assert (code, err) == (0, "")
     assert "3 documents" in out
     assert "left out: 1 empty, 0 unreadable" in out
@@ -131,7 +131,7 @@ def test_command_builds_peeks_and_counts(tmp_path, source, capsys):
 def test_command_uses_a_given_tokenizer(tmp_path, source, tokenizer, capsys):
     tokenizer.save(tmp_path / "tokenizer.json")
     arguments = ("--tokenizer", tmp_path / "tokenizer.json")
-    code, _, err = run(capsys, "build", source, tmp_path / "c", *arguments)
+    code, _, err = run(capsys, "build", source, "--out", tmp_path / "c", *arguments)
     assert (code, err) == (0, "")
     assert load_tokenizer(tmp_path / "c.tokenizer.json").sha256 == tokenizer.sha256
     code, out, _ = run(capsys, "peek", tmp_path / "c", *arguments, "--start", "1", "--count", "1")
@@ -145,10 +145,10 @@ def test_command_reads_a_folder_and_a_text_file(tmp_path, capsys):
     for name in ("a.py", "b.py", "c.md"):
         (folder / name).write_text(f"text of {name}")
     common = ("--vocab-size", "260")
-    code, out, _ = run(capsys, "build", folder, tmp_path / "c", "--glob", "*.py", *common)
+    code, out, _ = run(capsys, "build", folder, "--out", tmp_path / "c", "--glob", "*.py", *common)
     assert code == 0
     assert "2 documents" in out
-    code, out, _ = run(capsys, "build", folder / "c.md", tmp_path / "d", *common)
+    code, out, _ = run(capsys, "build", folder / "c.md", "--out", tmp_path / "d", *common)
     assert code == 0
     assert "1 documents" in out
 
@@ -156,7 +156,7 @@ def test_command_reads_a_folder_and_a_text_file(tmp_path, capsys):
 def test_command_skips_bad_lines_when_asked(tmp_path, source, capsys):
     with open(source, "ab") as file:
         file.write(b"broken\n")
-    arguments = ("build", source, tmp_path / "c", "--vocab-size", "260")
+    arguments = ("build", source, "--out", tmp_path / "c", "--vocab-size", "260")
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err == f"mt-data: {source}:5: not valid JSON: Expecting value at character 1\n"
@@ -171,16 +171,16 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text("broken\nbroken\n")
     (tmp_path / "empty.txt").write_text("")
-    assert run(capsys, "build", "empty.jsonl", "c") == (
+    assert run(capsys, "build", "empty.jsonl", "--out", "c") == (
         2,
         "",
         "mt-data: empty.jsonl: holds no document; give a source with text\n",
     )
-    code, out, err = run(capsys, "build", "bad.jsonl", "c", "--skip-bad")
+    code, out, err = run(capsys, "build", "bad.jsonl", "--out", "c", "--skip-bad")
     assert (code, out) == (2, "")
     assert err.startswith("mt-data: bad.jsonl: holds no document that can be read; of 2 skipped, ")
     assert "the first is bad.jsonl:1: not valid JSON" in err
-    code, out, err = run(capsys, "build", "empty.txt", "c", "--vocab-size", "300")
+    code, out, err = run(capsys, "build", "empty.txt", "--out", "c", "--vocab-size", "300")
     assert code == 2
     assert err.startswith("mt-data: there is no text for 'c': empty.txt gives none; ")
 
@@ -188,16 +188,22 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "nothing", "c"], "nothing: no such file or folder"),
-        (["build", "source.jsonl", "c", "--vocab-size", "10"], "vocab_size is 10"),
-        (["build", "source.jsonl", "c", "--key", "body"], "source.jsonl:1: no key 'body'"),
+        (["build", "nothing", "--out", "c"], "nothing: no such file or folder"),
+        (["build", "source.jsonl", "--out", "c", "--vocab-size", "10"], "vocab_size is 10"),
+        (["build", "source.jsonl", "--out", "c", "--key", "body"], "source.jsonl:1: no key 'body'"),
         (
-            ["build", "source.jsonl", "c", "--tokenizer", "none"],
+            ["build", "source.jsonl", "--out", "c", "--tokenizer", "none"],
             "none: cannot read it: No such file or directory",
         ),
-        (["build", "source.jsonl", "c", "--tokenizer", "source.jsonl"], "is not a tokenizer.json"),
-        (["build", ".", "c", "--glob", "**.jsonl"], "glob '**.jsonl' does not choose files"),
-        (["peek", "nothing"], "nothing.tokenizer.json: cannot read it: No such file"),
+        (
+            ["build", "source.jsonl", "--out", "c", "--tokenizer", "source.jsonl"],
+            "is not a tokenizer.json",
+        ),
+        (
+            ["build", ".", "--out", "c", "--glob", "**.jsonl"],
+            "glob '**.jsonl' does not choose files",
+        ),
+        (["peek", "nothing"], "nothing.idx: cannot read it: No such file"),
         (["stats", "nothing"], "nothing.idx: cannot read it: No such file or directory"),
         (["stats", "short"], "short.idx: has 3 bytes; the header"),
         (["stats", "nothing.bin"], "pass the prefix 'nothing'"),
@@ -214,7 +220,7 @@ def test_command_fails_with_one_message(tmp_path, source, capsys, monkeypatch, a
 
 
 def test_peek_beyond_the_end_says_how_many_there_are(tmp_path, source, capsys):
-    run(capsys, "build", source, tmp_path / "c", "--vocab-size", "260")
+    run(capsys, "build", source, "--out", tmp_path / "c", "--vocab-size", "260")
     code, _, err = run(capsys, "peek", tmp_path / "c", "--start", "3")
     assert (code, err) == (2, "mt-data: document 3 does not exist; there are 3\n")
 

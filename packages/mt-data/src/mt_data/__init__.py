@@ -3,7 +3,12 @@
 from mt_data.batch import BatchSampler, MicroBatch
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
 from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
-from mt_data.document import Document, read_documents, standard_library_sources
+from mt_data.document import (
+    Document,
+    DocumentReader,
+    read_documents,
+    standard_library_sources,
+)
 from mt_data.encoder import Encoder
 from mt_data.error import DataError, DataFileError, MissingExtraError
 from mt_data.fast import fast_obstacle
@@ -27,6 +32,7 @@ __all__ = [
     "DataError",
     "DataFileError",
     "Document",
+    "DocumentReader",
     "Encoder",
     "GPTDataset",
     "IndexedDataset",

@@ -2,85 +2,166 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mt_data.corpus import build_corpus
-from mt_data.document import Document, read_documents
-from mt_data.error import DataError, DataFileError, MissingExtraError, require
+from mt_data.corpus import build_corpus, dataset_tokenizer
+from mt_data.document import Document, DocumentReader, read_documents
+from mt_data.encoder import Encoder
+from mt_data.error import DataError, DataFileError, MissingExtraError, quote, require
 from mt_data.gpt import GPTDataset
-from mt_data.indexed import IndexedDataset
+from mt_data.indexed import IndexedDataset, check_prefix
+from mt_data.progress import Progress
+from mt_data.source import STANDARD_INPUT
 from mt_data.tokenizer import Tokenizer, load_tokenizer
 from mt_data.training import train_tokenizer
+from mt_data.writer import check_free
 
-USAGE_ERROR = 2
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+SHOWN = 20
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Build PREFIX.bin, .idx and .json from a .jsonl file, a text file or a folder.
+    """Build a dataset of tokens from texts: OUT.bin, .idx, .json, and the tokenizer beside them.
 
     Attributes:
-        source: A .jsonl or .ndjson file, a plain text file, or a folder of files.
-        prefix: Where to write, without ending.
-        tokenizer: An existing tokenizer.json. Left out, one is trained on the source and saved
-            as PREFIX.tokenizer.json.
+        sources: Files (.jsonl, .ndjson, .json, .parquet, or text; also .gz, .zst, .bz2, .xz),
+            folders, globs, or - for standard input.
+        out: Where to write, without ending: needed.
+        tokenizer: An existing tokenizer.json or sentencepiece .model. Left out, one is trained on
+            the sources.
+        eod: The special token that ends a document, where the tokenizer has no usual one.
         vocab_size: Size of a trained tokenizer.
         pattern: How a trained tokenizer cuts text: gpt2, code, or a regular expression.
-        key: JSON field that holds the text.
+        key: JSON field or column that holds the text.
         glob: Which files of a folder to read.
+        format: What the files hold: auto (by their names), jsonl, json, text or parquet.
         skip_bad: Leave out lines and files that cannot be read, and count them.
+        overwrite: Replace a dataset of that name. One in use never is.
+        workers: Processes that encode.
+        progress: Show how far it is even where standard error is no terminal.
     """
 
-    source: Path
-    prefix: Path
+    sources: tuple[str, ...]
+    out: Path | None = None
     tokenizer: Path | None = None
+    eod: str | None = None
     vocab_size: int = 8192
     pattern: str = "gpt2"
     key: str = "text"
     glob: str = "**/*"
+    format: Literal["auto", "jsonl", "json", "text", "parquet"] = "auto"
     skip_bad: bool = False
+    overwrite: bool = False
+    workers: int = 1
+    progress: bool = False
 
     def run(self) -> None:
         """Run the command."""
-        tokenizer = self._tokenizer()
-        skipped: list[DataFileError] = []
-        stats = build_corpus(self._documents(skipped), self.prefix, tokenizer)
-        for error in skipped:
-            _say(f"skipped {error}", stream=sys.stderr)
-        _say(f"{self.prefix}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
-        _say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
-        _say(f"left out: {stats.empty_documents} empty, {len(skipped)} unreadable")
-
-    def _documents(self, skipped: list[DataFileError]) -> Iterator[Document]:
-        on_error = skipped.append if self.skip_bad else None
-        documents = read_documents(self.source, key=self.key, glob=self.glob, on_error=on_error)
-        first = next(documents, None)
-        if first is None and skipped:
+        if self.out is None or not self.sources:
             raise DataError(
-                f"{self.source}: holds no document that can be read; of {len(skipped)} skipped, "
-                f"the first is {skipped[0]}"
+                "say what to read and where to write: mt-data build SOURCE ... --out PREFIX"
+            )
+        check_free(check_prefix(self.out), overwrite=self.overwrite)
+        progress = Progress(shown=self.progress or _is_terminal(sys.stderr))
+        tokenizer = self._tokenizer(progress)
+        skipped = _Skipped()
+        reader = self._reader(skipped)
+        try:
+            with Encoder(tokenizer, workers=self.workers) as encoder:
+                stats = build_corpus(
+                    self._some(reader, skipped),
+                    self.out,
+                    tokenizer,
+                    overwrite=self.overwrite,
+                    encoder=encoder,
+                    on_progress=lambda stats: progress.update(
+                        "encoding", reader.read_bytes, reader.total_bytes, tokens=stats.tokens
+                    ),
+                )
+        finally:
+            progress.clear()
+        skipped.say()
+        _say(f"{self.out}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
+        _say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
+        _say(f"left out: {stats.empty_documents} empty, {skipped.count} unreadable")
+        _say(f"documents end with {tokenizer.eod_token} (id {tokenizer.eod_id})")
+        why = "" if encoder.obstacle is None else f"; not by gigatoken: {encoder.obstacle}"
+        _say(f"encoded by {encoder.library}{why}")
+
+    def _reader(self, skipped: _Skipped) -> DocumentReader:
+        return read_documents(
+            self.sources,
+            key=self.key,
+            glob=self.glob,
+            format=self.format,
+            on_error=skipped.add if self.skip_bad else None,
+        )
+
+    def _some(self, documents: DocumentReader, skipped: _Skipped) -> Iterator[Document]:
+        first = next(documents, None)
+        name = " ".join(str(source) for source in self.sources)
+        if first is None and skipped.count:
+            raise DataError(
+                f"{name}: holds no document that can be read; of {skipped.count} skipped, "
+                f"the first is {skipped.first[0]}"
             )
         if first is None:
-            raise DataError(f"{self.source}: holds no document; give a source with text")
+            raise DataError(f"{name}: holds no document; give a source with text")
         yield first
         yield from documents
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, progress: Progress) -> Tokenizer:
         if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer)
-        texts = (document.text for document in self._documents([]))
-        tokenizer = train_tokenizer(texts, self.vocab_size, pattern=self.pattern)
-        path = _tokenizer_path(self.prefix)
-        tokenizer.save(path)
-        _say(f"{path}: {tokenizer.vocab_size} tokens")
-        return tokenizer
+            return load_tokenizer(self.tokenizer, eod=self.eod)
+        if self.eod is not None:
+            raise DataError("--eod names a token of --tokenizer; a trained one has <|eod|>")
+        if STANDARD_INPUT in self.sources:
+            raise DataError(
+                "standard input can be read only once, and a tokenizer has to be trained before; "
+                "give one with --tokenizer"
+            )
+        skipped = _Skipped()
+        reader = self._reader(skipped)
+
+        def texts() -> Iterator[str]:
+            for document in self._some(reader, skipped):
+                progress.update("learning the tokenizer", reader.read_bytes, reader.total_bytes)
+                yield document.text
+
+        try:
+            return train_tokenizer(texts(), self.vocab_size, pattern=self.pattern)
+        finally:
+            progress.clear()
+
+
+class _Skipped:
+    """What was left out: a count, and the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[DataFileError] = []
+
+    def add(self, error: DataFileError) -> None:
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(error)
+
+    def say(self) -> None:
+        for error in self.first:
+            _say(f"skipped {error}", stream=sys.stderr)
+        if self.count > len(self.first):
+            _say(f"skipped {self.count - len(self.first)} more", stream=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +170,7 @@ class Peek:
 
     Attributes:
         prefix: The dataset, without ending.
-        tokenizer: Its tokenizer.json; PREFIX.tokenizer.json when left out.
+        tokenizer: Its tokenizer; the one kept beside it when left out.
         start: First document or sample to print.
         count: How many to print.
         sequence_length: Print samples of this length instead of documents.
@@ -107,8 +188,8 @@ class Peek:
 
     def run(self) -> None:
         """Run the command."""
-        tokenizer = load_tokenizer(self.tokenizer or _tokenizer_path(self.prefix))
         with IndexedDataset(self.prefix) as dataset:
+            tokenizer = dataset_tokenizer(dataset, self.tokenizer)
             if self.sequence_length is None:
                 noun, total, get = "document", dataset.num_documents, dataset.document
             else:
@@ -142,6 +223,8 @@ class Stats:
             _say(f"sequences  {len(dataset)}")
             _say(f"tokens     {dataset.num_tokens} of {dataset.dtype.name}")
             recorded = dataset.metadata() or {}
+            if isinstance(end := recorded.get("eod_token"), str):
+                _say(f"tokenizer  {recorded.get('vocab_size')} tokens, documents end with {end}")
             text_bytes = recorded.get("bytes")
             if isinstance(text_bytes, int) and dataset.num_tokens:
                 ratio = text_bytes / dataset.num_tokens
@@ -155,32 +238,64 @@ class Stats:
                 _say("verified   both files match their recorded sha256")
 
 
+COMMANDS = {"build": Build, "peek": Peek, "stats": Stats}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mt-data`; exits with 2 and one message when something is wrong."""
+    """Entry point of `mt-data`; exits with 2 and one message when something is wrong.
+
+    Ctrl-C ends it with 130 and leaves nothing behind; a reader that goes away ends it quietly.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        tyro = require("tyro", "cli", "the mt-data command")
-        command = tyro.extras.subcommand_cli_from_dict(
-            {"build": Build, "peek": Peek, "stats": Stats},
-            prog="mt-data",
-            description=__doc__,
-            args=arguments,
-            config=(tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff),
-        )
-        command.run()
-    except (DataError, MissingExtraError, OSError, IndexError) as error:
+        _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer has no reader; without this Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(BROKEN_PIPE) from None
+    except KeyboardInterrupt:
+        _say("mt-data: interrupted; nothing was written", stream=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    except (DataError, MissingExtraError, OSError, IndexError, MemoryError) as error:
         _say(f"mt-data: {_sentence(error)}", stream=sys.stderr)
         raise SystemExit(USAGE_ERROR) from None
 
 
+def _run(arguments: list[str]) -> None:
+    if arguments == ["--version"]:
+        _say(f"mt-data {version('mt-data')}")
+        return
+    command = arguments[0] if arguments else ""
+    if command and not command.startswith("-") and command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}"
+        raise DataError(f"there is no command {quote(command)}{hint}")
+    tyro = require("tyro", "cli", "the mt-data command")
+    parsed = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="mt-data",
+        description=__doc__,
+        args=arguments,
+        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff),
+    )
+    parsed.run()
+
+
 def _sentence(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _tokenizer_path(prefix: Path) -> Path:
-    return prefix.with_name(f"{prefix.name}.tokenizer.json")
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def _say(text: str, *, stream: Any = None) -> None:
-    (stream or sys.stdout).write(text + "\n")
+    """Write a line; what a console can't show is escaped."""
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

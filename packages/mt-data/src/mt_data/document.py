@@ -1,21 +1,35 @@
-"""Reading documents: JSON lines, plain text files, folders of sources."""
+"""Reading documents: JSON lines, JSON arrays, parquet, plain text, folders, compressed or not."""
 
 from __future__ import annotations
 
 import codecs
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
-from mt_data.error import DataError, DataFileError
+from mt_data.error import (
+    DataError,
+    DataFileError,
+    listed,
+    quote,
+    require,
+    shorten,
+)
+from mt_data.source import Source, SourceFile, decompressed, find_files
 
-JSON_LINES = (".jsonl", ".ndjson")
+FORMATS = ("auto", "jsonl", "json", "text", "parquet")
 MAX_LINE = 1 << 28
-Source = str | os.PathLike[str]
+MAX_TEXT = 1 << 31
+_ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_CHUNK = 1 << 20
+_ROWS = 1024
+_REASON = 300
+_TAIL = 16
 OnError = Callable[[DataFileError], None]
+Format = Literal["auto", "jsonl", "json", "text", "parquet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +37,10 @@ class Document:
     """One document.
 
     Attributes:
-        path: the file it came from; relative to the folder when a folder was read.
-        text: its content.
-        line: line number in a JSON lines file, from 1; None for a plain file.
+        path: The file it came from; relative to the folder when a folder was read.
+        text: Its content.
+        line: Number of the line, record or row in a file of several documents, from 1; None for
+            a file that is one document.
     """
 
     path: str
@@ -50,121 +65,279 @@ def read_documents(
     *,
     key: str = "text",
     glob: str = "**/*",
+    format: Format = "auto",
     encoding_errors: Literal["strict", "replace"] = "strict",
     on_error: OnError | None = None,
-) -> Iterator[Document]:
-    """Documents of a file, of several files, or of a folder, in a fixed order.
+) -> DocumentReader:
+    """Documents of files, folders, globs or standard input, in a fixed order.
 
-    A `.jsonl` or `.ndjson` file holds one JSON object a line; any other file is one document.
-    A UTF-8 byte order mark is dropped, line ends are kept as they are.
+    `.jsonl` and `.ndjson` files hold one JSON object a line, `.json` files an array of objects or
+    objects one after the other, `.parquet` files a column of texts; any other file is one document.
+    Files that end with `.gz`, `.zst`, `.bz2` or `.xz` are decompressed. A UTF-8 byte order mark is
+    dropped, line ends are kept as they are. Only regular files are read, and in a folder no link
+    that leads out of it.
 
     Args:
-        source: a file, a folder (its files in order of their relative names), or an iterable of
-            files (in the given order).
-        key: field of a JSON object that holds the text.
-        glob: which files of a folder to read, such as `**/*.py`.
+        source: A file, a folder (its files in order of their relative names), a glob, `-` for
+            standard input (JSON lines unless `format` says otherwise), or several of these.
+        key: Field of a JSON object, or column, that holds the text.
+        glob: Which files of a folder to read, such as `**/*.py`.
+        format: What all files hold; "auto" goes by their names.
         encoding_errors: "replace" puts U+FFFD where bytes are not UTF-8.
-        on_error: called with each bad line or file, which is then skipped; None raises instead.
+        on_error: Called with each bad line or file, which is then skipped; None raises instead.
 
     Raises:
-        DataError: the glob is no pattern for files of a folder, or none matches it.
-        DataFileError: a line or file cannot be read; names the file, the line and the reason.
-        FileNotFoundError: there is no such file or folder.
+        DataError: The glob is no pattern for files of a folder, or none matches it.
+        DataFileError: A line or file cannot be read; names the file, the line and the reason.
+        FileNotFoundError: There is no such file or folder.
     """
     if encoding_errors not in ("strict", "replace"):
         raise DataError(f"encoding_errors is {encoding_errors!r}; choose 'strict' or 'replace'")
+    if format not in FORMATS:
+        raise DataError(f"format is {quote(format)}; choose one of {', '.join(FORMATS)}")
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
-    # Checked here and not in the generator, so that a wrong path is an error at the call.
-    return _read(_files(source, glob), policy)
+    # Looked for here and not in the iterator, so that a wrong path is an error at the call.
+    return DocumentReader(find_files(source, glob), format, policy)
 
 
-def _files(source: Source | Iterable[Source], glob: str) -> Iterable[tuple[Path, str]]:
-    if not isinstance(source, str | os.PathLike):
-        return ((Path(path), os.fspath(path)) for path in source)
-    path = Path(source)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return [(path, os.fspath(path))]
-    _check_glob(glob)
-    files = sorted(
-        (file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file()
-    )
-    if not files:
-        raise DataError(f"{path}: no file in this folder matches the glob {glob!r}")
-    return [(file, name) for name, file in files]
+class DocumentReader(Iterator[Document]):
+    """The documents of files, one after the other.
+
+    Attributes:
+        files: What is read.
+        total_bytes: Bytes of all files on disk; None where standard input is one of them.
+    """
+
+    def __init__(self, files: list[SourceFile], format: Format, policy: _Policy) -> None:
+        self.files = files
+        known = all(file.path is not None for file in files)
+        self.total_bytes = sum(file.size for file in files) if known else None
+        self._format, self._policy = format, policy
+        self._finished = 0
+        self._current: BinaryIO | None = None
+        self._documents = self._read()
+
+    def __iter__(self) -> DocumentReader:
+        return self
+
+    def __next__(self) -> Document:
+        return next(self._documents)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read of the files on disk so far."""
+        position = 0
+        if self._current is not None and not self._current.closed and self._current.seekable():
+            position = self._current.tell()
+        return self._finished + position
+
+    def _read(self) -> Iterator[Document]:
+        for source in self.files:
+            size = source.size
+            try:
+                yield from self._read_file(source)
+            except DataFileError as error:
+                self._policy.refuse(error)
+            self._current = None
+            self._finished += size
+
+    def _read_file(self, source: SourceFile) -> Iterator[Document]:
+        default = "jsonl" if source.path is None else _ENDINGS.get(source.ending, "text")
+        kind = default if self._format == "auto" else self._format
+        read = {"jsonl": _read_lines, "json": _read_values, "text": _read_text}.get(kind)
+        with ExitStack() as stack:
+            file = source.open()
+            if source.path is not None:
+                stack.enter_context(file)
+            self._current = file
+            content = stack.enter_context(decompressed(file, source.name))
+            if read is None:
+                yield from _read_parquet(content, source.name, self._policy)
+            else:
+                yield from read(content, source.name, self._policy)
 
 
-def _check_glob(glob: str) -> None:
-    """Refuse what pathlib refuses, each Python version in its own way."""
-    parts = PurePath(glob).parts
-    stars = any("**" in part and part != "**" for part in parts)
-    if stars or not parts or PurePath(glob).is_absolute():
-        raise DataError(
-            f"glob {glob!r} does not choose files below a folder; give a relative pattern in which "
-            "** stands alone between slashes, such as '**/*.py'"
+def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+    content = file.read(MAX_TEXT + 1)
+    if len(content) > MAX_TEXT:
+        raise DataFileError(
+            name, f"is one document of more than {MAX_TEXT} bytes; divide it, or use JSON lines"
         )
+    yield Document(path=name, text=_decode(content, name, policy))
 
 
-def _read(files: Iterable[tuple[Path, str]], policy: _Policy) -> Iterator[Document]:
-    for path, name in files:
-        if path.suffix.lower() in JSON_LINES:
-            yield from _read_lines(path, name, policy)
+def _read_lines(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        where = f"{name}:{number}"
+        if len(line) > MAX_LINE:
+            raise DataFileError(where, f"the line is longer than {MAX_LINE} bytes")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        line = line.rstrip(b"\r\n")
+        if not line.strip():
             continue
         try:
-            text = _decode(path.read_bytes(), name, policy)
+            text = _record_text(_parse(_decode(line, where, policy), where), where, policy)
         except DataFileError as error:
             policy.refuse(error)
         else:
-            yield Document(path=name, text=text)
+            yield Document(path=name, text=text, line=number)
 
 
-def _read_lines(path: Path, name: str, policy: _Policy) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        number = 0
-        while line := file.readline(MAX_LINE + 1):
-            number += 1
-            where = f"{name}:{number}"
-            if len(line) > MAX_LINE:
-                raise DataFileError(where, f"the line is longer than {MAX_LINE} bytes")
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            line = line.rstrip(b"\r\n")
-            if not line.strip():
-                continue
+def _parse(content: str, where: str) -> object:
+    try:
+        return _DECODER.decode(content)
+    except json.JSONDecodeError as error:
+        raise _not_json(error, where) from None
+    except (ValueError, RecursionError) as error:
+        raise DataFileError(where, f"not valid JSON: {error}") from None
+
+
+def _not_json(error: json.JSONDecodeError, where: str) -> DataFileError:
+    problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
+    return DataFileError(where, problem)
+
+
+def _read_values(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+    """The objects of a JSON array, or one after the other."""
+    for number, value in enumerate(_Values(file, name, policy), 1):
+        where = f"{name}:{number}"
+        try:
+            text = _record_text(value, where, policy)
+        except DataFileError as error:
+            policy.refuse(error)
+        else:
+            yield Document(path=name, text=text, line=number)
+
+
+class _Values:
+    """JSON values of a file, read as they come: of an array, or one after the other."""
+
+    def __init__(self, file: BinaryIO, name: str, policy: _Policy) -> None:
+        self._file, self._name, self._policy = file, name, policy
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")(policy.encoding_errors)
+        self._buffer = ""
+        self._at = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[object]:
+        in_array = self._sign() == "["
+        self._at += in_array
+        first = True
+        while True:
+            sign = self._sign()
+            if in_array and sign == "]":
+                self._at += 1
+                in_array, sign = False, self._sign()
+                if sign:
+                    raise self._problem("something follows the array")
+                return
+            if not sign:
+                if in_array:
+                    raise self._problem("the array does not end")
+                return
+            if in_array and not first:
+                if sign != ",":
+                    raise self._problem("expecting ',' between the array's elements")
+                self._at += 1
+                self._sign()
+            first = False
+            yield self._value()
+
+    def _sign(self) -> str:
+        """The next character that is no space; none at the end."""
+        while True:
+            while self._at < len(self._buffer) and self._buffer[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._buffer) or not self._more():
+                return self._buffer[self._at : self._at + 1]
+
+    def _value(self) -> object:
+        while True:
             try:
-                text = _line_text(line, where, policy)
+                value, self._at = _DECODER.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                near = error.pos >= len(self._buffer) - _TAIL
+                if (near or error.msg.startswith("Unterminated")) and self._more():
+                    continue
+                raise self._problem(error.msg) from None
+            except (ValueError, RecursionError) as error:
+                raise self._problem(str(error)) from None
+            else:
+                return value
+
+    def _more(self) -> bool:
+        """Read on: as much again as is waiting, so that a long value costs no more than twice."""
+        if self._ended:
+            return False
+        rest = self._buffer[self._at :]
+        if len(rest) > MAX_LINE:
+            raise self._problem(f"a value is longer than {MAX_LINE} characters")
+        content = self._file.read(max(_CHUNK, len(rest)))
+        self._ended = not content
+        try:
+            rest += self._decoder.decode(content, self._ended)
+        except UnicodeDecodeError as error:
+            problem = f"invalid UTF-8 (0x{error.object[error.start]:02x}): {error.reason}"
+            raise DataFileError(self._name, problem) from None
+        self._buffer, self._at = rest, 0
+        return True
+
+    def _problem(self, text: str) -> DataFileError:
+        near = self._buffer[self._at : self._at + 40]
+        return DataFileError(self._name, f"not valid JSON: {text}, near {quote(near)}")
+
+
+def _read_parquet(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+    library = require("pyarrow.parquet", "parquet", f"reading {name}")
+    try:
+        yield from _read_rows(library.ParquetFile(file), name, policy)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the library raises several kinds
+        problem = f"cannot be read as parquet: {shorten(str(error), _REASON)}"
+        raise DataFileError(name, problem) from None
+
+
+def _read_rows(table: Any, name: str, policy: _Policy) -> Iterator[Document]:
+    names = table.schema_arrow.names
+    if policy.key not in names:
+        raise DataFileError(name, f"no column {quote(policy.key)}; it has {listed(names)}")
+    number = 0
+    for batch in table.iter_batches(batch_size=_ROWS, columns=[policy.key]):
+        for value in batch.column(0).to_pylist():
+            number += 1
+            try:
+                text = _checked_text(value, f"{name}:{number}", policy)
             except DataFileError as error:
                 policy.refuse(error)
             else:
                 yield Document(path=name, text=text, line=number)
 
 
-def _line_text(line: bytes, where: str, policy: _Policy) -> str:
-    content = _decode(line, where, policy)
-    try:
-        record = json.loads(
-            content, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
-    except json.JSONDecodeError as error:
-        problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
-        raise DataFileError(where, problem) from None
-    except (ValueError, RecursionError) as error:
-        raise DataFileError(where, f"not valid JSON: {error}") from None
+def _record_text(record: object, where: str, policy: _Policy) -> str:
     if not isinstance(record, dict):
         raise DataFileError(where, f"expected a JSON object, found {type(record).__name__}")
     if policy.key not in record:
-        keys = ", ".join(repr(key) for key in sorted(record)) or "none"
-        raise DataFileError(where, f"no key {policy.key!r}; the object has {keys}")
-    text = record[policy.key]
+        keys = listed(sorted(record))
+        raise DataFileError(where, f"no key {quote(policy.key)}; the object has {keys}")
+    return _checked_text(record[policy.key], where, policy)
+
+
+def _checked_text(text: object, where: str, policy: _Policy) -> str:
+    if isinstance(text, bytes):
+        return _decode(text, where, policy)
     if not isinstance(text, str):
-        raise DataFileError(where, f"{policy.key!r} must be a string, found {type(text).__name__}")
+        kind = type(text).__name__
+        raise DataFileError(where, f"{quote(policy.key)} must be a string, found {kind}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         if policy.encoding_errors == "strict":
             raise DataFileError(
-                where, f"{policy.key!r} has a lone surrogate at character {error.start}"
+                where, f"{quote(policy.key)} has a lone surrogate at character {error.start}"
             ) from None
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text
@@ -173,14 +346,17 @@ def _line_text(line: bytes, where: str, policy: _Policy) -> str:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {quote(twice)} occurs twice")
     return record
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _decode(content: bytes, where: str, policy: _Policy) -> str:

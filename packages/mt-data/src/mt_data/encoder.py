@@ -15,8 +15,8 @@ from mt_data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-PROBE_CHARACTERS = 1 << 22
-_SAMPLE_CHARACTERS = 1 << 20
+PROBE_CHARACTERS = 1 << 20
+_SAMPLE_CHARACTERS = 1 << 19
 _LOOKAHEAD = 2
 _Item = TypeVar("_Item")
 
@@ -24,7 +24,7 @@ _Item = TypeVar("_Item")
 class Encoder:
     """Encodes batches of texts for a dataset.
 
-    The first megabytes are encoded by the tokenizer's own library. If there is more, and gigatoken
+    The first megabyte is encoded by the tokenizer's own library. If there is more, and gigatoken
     gives the same ids for a sample of them, for every character of Unicode and for awkward texts,
     it takes over; `obstacle` says why not.
 

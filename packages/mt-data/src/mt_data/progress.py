@@ -1,0 +1,67 @@
+"""A line on a terminal that says how far a build is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_EVERY = 0.5
+_UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+class Progress:
+    """Rewrites one line on standard error, at most twice a second.
+
+    Args:
+        shown: Whether to write at all.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self._begin = time.monotonic()
+        self._last = 0.0
+        self._width = 0
+
+    def update(self, what: str, done: int, total: int | None, *, tokens: int | None = None) -> None:
+        """Say how many bytes of how many are read, and tokens written; with speed and time left."""
+        now = time.monotonic()
+        if not self.shown or now - self._last < _EVERY:
+            return
+        self._last = now
+        seconds = max(now - self._begin, 1e-9)
+        text = f"{what}: {short(done)}B"
+        if total:
+            text = f"{what}: {done / total:4.0%} of {short(total)}B"
+        if tokens is not None:
+            text += f", {short(tokens)} tokens, {short(tokens / seconds)} a second"
+        if total and done:
+            text += f", {clock(seconds * max(total - done, 0) / done)} left"
+        self._write(text)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._width:
+            self._write("")
+            sys.stderr.write("\r")
+            sys.stderr.flush()
+            self._width = 0
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+
+def short(number: float) -> str:
+    """Return a number in three digits or so: 1.23 M."""
+    for size, unit in _UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} "
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,166 @@
+"""Files that documents are read from: named, found in folders or by globs, and decompressed."""
+
+from __future__ import annotations
+
+import glob as globbing
+import io
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, cast
+
+import mt_files
+
+from mt_data.error import DataError, DataFileError, quote, require
+
+STANDARD_INPUT = "-"
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+Source = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file to read.
+
+    Attributes:
+        path: Where it is; None for standard input.
+        name: How documents and messages name it.
+        within: The folder it was found in, which no link may lead out of.
+    """
+
+    path: Path | None
+    name: str
+    within: Path | None = None
+
+    @property
+    def ending(self) -> str:
+        """The ending that tells its format, in lower case, without that of a compression."""
+        suffixes = [suffix.lower() for suffix in PurePath(self.name).suffixes]
+        if suffixes and suffixes[-1] in COMPRESSED:
+            suffixes.pop()
+        return suffixes[-1] if suffixes else ""
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk; 0 where that is not known."""
+        try:
+            return 0 if self.path is None else self.path.stat().st_size
+        except OSError:
+            return 0  # said when it is read
+
+    def open(self) -> BinaryIO:
+        """Open it as it is on disk.
+
+        Raises:
+            DataFileError: It is not a regular file, or lies outside the folder it was found in.
+        """
+        if self.path is None:
+            import sys
+
+            return cast("BinaryIO", sys.stdin.buffer)
+        try:
+            return mt_files.open_file(self.path, within=self.within)
+        except mt_files.FileError as error:
+            if self.within is None and isinstance(error, FileNotFoundError):
+                raise
+            raise DataFileError(self.name, error.problem) from None
+
+
+def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]:
+    """Find the files of sources, in a fixed order.
+
+    Args:
+        source: A file, a folder, a glob such as `data/*.jsonl`, `-` for standard input, or several.
+        glob: Which files of a folder.
+
+    Raises:
+        DataError: A glob matches nothing, or is none.
+        FileNotFoundError: There is no such file or folder.
+    """
+    if isinstance(source, str | os.PathLike):
+        return list(_find(source, glob, alone=True))
+    return [file for one in source for file in _find(one, glob, alone=False)]
+
+
+def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:
+    name = os.fspath(source)
+    path = Path(source)
+    if name == STANDARD_INPUT:
+        yield SourceFile(path=None, name="standard input")
+    elif path.is_dir():
+        yield from _in_folder(path, glob, alone=alone)
+    elif path.exists() or path.is_symlink():
+        yield SourceFile(path=path, name=name)
+    elif globbing.has_magic(name):
+        found = sorted(globbing.glob(name, recursive=True))
+        files = [match for match in found if not os.path.isdir(match)]
+        if not files:
+            raise DataError(f"no file matches {quote(name)}")
+        for match in files:
+            yield SourceFile(path=Path(match), name=match)
+    else:
+        raise FileNotFoundError(f"{name}: no such file or folder")
+
+
+def _in_folder(folder: Path, glob: str, *, alone: bool) -> Iterator[SourceFile]:
+    _check_glob(glob)
+    found = ((path.relative_to(folder).as_posix(), path) for path in folder.glob(glob))
+    files = sorted((name, path) for name, path in found if path.is_file())
+    if not files:
+        raise DataError(f"{folder}: no file in this folder matches the glob {quote(glob)}")
+    for name, path in files:
+        yield SourceFile(path=path, name=name if alone else f"{folder}/{name}", within=folder)
+
+
+def _check_glob(glob: str) -> None:
+    """Refuse what pathlib refuses, each Python version in its own way."""
+    parts = PurePath(glob).parts
+    stars = any("**" in part and part != "**" for part in parts)
+    if stars or not parts or PurePath(glob).is_absolute() or ".." in parts:
+        raise DataError(
+            f"glob {quote(glob)} does not choose files below a folder; give a relative pattern in "
+            "which ** stands alone between slashes, such as '**/*.py'"
+        )
+
+
+@contextmanager
+def decompressed(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
+    """Give the content of a file whose name ends with that of a compression.
+
+    Raises:
+        DataFileError: The content is damaged.
+        MissingExtraError: The library for it is not installed.
+    """
+    ending = PurePath(name).suffix.lower()
+    if ending not in COMPRESSED:
+        yield file
+        return
+    reader, errors = _decompressor(file, ending, name)
+    try:
+        yield cast("BinaryIO", reader)
+    except (EOFError, *errors) as error:
+        problem = f"cannot be decompressed: {error or 'it ends early'}"
+        raise DataFileError(name, problem) from None
+
+
+def _decompressor(
+    file: BinaryIO, ending: str, name: str
+) -> tuple[Any, tuple[type[Exception], ...]]:
+    if ending == ".gz":
+        import gzip
+        import zlib
+
+        return gzip.GzipFile(fileobj=file), (gzip.BadGzipFile, zlib.error)
+    if ending == ".bz2":
+        import bz2
+
+        return bz2.BZ2File(file), (OSError,)
+    if ending == ".xz":
+        import lzma
+
+        return lzma.LZMAFile(file), (lzma.LZMAError,)
+    library = require("zstandard", "zstd", f"reading {name}")
+    stream = library.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return io.BufferedReader(stream, 1 << 16), (library.ZstdError,)
