@@ -109,15 +109,19 @@ def _data(world: World) -> dict[str, Call]:
 
 def _schedules() -> dict[str, Call]:
     import mt_pipeline as pipeline
+    import mt_schedule as schedules
 
-    schedule = pipeline.make_schedule("1f1b", 2, 4)
+    schedule = schedules.make_schedule("1f1b", 2, 4)
     return {
-        "make_schedule": (pipeline.make_schedule, {"name": "1f1b", "stages": 2, "microbatches": 4}),
-        "simulate": (pipeline.simulate, {"schedule": schedule}),
-        "check": (pipeline.check, {"schedule": schedule}),
-        "balance_layers": (pipeline.balance_layers, {"costs": [1.0, 2.0, 1.0], "stages": 2}),
-        "split_layers": (pipeline.split_layers, {"num_layers": 4, "stages": 2}),
-        "parse_layout": (pipeline.parse_layout, {"text": "Et|tL", "num_layers": 2, "stages": 2}),
+        "make_schedule": (
+            schedules.make_schedule,
+            {"name": "1f1b", "stages": 2, "microbatches": 4},
+        ),
+        "simulate": (schedules.simulate, {"schedule": schedule}),
+        "check": (schedules.check, {"schedule": schedule}),
+        "balance_layers": (schedules.balance_layers, {"costs": [1.0, 2.0, 1.0], "stages": 2}),
+        "split_layers": (schedules.split_layers, {"num_layers": 4, "stages": 2}),
+        "parse_layout": (schedules.parse_layout, {"text": "Et|tL", "num_layers": 2, "stages": 2}),
         "batch_boxes": (pipeline.batch_boxes, {"rows": 4, "copies": [[0], [1]]}),
     }
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from mt_data_parallel import GradBuffer, grad_of
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_pipeline import Executor, TensorSpec, make_schedule
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import make_schedule
 from torch import nn
 
 WIDTH, MICROBATCHES = 6, 4

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mt_pipeline import Executor, Schedule, TensorSpec, make_schedule
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import Schedule, make_schedule
 from torch import nn
 
 MICROBATCHES = 8

@@ -17,17 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mt_parallel_state import WgradStore, leave_process_group
-from mt_pipeline import (
-    Executor,
-    Panel,
-    Schedule,
-    Span,
-    TensorSpec,
-    draw_svg,
-    draw_text,
-    make_schedule,
-    simulate,
-)
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import Costs, Panel, Schedule, Span, draw_svg, draw_text, make_schedule, simulate
 from torch import Tensor, nn
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 32
@@ -105,7 +96,7 @@ def measure(rank: int, folder: str) -> None:
 
 def compare(schedule: Schedule, timeline: Sequence[Sequence[Span]]) -> list[Panel]:
     """The run as measured, and as simulated with the times that were asked for."""
-    simulated = simulate(schedule, FORWARD, INPUT + WEIGHT, WEIGHT)
+    simulated = simulate(schedule, Costs(forward=FORWARD, backward=INPUT + WEIGHT, weight=WEIGHT))
     return [
         Panel(
             schedule=schedule,

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mt_parallel_state import leave_process_group
-from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import make_schedule, split_layers
 from torch import Tensor, nn
 
 STAGES, MICROBATCHES, STEPS, WIDTH = 2, 4, 5, 16

@@ -1,6 +1,5 @@
 """A bridge between two layouts against the two modules on one rank."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -9,19 +8,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_parallel_state import ParallelLayout
-from mt_pipeline import (
-    Action,
-    Bridge,
-    Executor,
-    Mark,
-    Move,
-    Op,
-    TensorSpec,
-    batch_boxes,
-    layout_boxes,
-    make_schedule,
-    plan_moves,
-)
+from mt_pipeline import Bridge, Executor, Move, TensorSpec, batch_boxes, layout_boxes, plan_moves
+from mt_schedule import Op, make_schedule
 from torch import nn
 
 SEQUENCE, WIDTH = 3, 4
@@ -118,6 +106,56 @@ def test_a_bridge_that_cannot_be_says_why():
         plan_moves({0: box((0, 3))}, {2: box((0, 3), (0, 2))})
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: batch_boxes(4, []), ValueError, "copies is empty"),
+        (lambda: batch_boxes(-1, [[0]]), ValueError, "rows is -1: expected a whole number"),
+        (lambda: batch_boxes(4, None), ValueError, "copies is empty"),
+        (lambda: layout_boxes(4, None), TypeError, "expected a ParallelLayout, got None"),
+        (lambda: layout_boxes(4, ParallelLayout(pp=2), stage=99), ValueError, r"stages 0\.\.1"),
+        (lambda: layout_boxes(4, ParallelLayout(), first_rank=-1), ValueError, "first_rank is -1"),
+        (lambda: plan_moves({}, {}), ValueError, "there is no source box"),
+        (
+            lambda: Bridge({0: box((0, 4))}, {1: box((0, 4))}, group=None),
+            ValueError,
+            r"rank 1 has a box, but the group has ranks 0\.\.0",
+        ),
+    ],
+)
+def test_what_cannot_be_a_side_is_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_ranks_without_a_transfer_meet_the_others_before_the_first_batch(ranks):
+    """NCCL may make a group's communicator in its first batch, which then needs every rank."""
+
+    def body():
+        calls = []
+        reduce, batch = dist.all_reduce, dist.batch_isend_irecv
+        dist.all_reduce = lambda *a, **k: (calls.append("meet"), reduce(*a, **k))[1]
+        dist.batch_isend_irecv = lambda *a, **k: (calls.append("batch"), batch(*a, **k))[1]
+        try:
+            bridge = Bridge({0: box((0, 4))}, {1: box((0, 4))}, group=dist.group.WORLD)
+            spec = TensorSpec((4,), torch.float32)
+            if dist.get_rank() < 2:
+                x = torch.arange(4.0) if dist.get_rank() == 0 else None
+                y = bridge.forward(x, spec)
+                assert y is None or torch.equal(y.detach(), torch.arange(4.0))
+        finally:
+            dist.all_reduce, dist.batch_isend_irecv = reduce, batch
+        return calls
+
+    assert ranks(3, body) == [["meet", "batch"], ["meet", "batch"], ["meet"]]
+
+
+def test_one_rank_may_be_both_sides():
+    bridge = Bridge({0: box((0, 4))}, {0: box((0, 4))}, group=None)
+    spec = TensorSpec((4,), torch.float32)
+    assert torch.equal(bridge.forward(torch.arange(4.0), spec).detach(), torch.arange(4.0))
+
+
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -164,7 +202,7 @@ def test_an_encoder_and_a_decoder_in_their_own_layouts_train_as_on_one_rank(rank
     def body():
         rank = dist.get_rank()
         source, destination = batch_boxes(rows, one), batch_boxes(rows, other)
-        bridge = Bridge(source, destination)
+        bridge = Bridge(source, destination, group=dist.group.WORLD)
         encoder, decoder = Encoder(), Decoder()
         spec = TensorSpec((rows, SEQUENCE, WIDTH), torch.float64)
         for step in range(2):
@@ -200,7 +238,7 @@ def test_boxes_may_cut_the_sequence_too_and_moves_may_overlap_work(ranks):
         whole = torch.arange(4 * 6 * 2, dtype=torch.float64).view(4, 6, 2)
         source = {r: box((0, 4), (3 * r, 3 * r + 3)) for r in (0, 1)}  # sequence parallel
         destination = {r: box((2 * (r - 2), 2 * (r - 2) + 2), (0, 6)) for r in (2, 3)}
-        bridge = Bridge(source, destination)
+        bridge = Bridge(source, destination, group=dist.group.WORLD)
         spec = TensorSpec((4, 6, 2), torch.float64)
         mine = whole[:, 3 * rank : 3 * rank + 3] if rank in source else None
         moving = [bridge.start(None if mine is None else mine * k, spec) for k in (1, 2)]
@@ -235,8 +273,7 @@ def four_layers_on_one_rank(rows, number, loss):
     return [layer.weight.grad for layer in layers]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_bridge_joins_a_pipelined_encoder_and_a_pipelined_decoder(ranks, recompute):
+def test_a_bridge_joins_a_pipelined_encoder_and_a_pipelined_decoder(ranks):
     """Ranks 0 and 1 are the encoder's pipeline, ranks 2 and 3 the decoder's."""
     rows, number = 4, 3
     spec = TensorSpec((rows, SEQUENCE, WIDTH), torch.float64)
@@ -247,9 +284,6 @@ def test_a_bridge_joins_a_pipelined_encoder_and_a_pipelined_decoder(ranks, recom
     def encode(bridge, stage, group, at):
         """All forwards, each sent over when it is there; then the gradients are waited for."""
         schedule = make_schedule("gpipe", 2, number)
-        if recompute:
-            marks = frozenset((Mark.RECOMPUTE, Action(Op.F, at, i)) for i in range(number))
-            schedule = dataclasses.replace(schedule, marks=marks)
 
         def send(y, i):
             bridge.forward(y, spec)
@@ -275,7 +309,7 @@ def test_a_bridge_joins_a_pipelined_encoder_and_a_pipelined_decoder(ranks, recom
     def body():
         rank = dist.get_rank()
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        bridge = Bridge(batch_boxes(rows, [[1]]), batch_boxes(rows, [[2]]))
+        bridge = Bridge(batch_boxes(rows, [[1]]), batch_boxes(rows, [[2]]), group=dist.group.WORLD)
         layer = four_layers()[rank]
 
         def stage(x, i):

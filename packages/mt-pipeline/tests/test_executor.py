@@ -2,30 +2,15 @@
 
 import dataclasses
 import datetime
-import itertools
 import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import (
-    Action,
-    Executor,
-    Mark,
-    Op,
-    Schedule,
-    StageError,
-    TensorSpec,
-    TransferError,
-    check,
-    make_schedule,
-    offload,
-    run,
-    split_layers,
-)
-from mt_pipeline.offload import OnHost
+from mt_pipeline import Executor, StageError, TensorSpec, TransferError
 from mt_pipeline.transfer import Links, Mailbox
+from mt_schedule import Action, Op, Schedule, check, make_schedule, split_layers
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -146,8 +131,8 @@ def test_one_stage_needs_no_group():
 
 
 @pytest.mark.parametrize("batch_p2p", [False, True])
-def test_several_stages_on_a_rank_match_unpipelined(ranks, parse, interleaved, batch_p2p):
-    schedule = parse(interleaved, stages=4, microbatches=4)
+def test_several_stages_on_a_rank_match_unpipelined(ranks, batch_p2p):
+    schedule = make_schedule("interleaved", 2, 4)
 
     def body():
         assert_matches_unpipelined(schedule, group=dist.group.WORLD, batch_p2p=batch_p2p)
@@ -172,8 +157,8 @@ def test_stages_in_a_v_hand_over_within_a_rank(ranks):
     ranks(2, lambda: assert_matches_unpipelined(schedule, group=dist.group.WORLD))
 
 
-def test_a_ring_of_ranks_that_have_never_met_does_not_wait_for_itself(ranks, parse):
-    schedule = parse("F0a F0b B0b B0a\n" * 3, stages=6, microbatches=1)
+def test_a_ring_of_ranks_that_have_never_met_does_not_wait_for_itself(ranks):
+    schedule = make_schedule("interleaved", 3, 1)
 
     def body():
         group = dist.new_group([0, 1, 2])
@@ -322,161 +307,6 @@ def test_a_batched_send_need_not_have_ended_at_the_next_exchange(monkeypatch):
     assert seen == [[], [], [], [], [0], [0, 1]]
     mail.finish()
     assert waited == list(range(6))  # in the order in which they left
-
-
-def test_recomputed_dropout_of_the_global_generator_repeats_itself(ranks):
-    def body():
-        def run(*, marked):
-            schedule = make_schedule("zb-h1", stages=2, microbatches=4)
-            forwards = [a for _, _, a in schedule if a.op is Op.F]
-            marks = frozenset((Mark.RECOMPUTE, a) for a in forwards if marked)
-            torch.manual_seed(3)
-            layer, dropout = nn.Linear(WIDTH, WIDTH).double(), nn.Dropout(0.4)
-            forwards_run = []
-
-            def stage(x, batch):
-                forwards_run.append(torch.is_grad_enabled())
-                y = dropout(layer(batch if x is None else x))
-                return {"y": y} if dist.get_rank() == 1 else y
-
-            executor = Executor(
-                dataclasses.replace(schedule, marks=marks),
-                stage,
-                group=dist.group.WORLD,
-                activation=spec,
-            )
-            outputs = executor.run(make_batches(4), objective=objective)
-            after = torch.rand(1)
-            return layer.weight.grad, [o["y"] for o in outputs], after, forwards_run
-
-        plain, again = run(marked=False), run(marked=True)
-        assert torch.equal(plain[0], again[0])
-        assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
-        assert torch.equal(plain[2], again[2])  # later draws are where they were
-        assert plain[3] == [True] * 4
-        assert sorted(again[3]) == [False] * 4 + [True] * 4
-
-    ranks(2, body)
-
-
-class Streams:
-    """Random streams of one's own, as of tensor parallelism."""
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(5)
-
-    def state_dict(self):
-        return {"state": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["state"])
-
-    def drop(self, x):
-        return x * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) > 0.4)
-
-
-def test_recomputed_forwards_draw_from_given_streams_and_in_the_objective_as_before(ranks):
-    def body():
-        def run(*, mark):
-            schedule = make_schedule("zb-h1", stages=2, microbatches=4)
-            forwards = [a for _, _, a in schedule if a.op is Op.F]
-            marks = frozenset((Mark.RECOMPUTE, a) for a in mark(forwards))
-            torch.manual_seed(3)
-            layer, streams, log = nn.Linear(WIDTH, WIDTH).double(), Streams(), []
-
-            def stage(x, batch):
-                y = streams.drop(nn.functional.dropout(layer(batch if x is None else x), 0.4))
-                return {"y": y} if dist.get_rank() == 1 else y
-
-            def noisy(output, batch):
-                log.append(torch.is_grad_enabled())
-                y = streams.drop(nn.functional.dropout(output["y"], 0.4))
-                return objective({"y": y}, batch)
-
-            executor = Executor(
-                dataclasses.replace(schedule, marks=marks),
-                stage,
-                group=dist.group.WORLD,
-                activation=spec,
-                rng=streams,
-            )
-            outputs = executor.run(make_batches(4), objective=noisy)
-            after = [torch.rand(1), torch.rand(1, generator=streams.generator)]
-            return [layer.weight.grad, *(o["y"] for o in outputs), *after], log
-
-        plain, once = run(mark=lambda forwards: [])
-        for mark in (lambda forwards: forwards, lambda forwards: forwards[::2]):
-            again, twice = run(mark=mark)
-            for a, b in zip(plain, again, strict=True):
-                assert torch.equal(a, b)
-            assert twice.count(True) == len(once)
-        return once
-
-    assert ranks(2, body) == [[], [True] * 4]
-
-
-@pytest.mark.parametrize("marks", [{Mark.OFFLOAD}, {Mark.OFFLOAD, Mark.RECOMPUTE}])
-@pytest.mark.parametrize("in_a_function", [False, True])
-def test_offloading_takes_inputs_and_activations_and_leaves_weights(ranks, marks, in_a_function):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH).double()
-            self.register_buffer("scale", torch.ones(WIDTH, dtype=torch.float64))
-
-        def forward(self, x, batch):
-            x = batch * 1.0 if x is None else x
-            inputs.append(StorageWeakRef(x.untyped_storage()))
-            return torch.tanh(self.layer(x) * self.scale).sin()
-
-    inputs, packed = [], []
-
-    def copy(tensor):
-        packed.append(tensor.untyped_storage().data_ptr())
-        return OnHost(tensor.clone(), tensor.device)
-
-    def body():
-        torch.manual_seed(dist.get_rank())
-        block = Block()
-        results = []
-        for mark in (set(), marks):
-            schedule = make_schedule("gpipe", stages=2, microbatches=3)
-            forwards = [a for _, _, a in schedule if a.op is Op.F]
-            block.zero_grad()
-            executor = Executor(
-                dataclasses.replace(schedule, marks=frozenset(itertools.product(mark, forwards))),
-                (lambda x, batch: block(x, batch)) if in_a_function else block,
-                group=dist.group.WORLD,
-                activation=spec,
-            )
-            inputs.clear()
-            host, offload.to_host, run.to_host = offload.to_host, copy, copy
-            alive = []
-
-            def end(output, batch, alive=alive):
-                alive.append(sum(not ref.expired() for ref in inputs))
-                return (output * batch.cos()).sum()
-
-            try:
-                executor.run(make_batches(3), objective=end)
-            finally:
-                offload.to_host = run.to_host = host
-            results.append([block.layer.weight.grad, alive[:3]])
-        weights = {t.untyped_storage().data_ptr() for t in (*block.parameters(), block.scale)}
-        assert not weights & set(packed)
-        assert torch.equal(results[0][0], results[1][0])
-        number = len(packed)
-        packed.clear()
-        return number, results[0][1], results[1][1]
-
-    (first, *_), (second, plain, away) = ranks(2, body)
-    assert plain == [1, 2, 3]
-    if Mark.RECOMPUTE in marks:  # nothing but the inputs, once the first run has ended
-        assert (first, second) == (0, 3)
-        assert away == [1, 1, 1]
-    else:  # an input is gone as soon as the stage does not use it any more
-        assert second > first > 0
-        assert away == [0, 0, 0]
 
 
 def test_a_frozen_first_stage_sends_activations_and_takes_no_gradient(ranks):
@@ -629,7 +459,7 @@ def test_an_objective_without_a_gradient_is_refused(result, message):
         executor.run([torch.ones(1)], objective=lambda *_: result)
 
 
-def test_a_wrong_setup_says_what_would_work(parse):
+def test_a_wrong_setup_says_what_would_work():
     def stage(x, batch):
         return batch
 
@@ -638,7 +468,8 @@ def test_a_wrong_setup_says_what_would_work(parse):
         Executor(make_schedule("1f1b"), stage, group=None)
     with pytest.raises(ValueError, match=r"rank 0 was given 2 stages, but .* stages \[0\]"):
         Executor(one, [stage, stage], group=None)
-    broken = parse("F0 F0 B0", stages=1, microbatches=1)
+    forward = Action(Op.F, 0, 0)
+    broken = dataclasses.replace(one, ranks=((forward, *one.ranks[0]),))
     with pytest.raises(
         ValueError, match="has 1 violations: rank 0, action 1: F0 of stage 0 is alr"
     ):

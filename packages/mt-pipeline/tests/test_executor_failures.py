@@ -7,20 +7,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import (
-    Action,
-    Executor,
-    Op,
-    Schedule,
-    StageError,
-    TensorSpec,
-    TransferError,
-    insert_hooks,
-    make_schedule,
-)
-from mt_pipeline.communication import insert_communication
+from mt_pipeline import Executor, StageError, TensorSpec, TransferError
 from mt_pipeline.run import Run
 from mt_pipeline.transfer import Links, Mailbox
+from mt_schedule import Action, Op, insert_communication, insert_hooks, make_schedule
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -207,8 +197,8 @@ def test_failures_of_split_backwards_and_hooks_are_named(ranks):
     ]
 
 
-def test_several_stages_on_a_rank_fail_alone(ranks, parse, interleaved):
-    schedule: Schedule = parse(interleaved, stages=4, microbatches=4)
+def test_several_stages_on_a_rank_fail_alone(ranks):
+    schedule = make_schedule("interleaved", 2, 4)
 
     def body():
         mine, executor = make_executor(schedule)
@@ -373,7 +363,7 @@ class InParts(Stage):
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_failure_in_one_half_of_an_overlapped_pair_ends_the_other_half(ranks, backward):
     schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)
-    pairs = {a: pair for pair in schedule.overlaps for a in pair}
+    pairs = {a: pair for pair in schedule.pairs for a in pair}
 
     def make():
         mine = [InParts(stage) for stage in schedule.stages_of(dist.get_rank())]

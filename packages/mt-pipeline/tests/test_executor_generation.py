@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Executor, StageError, TensorSpec, make_schedule, split_layers
+from mt_pipeline import Executor, StageError, TensorSpec
+from mt_schedule import make_schedule, split_layers
 from torch import nn
 
 WIDTH, VOCABULARY, LAYERS = 8, 13, 5

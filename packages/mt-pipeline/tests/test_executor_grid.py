@@ -11,19 +11,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import (
-    Action,
-    Costs,
-    Executor,
-    Mark,
-    Op,
-    TensorSpec,
-    insert_hooks,
-    make_schedule,
-    optimise,
-    split_layers,
-    sum_tied_gradients,
-)
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import Action, Costs, Op, defer_weights, make_schedule, optimise, split_layers
 from torch import nn
 
 WIDTH, VOCABULARY = 6, 11
@@ -44,7 +33,7 @@ SCHEDULES = [
     ("dualpipe-v", {}),
 ]
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-EXTRAS = ("", "recompute", "some recompute", "offload", "recompute and offload")
+DEFERRED = ("", "all", "some")  # weight gradients put off to the rank's end
 
 
 class Layer(nn.Module):
@@ -136,15 +125,16 @@ def order_of(schedule, stage):
     return [a.microbatch for a in actions if a.op in (Op.B, Op.W) and a.stage == stage]
 
 
-def with_extra(schedule, extra):
-    forwards = [action for _, _, action in schedule if action.op is Op.F]
-    if extra == "some recompute":
-        forwards = random.Random(1).sample(forwards, len(forwards) // 2)
-    kinds = [mark for mark in (Mark.OFFLOAD, Mark.RECOMPUTE) if mark in extra]
-    return dataclasses.replace(schedule, marks=frozenset(itertools.product(kinds, forwards)))
+def deferring(schedule, which):
+    if not which:
+        return schedule
+    weights = [action for _, _, action in schedule if action.op in (Op.B, Op.W)]
+    some = random.Random(1).sample(weights, len(weights) // 2)
+    return defer_weights(schedule, None if which == "all" else some)
 
 
-def assert_equals_unpipelined(schedule, *, extra, layers_over, group, batch_p2p):
+def assert_equals_unpipelined(schedule, *, deferred, layers_over, group, batch_p2p):
+    schedule = deferring(schedule, deferred)
     number_of_layers = schedule.depth + layers_over
     batches = make_batches(schedule.microbatches)
     losses, gradients = reference(schedule.depth, number_of_layers, batches)
@@ -152,7 +142,7 @@ def assert_equals_unpipelined(schedule, *, extra, layers_over, group, batch_p2p)
     held = schedule.stages_of(rank)
     mine = [make_parts(schedule.depth, number_of_layers)[s % schedule.depth] for s in held]
     executor = Executor(
-        with_extra(schedule, extra),
+        schedule,
         mine if len(mine) > 1 else mine[0],
         group=group,
         activation=spec,
@@ -186,8 +176,8 @@ def grid():
             make_schedule(name, stages=ranks, microbatches=number, **options)
         except ValueError:
             continue  # it says what it takes; its own tests are about that
-        for extra, over, batched in itertools.product(EXTRAS, (0, 1, 3), (False, True)):
-            yield ranks, name, options, number, extra, over, batched
+        for deferred, over, batched in itertools.product(DEFERRED, (0, 1, 3), (False, True)):
+            yield ranks, name, options, number, deferred, over, batched
 
 
 def sample():
@@ -202,18 +192,18 @@ def sample():
 
 def run_cases(ranks, world, cases):
     def body():
-        for _, name, options, number, extra, over, batched in cases:
+        for _, name, options, number, deferred, over, batched in cases:
             schedule = make_schedule(name, stages=world, microbatches=number, **options)
             try:
                 assert_equals_unpipelined(
                     schedule,
-                    extra=extra,
+                    deferred=deferred,
                     layers_over=over,
                     group=dist.group.WORLD,
                     batch_p2p=batched,
                 )
             except Exception as error:
-                raise AssertionError(f"{name} {options} m={number} {extra} {over}") from error
+                raise AssertionError(f"{name} {options} m={number} {deferred} {over}") from error
 
     ranks(world, body, timeout=600)
 
@@ -248,15 +238,15 @@ def split_backwards(schedule, later):
     return dataclasses.replace(schedule, ranks=tuple(ranks), peak_activations=None)
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("deferred", DEFERRED)
 @pytest.mark.parametrize("world", [2, 4])
-def test_any_schedule_with_its_backwards_split_gives_the_same(ranks, world, extra):
+def test_any_schedule_with_its_backwards_split_gives_the_same(ranks, world, deferred):
     def body():
         for number, later in itertools.product((2, 5), (0, 1, 3, 99)):
             schedule = split_backwards(make_schedule("1f1b", world, number), later)
             assert Action(Op.W, 0, number - 1) in schedule.ranks[0]
             assert_equals_unpipelined(
-                schedule, extra=extra, layers_over=1, group=dist.group.WORLD, batch_p2p=None
+                schedule, deferred=deferred, layers_over=1, group=dist.group.WORLD, batch_p2p=None
             )
 
     ranks(world, body)
@@ -278,133 +268,10 @@ def test_what_optimise_returns_gives_the_same(ranks, profile, memory_cap):
 
         def body(schedule=schedule):
             assert_equals_unpipelined(
-                schedule, extra="", layers_over=1, group=dist.group.WORLD, batch_p2p=None
+                schedule, deferred="", layers_over=1, group=dist.group.WORLD, batch_p2p=None
             )
 
         ranks(2, body)
-
-
-def tied_reference(stages, number_of_layers, batches):
-    """One shared parameter in one process: of each micro-batch its gradient, and of each use."""
-    parts = make_parts(stages, number_of_layers)
-    table = nn.Parameter(parts[0].embedding.detach())
-    shared, uses = [], []
-    for batch in batches:
-        ends = [table.view_as(table) for _ in range(2)]
-        del parts[0].embedding, parts[-1].head
-        parts[0].embedding, parts[-1].head = ends
-        for end in ends:
-            end.retain_grad()
-        x = None
-        for part in parts:
-            x = part(x, batch)
-        table.grad = None
-        objective(x, batch).backward()
-        shared.append(table.grad)
-        uses.append([end.grad for end in ends])
-    return shared, uses
-
-
-def tied_copies(schedule, held, mine, *, one):
-    """The copies of the embedding on this rank by stage; one parameter where that is wanted."""
-    copies = {}
-    for stage, part in zip(held, mine, strict=True):
-        for name in ("embedding", "head"):
-            if getattr(part, name) is not None:
-                if one and copies:
-                    setattr(part, name, next(iter(copies.values())))
-                copies[stage] = getattr(part, name)
-    return copies
-
-
-def assert_ties_are_summed(schedule, *, in_hooks, one, groups):
-    number_of_layers = schedule.depth + 1
-    batches = make_batches(schedule.microbatches)
-    shared, uses = tied_reference(schedule.depth, number_of_layers, batches)
-    for total, (embedding, head) in zip(shared, uses, strict=True):
-        assert torch.equal(total, embedding + head)  # whatever the order of the two
-    rank = dist.get_rank()
-    held = schedule.stages_of(rank)
-    mine = [make_parts(schedule.depth, number_of_layers)[s % schedule.depth] for s in held]
-    copies = tied_copies(schedule, held, mine, one=one)
-    ends = {s for s in range(schedule.stages) if s % schedule.depth in (0, schedule.depth - 1)}
-    holders = sorted({schedule.stage_ranks[s] for s in ends})
-    reduced, finish = set(), []
-
-    def start(**options):
-        group = groups[tuple(holders)] if len(holders) > 1 else None
-        return sum_tied_gradients(copies.values(), group=group, **options)
-
-    def reduce(stage):
-        reduced.add(stage)
-        if stage in copies and copies.keys() <= reduced:
-            finish.append(start(async_op=True))
-
-    Executor(
-        insert_hooks(schedule, gather=False) if in_hooks else schedule,
-        mine if len(mine) > 1 else mine[0],
-        group=dist.group.WORLD,
-        activation=spec,
-        hooks={Op.REDUCE: reduce} if in_hooks else None,
-    ).run(batches, objective=objective)
-    if copies:
-        (finish.pop() if in_hooks else start())()
-
-    expected = expected_sum(schedule, holders, uses, one=one)
-    for copy in copies.values():
-        assert torch.equal(copy.grad, expected)
-    every = sum(shared[1:], shared[0])
-    torch.testing.assert_close(expected, every, rtol=1e-13, atol=1e-14)
-    if schedule.microbatches == 1:
-        assert torch.equal(expected, every)
-
-
-def expected_sum(schedule, holders, uses, *, one):
-    """Of each copy what its micro-batches add up, then of each rank, then of all."""
-
-    def summed(stages):
-        """What these stages add up, in the order of their rank's actions, from zero."""
-        total = torch.zeros_like(uses[0][0])
-        for action in schedule.ranks[schedule.stage_ranks[stages[0]]]:
-            if action.op in (Op.B, Op.W) and action.stage in stages:
-                total = total + uses[action.microbatch][action.stage % schedule.depth != 0]
-        return total
-
-    of_ranks = []
-    for holder in holders:
-        there = [
-            stage
-            for stage in schedule.stages_of(holder)
-            if stage % schedule.depth in (0, schedule.depth - 1)
-        ]
-        if one:
-            of_ranks.append(summed(there))
-        else:
-            first, *others = map(summed, ([stage] for stage in there))
-            of_ranks.append(sum(others, first))
-    return sum(of_ranks[1:], of_ranks[0])
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_tied_embeddings_get_the_gradient_of_one_shared_parameter(ranks, world):
-    """Bit for bit that of each micro-batch, added up in the order that the schedule has."""
-
-    def body():
-        groups = {(0, world - 1): dist.new_group([0, world - 1])}
-        for name, options in SCHEDULES:
-            takes_few = not name.startswith("dualpipe")
-            sizes = (1, 5)[world // 4 :] if takes_few else (2 * world,)
-            ways = [(False, True), (True, True), (False, False)][: 3 if world == 2 else 2]
-            for number, (one, in_hooks) in itertools.product(sizes, ways):
-                schedule = make_schedule(name, stages=world, microbatches=number, **options)
-                if one and {0, schedule.depth - 1} - set(schedule.stages_of(0)):
-                    continue  # no rank has both ends
-                try:
-                    assert_ties_are_summed(schedule, in_hooks=in_hooks, one=one, groups=groups)
-                except Exception as error:
-                    raise AssertionError(f"{name} {options} {number} {one} {in_hooks}") from error
-
-    ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -425,7 +292,7 @@ def test_the_two_copies_under_dualpipe_get_the_gradient_of_all_microbatches(rank
         ):
             index = stage % schedule.depth
             for at, parameter in enumerate(part.parameters()):
-                sum_tied_gradients([parameter], group=groups[min(rank, world - 1 - rank)])
+                dist.all_reduce(parameter.grad, group=groups[min(rank, world - 1 - rank)])
                 sums = []
                 for each in schedule.replicas_of(stage):
                     total = torch.zeros_like(parameter)
@@ -435,14 +302,3 @@ def test_the_two_copies_under_dualpipe_get_the_gradient_of_all_microbatches(rank
                 assert torch.equal(parameter.grad, sums[0] + sums[1])
 
     ranks(world, body)
-
-
-def test_copies_without_a_gradient_count_as_zeros_and_odd_ones_are_refused():
-    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    one.grad = torch.tensor([1.0, 2.0])
-    sum_tied_gradients([one, other, one], group=None)
-    assert one.grad.tolist() == other.grad.tolist() == [1.0, 2.0]
-    assert one.grad is not other.grad  # who scales one does not scale the other too
-    for copies in ([], [one, nn.Parameter(torch.ones(3))], [one, nn.Parameter(one.double())]):
-        with pytest.raises(ValueError, match="pass at least one, all of the same shape and dtype"):
-            sum_tied_gradients(copies, group=None)

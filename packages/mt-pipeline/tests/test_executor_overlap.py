@@ -8,17 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import WgradStore
-from mt_pipeline import (
-    Action,
-    DefersWeightGradients,
-    Executor,
-    Op,
-    Schedule,
-    SplitStage,
-    TensorSpec,
-    insert_hooks,
-    make_schedule,
-)
+from mt_pipeline import DefersWeightGradients, Executor, SplitStage, TensorSpec
+from mt_schedule import Action, Op, Schedule, insert_hooks, make_schedule
 from torch import nn
 
 WIDTH = 6
@@ -150,7 +141,7 @@ def one_rank(*, split):
         stages=1,
         microbatches=2,
         ranks=((Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(op, 0, 0), *tail, *last),),
-        overlaps=frozenset({(Action(Op.F, 0, 1), Action(op, 0, 0))}),
+        pairs=frozenset({(Action(Op.F, 0, 1), Action(op, 0, 0))}),
     )
 
 
@@ -181,7 +172,7 @@ def test_the_parts_of_an_overlapped_pair_take_turns(split):
 def test_turns_change_no_gradient(split):
     schedule = one_rank(split=split)
     outputs, gradients = run_alone(schedule, MoE(0, []))
-    plain = dataclasses.replace(schedule, overlaps=frozenset())
+    plain = dataclasses.replace(schedule, pairs=frozenset())
     for other, stage in [(schedule, Whole(MoE(0, []))), (plain, MoE(0, []))]:
         theirs, expected = run_alone(other, stage)
         for a, b in zip([*outputs, *gradients], [*theirs, *expected], strict=True):
@@ -208,7 +199,7 @@ def test_parts_may_hand_on_a_nest_of_tensors(ranks):
 def test_overlapped_pairs_across_ranks_change_no_gradient(ranks, world, name):
     def body():
         schedule = make_schedule(name, stages=world, microbatches=4 * world)
-        assert schedule.overlaps
+        assert schedule.pairs
         held = schedule.stages_of(dist.get_rank())
         results = []
         for offers_parts in (False, True):

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Executor, TensorSpec, make_schedule
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import make_schedule
 from torch import nn
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -102,3 +103,22 @@ def test_losses_and_gradients_are_those_of_torch(ranks, world, name, options, ki
             torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
 
     ranks(world, body)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 5), (3, 4), (4, 8), (5, 7)])
+def test_1f1b_order_equals_torch(p, m):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = schedules.Schedule1F1B.__new__(schedules.Schedule1F1B)
+    if not hasattr(theirs, "_get_pipeline_order"):
+        pytest.skip("this torch does not give its 1F1B order")
+    theirs._num_stages = p
+    theirs._n_microbatches = m
+    ours = make_schedule("1f1b", stages=p, microbatches=m)
+    for rank, actions in theirs._get_pipeline_order().items():
+        wanted = [(a.computation_type.name, a.microbatch_index) for a in actions if a]
+        letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+        wanted = [(letters[kind], number) for kind, number in wanted if kind in letters]
+        mine = [(action.op.value, action.microbatch) for action in ours.ranks[rank]]
+        if rank == p - 1:  # torch's table (not what it runs) numbers this rank's forwards from 1
+            wanted = [(kind, number - (kind == "F")) for kind, number in wanted]
+        assert mine == wanted

@@ -6,7 +6,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Executor, Op, TensorSpec, insert_hooks, make_schedule
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import Op, insert_hooks, make_schedule
 from torch import nn
 
 WIDTH = 8

@@ -450,7 +450,7 @@ def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None
         if state.size("pp") > 1:
             raise ValueError(
                 f"the layout has pp={state.size('pp')} stages, so say which layers this one "
-                f"holds, for example layers=mt_pipeline.split_layers({config.num_layers}, "
+                f"holds, for example layers=mt_schedule.split_layers({config.num_layers}, "
                 f"{state.size('pp')})[state.index('pp')]"
             )
         return range(config.num_layers)

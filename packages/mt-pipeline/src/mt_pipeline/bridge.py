@@ -6,16 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import ParallelLayout
 from torch import Tensor
 
-from mt_pipeline.transfer import TensorSpec
-
-if TYPE_CHECKING:
-    from mt_parallel_state import ParallelLayout
+from mt_pipeline.transfer import TensorSpec, meet
 
 Box: TypeAlias = tuple[range, ...]
 """What a rank holds of a tensor: for its first dims which indices of the whole; all of the rest."""
@@ -48,12 +46,16 @@ def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
         For each rank its box, of dim 0.
 
     Raises:
-        ValueError: A rank occurs twice.
+        ValueError: A rank occurs twice, there are no parts, or `rows` is negative.
 
     Example:
         >>> batch_boxes(8, [[0, 1], [2, 3]])  # two ranks of tensor parallelism, twice
         {0: (range(0, 4),), 1: (range(0, 4),), 2: (range(4, 8),), 3: (range(4, 8),)}
     """
+    if not copies:
+        raise ValueError("copies is empty: give for each part of the batch the ranks that hold it")
+    if not isinstance(rows, int) or rows < 0:
+        raise ValueError(f"rows is {rows!r:.60}: expected a whole number of 0 or more")
     each, more = divmod(rows, len(copies))
     boxes: dict[int, Box] = {}
     start = 0
@@ -78,7 +80,19 @@ def layout_boxes(
         stage: The pipeline stage whose ranks are at the bridge: an encoder's last, a decoder's
             first.
         first_rank: Where the module's ranks begin in the group of the bridge.
+
+    Raises:
+        ValueError: The layout has no such stage, `first_rank` or `rows` is negative.
+        TypeError: It is no `ParallelLayout`.
     """
+    if not isinstance(layout, ParallelLayout):
+        raise TypeError(f"expected a ParallelLayout, got {layout!r:.60}")
+    if stage not in range(layout.size("pp")):
+        raise ValueError(
+            f"stage is {stage!r:.60}: the layout has stages 0..{layout.size('pp') - 1}"
+        )
+    if not isinstance(first_rank, int) or first_rank < 0:
+        raise ValueError(f"first_rank is {first_rank!r:.60}: expected a whole number of 0 or more")
     copies: list[list[int]] = [[] for _ in range(layout.size("dp"))]
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -101,8 +115,8 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
         The moves, in the order in which all ranks make them.
 
     Raises:
-        ValueError: Two source boxes overlap in part, an index that is needed is held by nobody, or
-            boxes differ in their number of dims.
+        ValueError: There is no source box, two of them overlap in part, an index that is needed is
+            held by nobody, or boxes differ in their number of dims.
 
     Example:
         >>> one, other = batch_boxes(4, [[0], [1]]), batch_boxes(4, [[2], [3], [4], [5]])
@@ -113,6 +127,8 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
         1 -> 4 (range(2, 3),)
         1 -> 5 (range(3, 4),)
     """
+    if not source:
+        raise ValueError("there is no source box: give for each rank on the first side what it has")
     copies: dict[Box, list[int]] = {}
     for rank, box in sorted(source.items()):
         copies.setdefault(box, []).append(rank)
@@ -157,16 +173,19 @@ class Bridge:
     rank gets the whole gradient of its box from one destination rank. A rank may be on both sides,
     and a box may cut more dims than the batch, such as the sequence.
 
-    Every rank of the two sides makes the same calls in the same order; others make none.
+    Every rank of the group makes the bridge at the same point: one all-reduce connects them, since
+    a backend that connects at the first transfer may want the ranks without one there too. After
+    that every rank of the two sides makes the same calls in the same order; others make none.
 
     Args:
         source: For each rank of `group` on the first side its box.
         destination: For each rank on the second side its box.
-        group: A group with all of them; its numbering is used.
+        group: A group with all of them; its numbering is used. None: this rank is both sides.
         device: Where tensors live.
 
     Raises:
-        ValueError: As from `plan_moves`.
+        ValueError: As from `plan_moves`, or a rank is not in the group.
+        TransferError: Another rank of the group did not come.
     """
 
     def __init__(
@@ -174,16 +193,25 @@ class Bridge:
         source: Mapping[int, Box],
         destination: Mapping[int, Box],
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.moves = plan_moves(source, destination)
         self.moves_back = plan_moves(destination, source)
         self._source, self._destination = dict(source), dict(destination)
         self._cut_dims = len(next(iter(source.values())))
-        self._group = group or dist.group.WORLD
-        self._rank = dist.get_rank(self._group)
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
         self._device = torch.device(device)
+        size = 1 if group is None else dist.get_world_size(group)
+        outside = [rank for rank in (*source, *destination) if rank not in range(size)]
+        if outside:
+            raise ValueError(
+                f"rank {outside[0]} has a box, but the group has ranks 0..{size - 1}: pass a group "
+                "with all ranks of both sides"
+            )
+        if group is not None:
+            meet(group, self._device)
 
     def forward(self, x: Tensor | None, spec: TensorSpec) -> Tensor | None:
         """Move an activation from the first side to the second.

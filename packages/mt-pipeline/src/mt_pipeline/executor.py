@@ -5,23 +5,33 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from contextlib import nullcontext
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from mt_schedule import (
+    Action,
+    Op,
+    Schedule,
+    Span,
+    Step,
+    check,
+    forward_only,
+    insert_communication,
+    steps,
+)
 from torch import Tensor
 
-from mt_pipeline.action import Action, Op
-from mt_pipeline.checker import check
-from mt_pipeline.communication import Step, forward_only, insert_communication, steps
+from mt_pipeline.batch import cut_batch
 from mt_pipeline.failure import share, share_failure, share_start
-from mt_pipeline.ir import Schedule
 from mt_pipeline.run import Goal, Place, Run
-from mt_pipeline.simulator import Span
-from mt_pipeline.stage import RandomState, SplitStage, Stage, StageError, naming
+from mt_pipeline.stage import SplitStage, Stage, StageError, naming
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
+Batch: TypeAlias = Tensor | Mapping[str, Tensor]
+"""A whole batch, which is cut into micro-batches."""
 
 
 class Executor(Generic[M]):
@@ -57,10 +67,6 @@ class Executor(Generic[M]):
         hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them (`insert_hooks`), what
             is called with the number of the stage: both by `run`, GATHER by `evaluate` and `infer`
             too. It may start a collective; whoever needs the result waits.
-        rng: Random streams that stages and the objective draw from, beside the default generators
-            of the CPU and of `device`. Needed where forwards are marked to be recomputed: its
-            state is taken at a forward, put back for the second run, and then again made what it
-            was.
         share_failures: Whether ranks agree, by an all-reduce of three numbers before each run and
             of one after it, on what failed where. Without it a `StageError` is raised on its own
             rank alone: for steps so short that two more messages count, under a launcher that
@@ -69,6 +75,7 @@ class Executor(Generic[M]):
     Raises:
         ValueError: The schedule has violations, or does not fit the group, the stages or the
             hooks given; or a stage to be run in parts is an FSDP module itself.
+        TypeError: Something is no schedule, group or function.
         TransferError: Another rank of the group did not come.
     """
 
@@ -82,9 +89,12 @@ class Executor(Generic[M]):
         device: torch.device | str = "cpu",
         batch_p2p: bool | None = None,
         hooks: Mapping[Op, Callable[[int], object]] | None = None,
-        rng: RandomState | None = None,
         share_failures: bool = True,
     ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"expected a Schedule, got {schedule!r:.60}; make_schedule makes one")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup or None (one rank), got {group!r:.60}")
         size = 1 if group is None else dist.get_world_size(group)
         if size != len(schedule.ranks):
             raise ValueError(
@@ -107,7 +117,7 @@ class Executor(Generic[M]):
         _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
         stages = _assign(stage, schedule.stages_of(self.rank), self.rank)
-        if schedule.overlaps:
+        if schedule.pairs:
             _require_own_parts(stages)
         self._activation = activation
         self._share_failures = share_failures
@@ -124,12 +134,11 @@ class Executor(Generic[M]):
             stages=stages,
             hooks=dict(hooks or {}),
             links=links,
-            rng=rng,
         )
 
     def run(
         self,
-        microbatches: Sequence[M],
+        microbatches: Sequence[M] | Batch,
         *,
         objective: Callable[[Any, M], Goal],
         record: bool = False,
@@ -137,14 +146,14 @@ class Executor(Generic[M]):
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
 
         Args:
-            microbatches: As many as the schedule has. Every rank passes its own list of the same
-                micro-batches.
+            microbatches: As many as the schedule has; or a whole batch, a tensor or a dict of
+                tensors, which is cut along dim 0 into as many, as equal as can be (the first ones
+                get a row more). Every rank passes its own copy of the same.
             objective: From the last stage's output and the micro-batch to the scalar whose
                 gradient is taken. Called on the last stage only. It is not averaged or scaled.
                 Where the gradient comes from elsewhere (over a `Bridge`), it returns a function
                 instead: called without arguments when the micro-batch goes backward, that
-                returns the gradient of the output, which then is one tensor. The executor calls
-                the objective twice for a forward that is recomputed, unless it gave a function.
+                returns the gradient of the output, which then is one tensor.
             record: Whether to keep the times of actions for `timeline`. On an accelerator each
                 action is then waited for.
 
@@ -159,16 +168,17 @@ class Executor(Generic[M]):
             TransferError: Another rank went away.
             ValueError: The number of micro-batches is not the schedule's, and there is one rank.
         """
-        specs, _ = self._prepare(microbatches, number=self.schedule.microbatches)
-        return self._execute(self.schedule, microbatches, objective, specs=specs, record=record)
+        parts, specs, _ = self._prepare(microbatches, number=self.schedule.microbatches)
+        return self._execute(self.schedule, parts, objective, specs=specs, record=record)
 
-    def evaluate(self, microbatches: Sequence[M]) -> list[Any]:
+    def evaluate(self, microbatches: Sequence[M] | Batch) -> list[Any]:
         """Run the forwards only, without gradients and in any number.
 
         The stages' training mode is left as it is: call `.eval()` on them where it matters.
 
         Args:
-            microbatches: Any number of them, the same on every rank.
+            microbatches: Any number of them, the same on every rank; or a whole batch, as for
+                `run`.
 
         Returns:
             As from `run`, all from the rank of the (first direction's) last stage.
@@ -177,11 +187,11 @@ class Executor(Generic[M]):
             StageError: As from `run`; also where ranks have different numbers of micro-batches.
             TransferError: Another rank went away.
         """
-        specs, _ = self._prepare(microbatches)
-        return self._forwards(microbatches, specs)
+        parts, specs, _ = self._prepare(microbatches)
+        return self._forwards(parts, specs)
 
     def infer(
-        self, microbatches: Sequence[M], *, output: Callable[[M], TensorSpec]
+        self, microbatches: Sequence[M] | Batch, *, output: Callable[[M], TensorSpec]
     ) -> list[Tensor]:
         """Run the forwards, and give every rank the last stage's outputs: a step of generation.
 
@@ -190,7 +200,7 @@ class Executor(Generic[M]):
         each group of requests.
 
         Args:
-            microbatches: The same on every rank.
+            microbatches: The same on every rank; or a whole batch, as for `run`.
             output: The spec of what the last stage returns for a micro-batch: one tensor.
 
         Returns:
@@ -201,8 +211,8 @@ class Executor(Generic[M]):
                 something else.
             TransferError: Another rank went away.
         """
-        activations, specs = self._prepare(microbatches, output=output)
-        outputs = self._forwards(microbatches, activations, specs)
+        parts, activations, specs = self._prepare(microbatches, output=output)
+        outputs = self._forwards(parts, activations, specs)
         # Gloo sends the memory of a tensor as it lies there, whatever its strides are.
         outputs = [output.contiguous() for output in outputs]
         if not outputs:
@@ -216,16 +226,19 @@ class Executor(Generic[M]):
 
     def _prepare(
         self,
-        microbatches: Sequence[M],
+        given: Sequence[M] | Batch,
         *,
         number: int | None = None,
         output: Callable[[M], TensorSpec] | None = None,
-    ) -> tuple[list[TensorSpec] | None, list[TensorSpec] | None]:
-        """Ask for the specs of activations and outputs; all ranks raise if that fails on one."""
-        specs, failure = (None, None), None
-        group, got = self._place.group, len(microbatches)
-        first = next(iter(self._place.stages), 0)
+    ) -> tuple[Sequence[M], list[TensorSpec] | None, list[TensorSpec] | None]:
+        """Cut the batch and ask for the specs; all ranks raise if that fails on one."""
+        microbatches: Sequence[M] = ()
+        activations = outputs = failure = None
+        group, first = self._place.group, next(iter(self._place.stages), 0)
         try:
+            with nullcontext() if group is None else naming(Action(Op.F, first), self.rank):
+                microbatches = cut_batch(given, self.schedule.microbatches)
+            got = len(microbatches)
             if number not in (None, got):
                 fault = ValueError(
                     f"got {got} micro-batches, but the schedule is for {number}: pass as many, or "
@@ -235,17 +248,17 @@ class Executor(Generic[M]):
                     raise fault
                 with naming(Action(Op.F, first, min(got, number)), self.rank):
                     raise fault
-            specs = (
-                self._ask(self._activation, "activation()", microbatches),
-                self._ask(output, "output()", microbatches),
-            )
+            activations = self._ask(self._activation, "activation()", microbatches)
+            outputs = self._ask(output, "output()", microbatches)
         except StageError as error:
             failure = error
         if group is not None and self._share_failures:
-            failure = share_start(failure, got, stage=first, group=group, device=self._place.device)
+            failure = share_start(
+                failure, len(microbatches), stage=first, group=group, device=self._place.device
+            )
         if failure is not None:
             raise failure
-        return specs
+        return microbatches, activations, outputs
 
     def _ask(
         self, spec: Callable[[M], TensorSpec] | None, name: str, microbatches: Sequence[M]
@@ -314,7 +327,7 @@ class Executor(Generic[M]):
             run.mail.exchange(step.exchange)
             if step.compute is None:
                 continue
-            partner = schedule.overlap_of.get(step.compute)
+            partner = schedule.pair_of.get(step.compute)
             if todo and partner is not None and todo[0] == Step(exchange=(), compute=partner):
                 todo.popleft()
                 run.compute([step.compute, partner])
@@ -383,6 +396,11 @@ def _assign(
     stage: Stage[M] | Sequence[Stage[M]], held: list[int], rank: int
 ) -> Mapping[int, Stage[M]]:
     given = list(stage) if isinstance(stage, Sequence) else [stage]
+    for each in given:
+        if not callable(each):
+            raise TypeError(
+                f"a stage is called with (x, microbatch), but {each!r:.60} is no function"
+            )
     if len(given) != len(held):
         raise ValueError(
             f"rank {rank} was given {len(given)} stages, but the schedule has it hold stages "

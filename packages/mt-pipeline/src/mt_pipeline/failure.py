@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from mt_schedule import Action, Op, Schedule, simulate
 
-from mt_pipeline.action import Action, Op
-from mt_pipeline.ir import Schedule
-from mt_pipeline.simulator import simulate
 from mt_pipeline.stage import StageError
 from mt_pipeline.transfer import TransferError
 

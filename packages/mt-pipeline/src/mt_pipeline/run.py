@@ -5,23 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from mt_schedule import Action, Op, Schedule, Span
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mt_pipeline.action import Action, Mark, Op
 from mt_pipeline.backward import Pending, backward, backward_input
-from mt_pipeline.ir import Schedule
-from mt_pipeline.offload import OnHost, entrance, offloading, to_host
-from mt_pipeline.simulator import Span
 from mt_pipeline.stage import (
     DefersWeightGradients,
-    RandomState,
     SplitStage,
     Stage,
     StageError,
@@ -51,7 +46,6 @@ class Place(Generic[M]):
         stages: The stages of this rank by number.
         hooks: What GATHER and REDUCE call with the number of a stage.
         links: To the other ranks; None where there is one.
-        rng: What stages and the objective draw from beside the default generators.
     """
 
     rank: int
@@ -60,7 +54,6 @@ class Place(Generic[M]):
     stages: Mapping[int, Stage[M]]
     hooks: Mapping[Op, Callable[[int], object]]
     links: Links | None
-    rng: RandomState | None
 
 
 @dataclass(kw_only=True)
@@ -75,12 +68,10 @@ class _Part:
 class _Kept:
     """What a forward leaves for its backward."""
 
-    x: Tensor | None  # the stage's input, or the leaf that stands for it
-    away: OnHost | None = None  # x until the forward runs again, if it waits in host memory
+    x: Tensor | None  # the stage's input
     parts: list[_Part] = field(default_factory=list)
     # The gradient of what the last stage's backward begins at, or what gives it.
     seed: Goal | None = None
-    random: tuple[Any, ...] | None = None  # states to run the forward again with
 
 
 class Run(Generic[M]):
@@ -124,7 +115,7 @@ class Run(Generic[M]):
         self._specs = specs
         self._output_specs = output_specs
         self._objective = objective
-        self._in_parts = bool(schedule.overlaps)
+        self._in_parts = bool(schedule.pairs)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._starts: dict[Action, float] = {}
         self._weights: dict[tuple[int, int], list[Pending]] = {}
@@ -198,25 +189,15 @@ class Run(Generic[M]):
             assert kept.x is not None, f"{action} has no input"  # noqa: S101 (was checked)
         self._start(action)
         learns = self._objective is not None
-        again = learns and (Mark.RECOMPUTE, action) in self._schedule.marks
-        offload = learns and (Mark.OFFLOAD, action) in self._schedule.marks
-        if again:
-            kept.random = self._random_states()
-        output = yield from self._through(
-            action, kept, learns=learns and not again, offload=offload and not again
-        )
+        output = yield from self._through(action, kept, learns=learns)
         if self._schedule.next_stage(action.stage) is None:
             self.outputs[action.microbatch] = detached(output)
         else:
             self.mail.put(Action(Op.SEND_F, *action[1:]), output.detach())
         if learns:
-            if again and offload and kept.x is not None:
-                kept.x, kept.away = None, to_host(kept.x)
             self._kept[action[1:]] = kept
 
-    def _through(
-        self, action: Action, kept: _Kept, *, learns: bool, offload: bool = False
-    ) -> Generator[None, None, Any]:
+    def _through(self, action: Action, kept: _Kept, *, learns: bool) -> Generator[None, None, Any]:
         """Run a stage, part by part, and keep the graphs where it learns."""
         microbatch = self._microbatches[action.microbatch]
         stage = self._place.stages[action.stage]
@@ -224,22 +205,19 @@ class Run(Generic[M]):
             parts = stage.parts(microbatch)
         else:
             parts = [lambda x: stage(x, microbatch)]
-        begin = entrance if offload else _leaf
         state: Any = kept.x
         leaves: list[Tensor] = []
         if learns and kept.x is not None and _is_differentiable(kept.x):
-            kept.x, state = begin(kept.x)
+            state = kept.x.requires_grad_()
             leaves = [kept.x]
         for number, part in enumerate(parts):
             if number:
-                edges, state, following = _cut(state, begin)
+                edges, state, following = _cut(state)
                 kept.parts.append(_Part(leaves=leaves, edges=edges))
                 leaves = following
                 yield
-            with self._mode(stage, learns=learns, offload=offload):
-                state = part(state)
-        with self._mode(stage, learns=learns, offload=offload):
-            end = self._end(action, kept, state, learns=learns)
+            state = part(state)
+        end = self._end(action, kept, state)
         if learns:
             # The edge leads to the graph without keeping the output itself: the memory of what
             # has been sent is free as soon as nothing in the graph needs it.
@@ -247,7 +225,7 @@ class Run(Generic[M]):
             kept.parts.append(_Part(leaves=leaves, edges=edges))
         return state
 
-    def _end(self, action: Action, kept: _Kept, output: Any, *, learns: bool) -> Any:
+    def _end(self, action: Action, kept: _Kept, output: Any) -> Any:
         """What the backward begins at: what is handed on, or the objective."""
         spec = None
         if self._schedule.next_stage(action.stage) is not None:
@@ -260,20 +238,12 @@ class Run(Generic[M]):
             return require_activation(output, spec, said_by="output()")
         if self._objective is None:
             return output
-        if not callable(kept.seed):  # a function stays what it was at the first forward
-            # Also where the graph is not kept yet: what is drawn at random is drawn now.
-            goal: Any = self._objective(output, self._microbatches[action.microbatch])
-            if not callable(goal):
-                if learns:
-                    kept.seed = torch.ones_like(require_scalar(goal))
-                return goal
-            kept.seed = cast("Callable[[], Tensor]", goal)
+        goal: Any = self._objective(output, self._microbatches[action.microbatch])
+        if not callable(goal):
+            kept.seed = torch.ones_like(require_scalar(goal))
+            return goal
+        kept.seed = cast("Callable[[], Tensor]", goal)
         return require_activation(output, None, said_by="the objective")
-
-    def _mode(self, stage: Stage[M], *, learns: bool, offload: bool) -> AbstractContextManager[Any]:
-        if self._objective is not None and not learns:
-            return torch.no_grad()
-        return offloading(stage, self._objective) if offload else nullcontext()
 
     def _backward(self, action: Action) -> Work:
         key = action[1:]
@@ -281,8 +251,6 @@ class Run(Generic[M]):
         grad = None if is_last else self.mail.take(Action(Op.RECV_B, *key))
         self._start(action)
         kept = self._kept.pop(key)
-        if kept.random is not None:
-            self._forward_again(action, kept, kept.random)
         grads = [kept.seed() if callable(kept.seed) else kept.seed] if is_last else [grad]
         weights: list[Pending] = []
         while kept.parts:
@@ -301,33 +269,6 @@ class Run(Generic[M]):
             self.mail.put(
                 Action(Op.SEND_B, *key), torch.zeros_like(x) if x.grad is None else x.grad
             )
-
-    def _forward_again(self, action: Action, kept: _Kept, random: tuple[Any, ...]) -> None:
-        if kept.away is not None:
-            kept.x, kept.away = kept.away.back(), None
-        states = self._random_states()
-        try:
-            self._set_random_states(random)
-            for _ in self._through(Action(Op.F, *action[1:]), kept, learns=True):
-                pass
-        finally:
-            self._set_random_states(states)
-
-    def _random_states(self) -> tuple[Any, ...]:
-        device, rng = self._place.device, self._place.rng
-        return (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            None if rng is None else rng.state_dict(),
-        )
-
-    def _set_random_states(self, states: tuple[Any, ...]) -> None:
-        of_cpu, of_device, of_streams = states
-        torch.set_rng_state(of_cpu)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, self._place.device)
-        if self._place.rng is not None:
-            self._place.rng.load_state_dict(of_streams)
 
     def _differentiate(
         self,
@@ -353,15 +294,7 @@ def _is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _leaf(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Begin a graph at x: a leaf that gets the gradient, and what stages work on, here the same."""
-    leaf = x.requires_grad_()
-    return leaf, leaf
-
-
-def _cut(
-    state: Any, begin: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[list[GradientEdge], Any, list[Tensor]]:
+def _cut(state: Any) -> tuple[list[GradientEdge], Any, list[Tensor]]:
     """End one graph and begin another.
 
     Returns:
@@ -375,8 +308,7 @@ def _cut(
         if not tensor.requires_grad:
             return tensor
         edges.append(get_gradient_edge(tensor))
-        leaf, inside = begin(tensor.detach())
-        leaves.append(leaf)
-        return inside
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1]
 
     return edges, mapped(state, cut), leaves

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mt_parallel_state import WgradStore
+from mt_schedule import Action, Op
 from torch import Tensor
 
-from mt_pipeline.action import Action, Op
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -122,18 +122,6 @@ def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise StageError(action, rank, f"{where}{type(error).__name__}: {error}") from error
-
-
-class RandomState(Protocol):
-    """Random streams beside the default generators, such as `mt_tensor_parallel.RngStreams`."""
-
-    def state_dict(self) -> Any:
-        """The state of every stream; what is drawn later does not change it."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> object:
-        """Put every stream into a saved state."""
-        ...
 
 
 def require_scalar(loss: Any) -> Tensor:

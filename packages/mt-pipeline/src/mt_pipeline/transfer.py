@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from mt_parallel_state import twin_group
+from mt_schedule import Action, Op, Schedule
 from torch import Tensor
-
-from mt_pipeline.action import Action, Op
-from mt_pipeline.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +81,17 @@ def connect(
     Raises:
         TransferError: Another rank did not come.
     """
-    token = torch.zeros(1, device=device)
     rank = dist.get_rank(group)
     edges = {
         (at, peer)
         for at, _, action in schedule
         if action.op.is_send and (peer := schedule.peer(action)) is not None
     }
+    if batched:
+        meet(group, device)
+        return Links(rank=rank, up=group, down=group, batched=True)
+    token = torch.zeros(1, device=device)
     try:
-        if batched:
-            dist.all_reduce(token, group=group)
-            return Links(rank=rank, up=group, down=group, batched=True)
         links = Links(rank=rank, up=group, down=twin_group(group), batched=False)
         for source, destination in sorted(edges):  # one order for all, so that no circle can wait
             lane = links.between(source, destination)
@@ -114,6 +112,24 @@ _EARLY = 8
 them are used up the others are posted at one go: the other rank is then woken once for all."""
 _UNDER_WAY = 4
 """How many sends are under way at most, each with the memory of an activation."""
+
+
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect all ranks of a group by one all-reduce, before the first batch of transfers.
+
+    A backend may make its communicator in the group's first batch. Then every rank of the group has
+    to take part in that batch, also those that send and receive nothing.
+
+    Raises:
+        TransferError: Another rank did not come.
+    """
+    try:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    except RuntimeError as error:
+        raise TransferError(
+            f"rank {dist.get_rank(group)} could not connect to its group: {error}. Every rank of "
+            "the group must make its Executor or Bridge at this point"
+        ) from error
 
 
 class Mailbox:

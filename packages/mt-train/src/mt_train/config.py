@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from mt_files import Checks, FieldError, divisors, shorten
 from mt_model import Activation, Positions, Recompute
+from mt_schedule import SCHEDULES
 
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
 ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
@@ -328,7 +329,7 @@ class PipelineSection:
     """How micro-batches move through the pipeline ranks.
 
     Attributes:
-        schedule: A schedule of mt-pipeline: gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v,
+        schedule: A schedule of mt-schedule: gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v,
             v-half, v-min, dualpipe or dualpipe-v.
         stages: Pipeline ranks; `parallel.pp` says the same.
         microbatches: Micro-batches per step and rank; only checked against the batch sizes.
@@ -347,15 +348,13 @@ class PipelineSection:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        from mt_pipeline import GENERATORS
-
         checks = Checks(self)
         checks.at_least(1, "stages", "microbatches", "chunks", "group")
         checks.at_most(_MAX_RANKS, "stages", "chunks", "group")
-        if self.schedule not in GENERATORS:
-            near = difflib.get_close_matches(self.schedule[:50], GENERATORS, n=1, cutoff=0.5)
+        if self.schedule not in SCHEDULES:
+            near = difflib.get_close_matches(self.schedule[:50], SCHEDULES, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]}? " if near else ""
-            known = ", ".join(GENERATORS)
+            known = ", ".join(SCHEDULES)
             checks.add("schedule", f"{self.schedule[:50]!r} is no schedule. {hint}Known: {known}")
         checks.done()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_model import GPT, ModelConfig
 from mt_parallel_state import ParallelState, shard_param, sharding_of
-from mt_pipeline import Schedule, make_schedule, parse_layout, split_layers
+from mt_schedule import Schedule, make_schedule, parse_layout, split_layers
 from torch import nn
 
 from mt_train.config import PipelineSection

@@ -1,0 +1,56 @@
+"""Cuts a batch of plain tensors into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def cut_batch(given: Any, number: int) -> Sequence[Any]:
+    """Return the micro-batches of a run.
+
+    Args:
+        given: A sequence, which is returned as it is; or a whole batch, a tensor or a mapping of
+            tensors, which is cut along dim 0 into parts as equal as can be, the first ones larger.
+        number: Into how many parts a whole batch is cut.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: Tensors have different numbers of rows, or fewer than there are to be parts.
+    """
+    if isinstance(given, Tensor):
+        return given.tensor_split(_checked({"batch": given}, number))
+    if isinstance(given, Mapping):
+        cuts = _checked(given, number)
+        parts = {name: tensor.tensor_split(cuts) for name, tensor in given.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(number)]
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise TypeError(
+            "expected a sequence of micro-batches, or a tensor or a dict of tensors to be cut into "
+            f"them; got {given!r:.60} ({type(given).__name__})"
+        )
+    return given
+
+
+def _checked(tensors: Mapping[Any, Any], number: int) -> int:
+    """Return the number of parts, if all tensors have the same rows and enough of them."""
+    rows: dict[Any, int] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.ndim:
+            raise TypeError(
+                f"{name!r:.60} of the batch is {tensor!r:.60}: only tensors with rows can be cut; "
+                "pass a list of micro-batches for anything else"
+            )
+        rows[name] = len(tensor)
+    if not rows:
+        raise ValueError("the batch is an empty dict: give it tensors")
+    if len(set(rows.values())) != 1:
+        raise ValueError(f"the tensors of the batch have different numbers of rows: {rows}")
+    if min(rows.values()) < number:
+        raise ValueError(
+            f"the batch has {min(rows.values())} rows for {number} micro-batches: every one needs "
+            "a row"
+        )
+    return number

@@ -1,0 +1,310 @@
+"""Proves a schedule complete, ordered, deadlock-free and within its memory, without running it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mt_schedule.action import Action, Op
+from mt_schedule.communication import steps
+from mt_schedule.costs import Costs
+from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.simulator import advance, source_of
+
+_Channel: TypeAlias = tuple[int, int]  # from rank, to rank
+_Places: TypeAlias = Mapping[Action, int]  # where in its rank's list an action first stands
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing that is wrong with a schedule.
+
+    Attributes:
+        rank: The rank whose list it is in.
+        index: Index into that rank's list. For an action that is missing: where it is needed, or
+            the length of the list if nothing after it needs it.
+        sentence: What is wrong, for a person.
+    """
+
+    rank: int
+    index: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, action {self.index}: {self.sentence}"
+
+
+def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
+    """Find everything that is wrong with a schedule.
+
+    Checked are: every stage and micro-batch has each of its actions once and on its rank; what an
+    action needs comes before it; ranks do not wait for each other for ever; and never more live
+    activations than the schedule promises. Where the schedule communicates also: the sends of one
+    rank to another and the receives there are the same messages in the same order, and no deadlock
+    when a rank goes on only after its whole exchange (`Step`) is done and a send ends only once it
+    is received, or one of `buffers` holds it. Deadlock is not looked for where actions are missing,
+    out of order or mismatched, as it would be their consequence.
+
+    Args:
+        schedule: With or without communication.
+        buffers: How many messages from one rank to another may be under way after their send has
+            ended. 0: sends block until they are received, the strictest case.
+
+    Returns:
+        The violations by rank and index; empty when the schedule is right.
+    """
+    require_schedule(schedule)
+    if buffers < 0:
+        raise ValueError(f"buffers is {buffers}: expected 0 or more")
+    places: dict[Action, int] = {}
+    found: list[Violation] = []
+    for rank, index, action in schedule:
+        reason = _astray(schedule, rank, action)
+        if reason is None and action in places:
+            reason = f"{action} is already action {places[action]} of this rank"
+        if reason is None:
+            places[action] = index
+        else:
+            found.append(Violation(rank, index, reason))
+    found += _missing(schedule, places)
+    found += _doubled(schedule, places)
+    found += _disordered(schedule, places)
+    found += _mismatched(schedule, places)
+    if not found:
+        found += _stuck(schedule, places) or _deadlocks(schedule, places, buffers)
+    found += _over_peak(schedule, places)
+    found += _ill_paired(schedule, places)
+    return sorted(found, key=lambda violation: (violation.rank, violation.index))
+
+
+def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
+    """Why an action cannot be where it is, whatever surrounds it."""
+    if not 0 <= action.stage < schedule.stages:
+        return f"{action}: there are stages 0..{schedule.stages - 1} only"
+    if not 0 <= action.microbatch < schedule.microbatches:
+        return f"{action}: there are micro-batches 0..{schedule.microbatches - 1} only"
+    if schedule.stage_ranks[action.stage] != rank:
+        return f"{action}: that stage is on rank {schedule.stage_ranks[action.stage]}"
+    if action.op.is_hook:
+        return f"{action} is of micro-batch {action.microbatch}" if action.microbatch else None
+    passing = schedule.microbatches_of(action.stage)
+    if action.microbatch not in passing:
+        return f"{action}: micro-batches {passing[0]}..{passing[-1]} pass that stage"
+    if action.op.is_message and schedule.peer(action) is None:
+        return f"{action}: there is no other rank at that side of the stage"
+    return None
+
+
+def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
+    """What has to come before an action on its own rank."""
+    op, stage, microbatch = action
+    backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
+    if op is Op.REDUCE:
+        for number in schedule.microbatches_of(stage):
+            yield Action(Op.W if schedule.is_split(stage, number) else Op.B, stage, number)
+    if op.is_send:
+        yield Action(Op.F if op is Op.SEND_F else backward, stage, microbatch)
+    if not op.is_compute:
+        return
+    if op is Op.F and Op.GATHER in hooked:
+        yield Action(Op.GATHER, stage)
+    if op in (Op.B, Op.I):
+        yield Action(Op.F, stage, microbatch)
+    source = source_of(schedule, action)
+    if source == action or (source.stage == stage and source.op is Op.F):
+        return
+    if schedule.stage_ranks[source.stage] == schedule.stage_ranks[stage]:
+        yield source
+    elif schedule.has_communication:
+        yield Action(Op.RECV_F if op is Op.F else Op.RECV_B, stage, microbatch)
+
+
+def _hooked(places: _Places) -> set[Op]:
+    """The hooks that some stage has: then all have them."""
+    return {action.op for action in places if action.op.is_hook}
+
+
+def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
+    """Every action that a complete schedule has."""
+    hooks = sorted(_hooked(places))
+    for stage in range(schedule.stages):
+        messages = [
+            op
+            for op in Op
+            if schedule.has_communication
+            and op.is_message
+            and schedule.peer(Action(op, stage)) is not None
+        ]
+        for number in schedule.microbatches_of(stage):
+            split = any(Action(op, stage, number) in places for op in (Op.I, Op.W))
+            for op in (Op.F, *((Op.I, Op.W) if split else (Op.B,)), *messages):
+                yield Action(op, stage, number)
+        for op in hooks:
+            yield Action(op, stage)
+
+
+def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    absent = [action for action in _expected(schedule, places) if action not in places]
+    needed_at: dict[Action, int] = {}
+    if absent:
+        hooked = _hooked(places)
+        for action, index in places.items():
+            for need in _needs(schedule, action, hooked):
+                needed_at[need] = min(index, needed_at.get(need, index))
+    for action in absent:
+        rank = schedule.stage_ranks[action.stage]
+        index = needed_at.get(action, len(schedule.ranks[rank]))
+        yield Violation(rank, index, f"{action} is missing on this rank")
+
+
+def _doubled(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    for action, index in places.items():
+        if action.op is Op.B:
+            for op in (Op.I, Op.W):
+                part = action._replace(op=op)
+                if part in places:
+                    rank = schedule.stage_ranks[action.stage]
+                    yield Violation(
+                        rank, index, f"{action} does what {part}, action {places[part]}, does too"
+                    )
+
+
+def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    hooked = _hooked(places)
+    for action, index in places.items():
+        for need in _needs(schedule, action, hooked):
+            at = places.get(need, -1)
+            if at > index:
+                rank = schedule.stage_ranks[action.stage]
+                yield Violation(rank, index, f"{action} needs {need}, which is action {at}")
+
+
+def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    """The first message of each channel that its two ends disagree on, at both ends."""
+    sends: dict[_Channel, list[Action]] = defaultdict(list)
+    receives: dict[_Channel, list[Action]] = defaultdict(list)
+    for action in places:  # in the order of the lists
+        peer = schedule.peer(action) if action.op.is_message else None
+        if peer is None or schedule.other_end(action) not in places:
+            continue  # the latter is reported as missing
+        rank = schedule.stage_ranks[action.stage]
+        if action.op.is_send:
+            sends[rank, peer].append(action)
+        else:
+            receives[peer, rank].append(action)
+    for (source, target), sent in sends.items():
+        for send, receive in zip(sent, receives[source, target], strict=True):
+            if schedule.other_end(send) != receive:
+                clash = f"rank {source} sends {send} where rank {target} expects {receive}"
+                yield Violation(source, places[send], f"messages out of order: {clash}")
+                yield Violation(target, places[receive], f"messages out of order: {clash}")
+                break
+
+
+def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
+    """Deadlock of the computation alone, however well it communicates."""
+    timeline = advance(schedule, Costs(forward=0.0, backward=0.0))
+    stuck = {
+        rank: (action, source_of(schedule, action))
+        for rank in range(len(schedule.ranks))
+        if (action := timeline.stuck_at(rank)) is not None
+    }
+    found = []
+    for rank, (action, source) in stuck.items():
+        peer = schedule.stage_ranks[source.stage]
+        at = f"which is stuck at {stuck[peer][0]}" if peer in stuck else "which never does it"
+        sentence = f"deadlock: {action} waits for {source} on rank {peer}, {at}"
+        found.append(Violation(rank, places[action], sentence))
+    return found
+
+
+def _deadlocks(schedule: Schedule, places: _Places, buffers: int) -> Iterator[Violation]:
+    """Let every rank go as far as its exchanges let it.
+
+    The k-th send of a channel belongs to its k-th receive, so counting what has been posted is
+    enough: a receive is done when that many sends are posted, a send when that many receives are.
+    """
+    plans = [[step.exchange for step in steps(actions)] for actions in schedule.ranks]
+    posted: dict[tuple[bool, _Channel], int] = defaultdict(int)
+    # For each rank its exchange's messages that are not done: action, whether a send, channel, k.
+    pending: list[list[tuple[Action, bool, _Channel, int]]] = [[] for _ in plans]
+    at = [0] * len(plans)
+    runnable = list(range(len(plans)))
+    while runnable:
+        rank = runnable.pop()
+        while True:
+            pending[rank] = [
+                (action, sending, channel, number)
+                for action, sending, channel, number in pending[rank]
+                if posted[not sending, channel] + (buffers if sending else 0) <= number
+            ]
+            if pending[rank] or at[rank] == len(plans[rank]):
+                break
+            for action in plans[rank][at[rank]]:
+                peer = _peer(schedule, action)
+                sending = action.op.is_send
+                channel = (rank, peer) if sending else (peer, rank)
+                pending[rank].append((action, sending, channel, posted[sending, channel]))
+                posted[sending, channel] += 1
+                runnable.append(peer)
+            at[rank] += 1
+    for rank, left in enumerate(pending):
+        for action, *_ in left[:1]:
+            peer = _peer(schedule, action)
+            sentence = f"deadlock: {action} waits for rank {peer}, stuck at {pending[peer][0][0]}"
+            yield Violation(rank, places[action], sentence)
+
+
+def _peer(schedule: Schedule, action: Action) -> int:
+    peer = schedule.peer(action)
+    assert peer is not None, f"{action} was found astray"  # noqa: S101 (checked before)
+    return peer
+
+
+def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    live: list[set[tuple[int, int]]] = [set() for _ in schedule.ranks]
+    reported: set[int] = set()
+    for action, index in places.items() if schedule.peak_activations is not None else ():
+        rank = schedule.stage_ranks[action.stage]
+        key = (action.stage, action.microbatch)
+        if action.op is Op.F:
+            live[rank].add(key)
+        elif action.op in (Op.B, Op.W):
+            live[rank].discard(key)
+        count, peak = len(live[rank]), (schedule.peak_activations or ())[rank]
+        if count > peak and rank not in reported:
+            reported.add(rank)
+            yield Violation(
+                rank, index, f"{count} live activations, but the schedule declares {peak}"
+            )
+
+
+def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
+    """Overlapped pairs of what is not there, on two ranks, or of one action with two others.
+
+    Two that are parted on their rank run one after the other, to the same result.
+    """
+    paired: set[Action] = set()
+    for first, second in sorted(schedule.pairs):
+        for action in (first, second):
+            if action not in places:
+                sentence = f"{action} is in an overlapped pair, but not in the schedule"
+                yield _violation(schedule, places, action, sentence)
+            elif action in paired:
+                sentence = f"{action} is in two overlapped pairs"
+                yield _violation(schedule, places, action, sentence)
+            paired.add(action)
+        if first in places and second in places:
+            ranks = [schedule.stage_ranks[action.stage] for action in (first, second)]
+            if ranks[0] != ranks[1]:
+                sentence = f"{first} cannot overlap {second}: it is on rank {ranks[1]}"
+                yield Violation(ranks[0], places[first], sentence)
+
+
+def _violation(schedule: Schedule, places: _Places, action: Action, sentence: str) -> Violation:
+    """A violation where an action is, or at the end of the list in which it would be."""
+    exists = 0 <= action.stage < schedule.stages
+    rank = schedule.stage_ranks[action.stage] if exists else 0
+    return Violation(rank, places.get(action, len(schedule.ranks[rank])), sentence)

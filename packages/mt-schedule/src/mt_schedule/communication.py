@@ -1,0 +1,199 @@
+"""Passes that turn what is computed into what is also sent, and into forward-only orders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mt_schedule.action import Action, Op, require_size
+from mt_schedule.costs import Costs, require_costs
+from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.simulator import action_times, simulate
+
+
+def insert_communication(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Put sends and receives between the compute actions of a schedule.
+
+    The schedule is simulated, and every message gets the moment at which it is made. Each of its
+    two ranks takes it then: after the compute actions that have begun by that moment, before the
+    ones that have not. So messages are received early rather than when they are needed, and as
+    there is one order of all events that every rank's list agrees with, the earliest event not
+    done can always happen: no deadlock, even where a send ends only once it is received.
+
+    What lies between two compute actions of a rank is one exchange (`Step`), whose members may
+    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank. Nothing lies
+    between the two actions of an overlapped pair.
+
+    Args:
+        schedule: Without messages. A schedule that already communicates is returned as it is.
+        costs: Times of each stage; `Costs()` by default. They only decide where receives are
+            placed. They may be 0: an F, B or I is then given a millionth of the longest time, so
+            that what it sends comes after it.
+
+    Returns:
+        The same schedule with communication.
+
+    Raises:
+        ValueError: The costs do not fit the stages, or the schedule cannot complete (`check` says
+            why).
+    """
+    if require_schedule(schedule).has_communication:
+        return schedule
+    costs = _lasting(schedule, require_costs(costs))
+    # Sorted by time, messages before the computation that starts with them, then by the pair of
+    # ranks, so that both ends of a message agree on the order of all messages between them.
+    events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
+    for rank, timeline in enumerate(simulate(schedule, costs=costs).timeline):
+        spans, ended = iter(timeline), 0.0
+        for action in schedule.ranks[rank]:
+            if action.op.is_hook:
+                events[rank].append(((ended, 1, 0, 0), action))
+                continue
+            span = next(spans)
+            ended = span.end
+            events[rank].append(((span.start, 1, 0, 0), action))
+            send = Action(_SENDS.get(action.op, action.op), action.stage, action.microbatch)
+            peer = schedule.peer(send) if send.op.is_send else None
+            if peer is not None:
+                moment = (span.end, 0, rank, peer)
+                events[rank].append((moment, send))
+                events[peer].append((moment, schedule.other_end(send)))
+    ranks = (sorted(listed, key=lambda event: event[0]) for listed in events)
+    return dataclasses.replace(
+        schedule, ranks=tuple(tuple(action for _, action in listed) for listed in ranks)
+    )
+
+
+def _lasting(schedule: Schedule, costs: Costs) -> Costs:
+    """The costs of the schedule's stages, where nothing that sends ends when it begins."""
+    own, times = costs.merged(schedule.depth), action_times(schedule, costs)
+    stages = range(schedule.depth)
+    transfer = max(own.message_bytes) / own.bandwidth  # pyright: ignore[reportArgumentType]
+    least = 1e-6 * max(own.latency, transfer, *times[Op.F], *times[Op.B]) or 1.0
+    inputs = [max(times[Op.I][stage], least) for stage in stages]
+    return dataclasses.replace(
+        own,
+        forward=[max(times[Op.F][stage], least) for stage in stages],
+        backward=[inputs[stage] + times[Op.W][stage] for stage in stages],
+        pair_share=max(own.pair_share, 0.1),
+    )
+
+
+_SENDS = MappingProxyType({Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B})
+
+
+def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True) -> Schedule:
+    """Put hooks for sharded parameters and data-parallel gradients into a schedule.
+
+    The parameters of a stage start to be gathered one compute action before its first forward (so
+    at the start for the first two stages of a rank), and its gradients start to be reduced after
+    its last B or W.
+
+    Args:
+        schedule: With or without communication.
+        gather: Whether GATHER actions are wanted. None comes between the two of an overlapped pair.
+        reduce: Whether REDUCE actions are wanted.
+
+    Raises:
+        ValueError: The schedule has hooks already.
+    """
+    if any(action.op.is_hook for _, _, action in require_schedule(schedule)):
+        raise ValueError(f"schedule {schedule.name!r} has hooks already")
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        computes = [index for index, action in enumerate(actions) if action.op.is_compute]
+        before: dict[int, list[Action]] = defaultdict(list)
+        after: dict[int, list[Action]] = defaultdict(list)
+        for stage in schedule.stages_of(rank):
+            used = [place for place in computes if actions[place].stage == stage]
+            if gather and used:
+                place = computes[max(0, computes.index(used[0]) - 1)]
+                if place and actions[place - 1 : place + 1] in schedule.pairs:
+                    place -= 1  # nothing lies between the two of a pair
+                before[place].append(Action(Op.GATHER, stage))
+            if reduce and used and actions[used[-1]].op is not Op.F:
+                after[used[-1]].append(Action(Op.REDUCE, stage))
+        ranks.append(
+            tuple(
+                each
+                for index, action in enumerate(actions)
+                for each in (*before[index], action, *after[index])
+            )
+        )
+    return dataclasses.replace(schedule, ranks=tuple(ranks))
+
+
+def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of a schedule, for any number of micro-batches.
+
+    The schedule's own order is repeated as often as needed, so micro-batch numbers may exceed what
+    the schedule was made for. Of two directions only the first is taken, as the number need not be
+    even. A GATHER stays where it is among the forwards; there is nothing to REDUCE.
+
+    Args:
+        schedule: Where the order of forwards, and of GATHER hooks, is taken from.
+        microbatches: Number of micro-batches of the forward-only run, at least 1.
+
+    Returns:
+        A schedule with communication and without backwards. It keeps no activations.
+    """
+    require_size(require_schedule(schedule).depth, microbatches)
+    share = schedule.microbatches // schedule.directions
+    ranks = tuple(
+        tuple(
+            action._replace(microbatch=number)
+            for turn in range(-(-microbatches // share))
+            for action in actions
+            if (action.op is Op.F or (action.op is Op.GATHER and turn == 0))
+            and action.stage < schedule.depth
+            and (number := turn * share + action.microbatch) < microbatches
+        )
+        for actions in schedule.ranks
+    )
+    changed = dataclasses.replace(
+        schedule,
+        name=f"{schedule.name} (forward only)",
+        stages=schedule.depth,
+        stage_ranks=schedule.stage_ranks[: schedule.depth],
+        directions=1,
+        microbatches=microbatches,
+        ranks=ranks,
+        peak_activations=None,
+        pairs=frozenset(),
+    )
+    return insert_communication(changed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """An exchange, then a compute action or a hook.
+
+    The exchange before the second action of an overlapped pair is empty.
+
+    Attributes:
+        exchange: Sends and receives that may happen in any order and at the same time.
+        compute: What follows them; None in the last step of a rank, if it ends with sends.
+    """
+
+    exchange: tuple[Action, ...]
+    compute: Action | None
+
+
+def steps(actions: Iterable[Action]) -> list[Step]:
+    """Cut a rank's actions into exchanges, each with the compute action or hook after it."""
+    result: list[Step] = []
+    exchange: list[Action] = []
+    for action in actions:
+        if not isinstance(action, Action):
+            raise TypeError(f"expected actions, got {action!r:.60}")
+        if not action.op.is_message:
+            result.append(Step(exchange=tuple(exchange), compute=action))
+            exchange = []
+        else:
+            exchange.append(action)
+    if exchange:
+        result.append(Step(exchange=tuple(exchange), compute=None))
+    return result

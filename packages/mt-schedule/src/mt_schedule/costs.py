@@ -1,0 +1,128 @@
+"""What the actions of a schedule cost: times, bytes and the links between ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mt_schedule.action import require_positive
+
+_PER_STAGE = ("forward", "backward", "weight", "activation_bytes", "message_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of every stage chunk of a model, in the data's order, in any unit of time.
+
+    A number stands for all stages; a sequence has one number for each.
+
+    Attributes:
+        forward: Time of one F.
+        backward: Time of one B: input and weight gradients together.
+        weight: Time of one W, the part of `backward` that is not I. None: half of it, also after
+            `dataclasses.replace(costs, backward=...)`; `spread` and `merged` give the numbers.
+        activation_bytes: What a stage keeps of one micro-batch between its forward and the end of
+            its backward.
+        message_bytes: Size of a stage's output for one micro-batch, and of its gradient.
+        latency: Time from the end of a transfer to its arrival.
+        bandwidth: Bytes a unit of time that one rank sends to another; each direction of each
+            pair of ranks has a link of its own, on which messages queue.
+        pair_share: Time of an overlapped pair as a share of the sum of its two times.
+
+    Raises:
+        ValueError: A number is negative or not finite, two sequences differ in length, or
+            `weight` is more than `backward`.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward: float | Sequence[float] = 2.0
+    weight: float | Sequence[float] | None = None
+    activation_bytes: float | Sequence[float] = 0.0
+    message_bytes: float | Sequence[float] = 0.0
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    pair_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        lengths: dict[str, int] = {}
+        for what in _PER_STAGE:
+            given = getattr(self, what)
+            if what == "weight" and given is None:
+                continue
+            numbers = (given,) if isinstance(given, int | float) else tuple(given)
+            if any(not 0 <= number < math.inf for number in numbers):
+                raise ValueError(f"{what} is {given}: expected numbers of 0 or more")
+            if not isinstance(given, int | float):
+                object.__setattr__(self, what, tuple(float(number) for number in numbers))
+                lengths[what] = len(numbers)
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{what} {length}" for what, length in lengths.items())
+            raise ValueError(f"costs of different numbers of stages: {listed}; give one per stage")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency is {self.latency}: expected 0 or more")
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth is {self.bandwidth}: expected more than 0")
+        if not 0 < self.pair_share < math.inf:
+            raise ValueError(f"pair_share is {self.pair_share}: expected more than 0")
+        size = next(iter(lengths.values()), 1)
+        pairs = zip(self._listed("weight", size), self._listed("backward", size), strict=True)
+        for stage, (weight, backward) in enumerate(pairs):
+            if weight > backward:
+                raise ValueError(
+                    f"weight is {weight} and backward {backward} at stage {stage}: backward is "
+                    "the time of both gradients, so weight is a part of it"
+                )
+
+    @property
+    def stages(self) -> int | None:
+        """How many stages the costs are given for; None where every cost is one number."""
+        given = (getattr(self, what) for what in _PER_STAGE)
+        return next((len(value) for value in given if isinstance(value, tuple)), None)
+
+    def spread(self, stages: int) -> Costs:
+        """The same costs with one number for each stage.
+
+        Raises:
+            ValueError: They are for another number of stages.
+        """
+        require_positive("stages", stages)
+        if self.stages not in (None, stages):
+            what = next(f for f in _PER_STAGE if isinstance(getattr(self, f), tuple))
+            raise ValueError(
+                f"{what} has {self.stages} numbers for {stages} stages: give one per stage"
+            )
+        return replace(self, **{what: tuple(self._listed(what, stages)) for what in _PER_STAGE})
+
+    def merged(self, stages: int) -> Costs:
+        """The costs when neighbouring stages are joined, so that there are `stages` of them.
+
+        Times and activations add up; a joined stage hands on what its last part does.
+
+        Raises:
+            ValueError: The number of stages is not a divisor of that of the costs.
+        """
+        have = self.stages or require_positive("stages", stages)
+        if have % stages:
+            raise ValueError(f"{have} stages cannot be joined to {stages}: use a divisor of {have}")
+        each = have // stages
+        joined: dict[str, tuple[float, ...]] = {}
+        for what in _PER_STAGE:
+            numbers = self._listed(what, have)
+            parts = [numbers[start : start + each] for start in range(0, have, each)]
+            joined[what] = tuple(p[-1] if what == "message_bytes" else sum(p) for p in parts)
+        return replace(self, **joined)
+
+    def _listed(self, what: str, stages: int) -> list[float]:
+        value = getattr(self, what)
+        if value is None:  # the weight, where it is not given
+            return [time / 2 for time in self._listed("backward", stages)]
+        return [float(value)] * stages if isinstance(value, int | float) else list(value)
+
+
+def require_costs(costs: Any) -> Costs:
+    """Return costs, those of `Costs()` for None, or raise TypeError where it is something else."""
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"expected Costs, got {costs!r:.60} ({type(costs).__name__})")
+    return Costs() if costs is None else costs

@@ -1,0 +1,149 @@
+"""A schedule's run as a chart: what to draw, and drawn in characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_schedule.action import Action, require_positive
+from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.simulator import Simulation, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One action as it is drawn.
+
+    Attributes:
+        action: The action.
+        start: Where it begins, in the run's unit of time.
+        end: Where it ends.
+        lane: 0 or 1 where it shares its time with another one, None where it has it alone.
+    """
+
+    action: Action
+    start: float
+    end: float
+    lane: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One chart: a schedule and when its actions ran, simulated or measured.
+
+    Attributes:
+        schedule: The schedule.
+        timeline: For each rank its spans: `Simulation.timeline`, or `Executor.timeline()`.
+        title: What is written above. Default: the schedule's name and sizes.
+        unit: What a unit of time is.
+    """
+
+    schedule: Schedule
+    timeline: Sequence[Sequence[Span]] = field(repr=False)
+    title: str = ""
+    unit: str = "time of a forward"
+
+    def __post_init__(self) -> None:
+        require_schedule(self.schedule)
+        if len(self.timeline) != len(self.schedule.ranks):
+            raise ValueError(
+                f"the timeline has {len(self.timeline)} ranks, but the schedule has "
+                f"{len(self.schedule.ranks)}: give the spans of every rank"
+            )
+        if not self.title:
+            schedule = self.schedule
+            title = (
+                f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.microbatches} "
+                "micro-batches"
+            )
+            object.__setattr__(self, "title", title)
+
+    @classmethod
+    def of(cls, schedule: Schedule, simulation: Simulation, *, title: str = "") -> Panel:
+        """The chart of a simulated run."""
+        if not isinstance(simulation, Simulation):
+            raise TypeError(f"expected what simulate returns, got {simulation!r:.60}")
+        return cls(schedule=schedule, timeline=simulation.timeline, title=title)
+
+    @property
+    def makespan(self) -> float:
+        """When the last action ends."""
+        return max((span.end for spans in self.timeline for span in spans), default=0.0)
+
+    def idle(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        busy = 0.0
+        for rank in range(len(self.timeline)):
+            until = 0.0
+            for bar in self.bars(rank):
+                busy += max(0.0, bar.end - max(bar.start, until))
+                until = max(until, bar.end)
+        whole = self.makespan * len(self.timeline)
+        return 1.0 - busy / whole if whole else 0.0
+
+    def bars(self, rank: int) -> list[Bar]:
+        """What to draw for a rank, in the order of time; hooks and messages left out."""
+        spans = sorted(
+            (span for span in self.timeline[rank] if span.action.op.is_compute),
+            key=lambda span: span.start,
+        )
+        slack = 1e-6 * self.makespan  # clocks and sums of times are not exact
+        lanes: list[int | None] = []
+        for index, span in enumerate(spans):
+            together = index > 0 and span.start < spans[index - 1].end - slack
+            if together and lanes[-1] is None:
+                lanes[-1] = 0
+            lanes.append(1 - (lanes[-1] or 0) if together else None)
+        return [
+            Bar(span.action, span.start, span.end, lane)
+            for span, lane in zip(spans, lanes, strict=True)
+        ]
+
+
+def require_panel(panel: Any) -> None:
+    """Raise TypeError where something is no panel."""
+    if not isinstance(panel, Panel):
+        raise TypeError(f"expected a Panel, got {panel!r:.60} ({type(panel).__name__})")
+
+
+def draw_text(panel: Panel, *, width: int = 120) -> str:
+    """Draw a run in characters, one line for each rank and the time from left to right.
+
+    Args:
+        panel: The run.
+        width: The most characters of a line. A shorter chart is drawn where each of its actions
+            has room for its name, and a longer one loses names.
+
+    Returns:
+        The lines, ended by one about the makespan and the idle share. `F3b` is the forward of
+        micro-batch 3 in the rank's second stage; of an overlapped pair the forward is shown and
+        `&`.
+    """
+    require_panel(panel)
+    if require_positive("width", width, 10_000) < 20:
+        raise ValueError(f"width is {width}: expected at least 20 characters")
+    ranks = range(len(panel.timeline))
+    bars = [panel.bars(rank) for rank in ranks]
+    name = {
+        bar: panel.schedule.notation(rank, bar.action) + ("&" if bar.lane == 0 else "")
+        for rank in ranks
+        for bar in bars[rank]
+    }
+    head = len(f"rank {len(ranks) - 1} ")
+    longest = max(
+        ((len(text) + 1) / max(bar.end - bar.start, 1e-12) for bar, text in name.items()), default=1
+    )
+    scale = min(longest, (width - head - 2) / (panel.makespan or 1.0))
+    lines = []
+    for rank in ranks:
+        cells = [" "] * (round(panel.makespan * scale) + 1)
+        for bar in bars[rank]:
+            if bar.lane == 1:
+                continue
+            start, end = round(bar.start * scale), round(bar.end * scale)
+            text = name[bar] if len(name[bar]) <= end - start else bar.action.op.value
+            cells[start:end] = text[: end - start].ljust(end - start, "-")
+        lines.append(f"{f'rank {rank}':{head}}|{''.join(cells).rstrip()}")
+    lines.append(f"makespan {panel.makespan:g} ({panel.unit}), {panel.idle():.1%} of it idle")
+    return "\n".join([panel.title, *lines])

@@ -1,0 +1,295 @@
+"""A pipeline schedule as a value: what each rank does, in which order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from mt_schedule.action import (
+    LOCAL,
+    Action,
+    Op,
+    read_actions,
+    read_ints,
+    read_list,
+    read_pair,
+    require_positive,
+    require_size,
+    require_type,
+)
+
+_FORMAT = "mt-schedule"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The actions of every pipeline rank, in the order in which the rank takes them.
+
+    A schedule need not be right to be a value: `check` says what is wrong with it.
+
+    Stages are numbered along the data's way. With two `directions` (DualPipe) the model is there
+    twice: stages `0 .. depth - 1` are one way through it and stages `depth .. 2 * depth - 1`
+    another, where stages `s` and `depth + s` have the same parameters and each direction takes its
+    half of the micro-batches.
+
+    Attributes:
+        name: What the schedule is called in the literature.
+        stages: Number of stages on all ranks and in all directions.
+        microbatches: Number of micro-batches of one optimizer step.
+        ranks: For each pipeline rank its actions in order. Generators give compute actions only;
+            `insert_communication` adds the sends and receives, `insert_hooks` the hooks.
+        stage_ranks: For each stage the rank that holds it. Default: round robin, stage `s` on
+            rank `s % len(ranks)`, which is the identity when each rank holds one stage.
+        peak_activations: For each rank the most (stage, micro-batch) pairs whose forward has run
+            and whose backward (B, or W where it is split) has not: the memory that the schedule
+            promises to stay within. None: no promise, so `check` does not look.
+        directions: Number of copies of the model that data flows through.
+        pairs: Pairs of an F and the B or I that follows it on the same rank, to be run as one:
+            both inputs are needed at its start, and both outputs leave at its end. Taking the two
+            in order is right too, so who cannot overlap need not look at this, and where another
+            action lies between the two they are taken in order. `check` wants both on one rank,
+            and in no other pair.
+
+    Raises:
+        ValueError: A size is below 1 or absurd, a per-rank or per-stage tuple does not fit, or a
+            pair is of actions that cannot be one.
+        TypeError: What stands in `ranks` are not tuples of actions.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
+    stage_ranks: tuple[int, ...] = ()
+    peak_activations: tuple[int, ...] | None = None
+    directions: int = 1
+    pairs: frozenset[tuple[Action, Action]] = field(default=frozenset(), repr=False)
+
+    def __post_init__(self) -> None:
+        require_size(self.stages, self.microbatches)
+        require_positive("directions", self.directions)
+        if not self.ranks:
+            raise ValueError("ranks is empty: a schedule has at least one rank")
+        for rank, actions in enumerate(self.ranks):
+            if not isinstance(actions, tuple) or any(type(each) is not Action for each in actions):
+                raise TypeError(f"ranks[{rank}] is {actions!r:.60}: expected a tuple of actions")
+        if not self.stage_ranks:
+            placement = tuple(s % len(self.ranks) for s in range(self.stages))
+            object.__setattr__(self, "stage_ranks", placement)
+        if len(self.stage_ranks) != self.stages:
+            raise ValueError(
+                f"stage_ranks has {len(self.stage_ranks)} entries for {self.stages} stages: "
+                "give the rank of every stage, or leave it out for round robin"
+            )
+        outside = [r for r in self.stage_ranks if not 0 <= r < len(self.ranks)]
+        if outside:
+            raise ValueError(
+                f"stage_ranks names rank {outside[0]}, but the schedule has ranks "
+                f"0..{len(self.ranks) - 1}"
+            )
+        if self.peak_activations is not None and len(self.peak_activations) != len(self.ranks):
+            raise ValueError(
+                f"peak_activations has {len(self.peak_activations)} entries for "
+                f"{len(self.ranks)} ranks: give one per rank, or None for no promise"
+            )
+        for what, size in (("stages", self.stages), ("microbatches", self.microbatches)):
+            if size % self.directions:
+                raise ValueError(
+                    f"{what} is {size}, which {self.directions} directions do not share evenly: "
+                    f"use a multiple of {self.directions}"
+                )
+        for first, second in self.pairs:
+            if first.op is not Op.F or second.op not in (Op.B, Op.I):
+                raise ValueError(f"{first} cannot overlap {second}: it takes an F and a B or I")
+
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether sends and receives are among the actions."""
+        return any(action.op.is_message for actions in self.ranks for action in actions)
+
+    @property
+    def depth(self) -> int:
+        """The number of stages that a micro-batch passes: stages of the model."""
+        return self.stages // self.directions
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in ascending order."""
+        return [stage for stage, holder in enumerate(self.stage_ranks) if holder == rank]
+
+    def microbatches_of(self, stage: int) -> range:
+        """The micro-batches that pass a stage: all, or those of its direction."""
+        share = self.microbatches // self.directions
+        direction = stage // self.depth
+        return range(direction * share, (direction + 1) * share)
+
+    def replicas_of(self, stage: int) -> list[int]:
+        """The stages that have the same parameters as this one, itself among them."""
+        return list(range(stage % self.depth, self.stages, self.depth))
+
+    def next_stage(self, stage: int) -> int | None:
+        """The stage that takes this one's output, None for the last of its direction."""
+        return stage + 1 if (stage + 1) % self.depth else None
+
+    def previous_stage(self, stage: int) -> int | None:
+        """The stage whose output this one takes, None for the first of its direction."""
+        return stage - 1 if stage % self.depth else None
+
+    def is_split(self, stage: int, microbatch: int) -> bool:
+        """Whether the backward of a stage and micro-batch is an I and a W rather than a B."""
+        return (stage, microbatch) in self._split
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        return frozenset((a.stage, a.microbatch) for _, _, a in self if a.op is Op.I)
+
+    @cached_property
+    def pair_of(self) -> Mapping[Action, Action]:
+        """For each F that is overlapped the B or I that it is overlapped with."""
+        return MappingProxyType(dict(self.pairs))
+
+    def peer(self, action: Action) -> int | None:
+        """The rank at the other end of the edge that an action's data takes.
+
+        Args:
+            action: F, SEND_F and RECV_B look at the next stage; B, I, SEND_B and RECV_F at the
+                previous one.
+
+        Returns:
+            None at the two ends of the model, where both stages are on one rank, for a stage that
+            does not exist, and for W and hooks.
+        """
+        if not 0 <= action.stage < self.stages or action.op in LOCAL:
+            return None
+        downstream = action.op in (Op.F, Op.SEND_F, Op.RECV_B)
+        other = (self.next_stage if downstream else self.previous_stage)(action.stage)
+        if other is None or self.stage_ranks[other] == self.stage_ranks[action.stage]:
+            return None
+        return self.stage_ranks[other]
+
+    def other_end(self, message: Action) -> Action:
+        """The receive that a send belongs to, or the send that a receive belongs to.
+
+        Raises:
+            ValueError: The action does not communicate, or there is no stage at that side.
+        """
+        ends = {
+            Op.SEND_F: (Op.RECV_F, self.next_stage),
+            Op.RECV_F: (Op.SEND_F, self.previous_stage),
+            Op.SEND_B: (Op.RECV_B, self.previous_stage),
+            Op.RECV_B: (Op.SEND_B, self.next_stage),
+        }
+        op, neighbour = ends.get(message.op, (message.op, None))
+        stage = None if neighbour is None else neighbour(message.stage)
+        if stage is None:
+            raise ValueError(f"{message} has no other end")
+        return Action(op, stage, message.microbatch)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Action]]:
+        """Every action with its rank and its index in that rank's list."""
+        for rank, actions in enumerate(self.ranks):
+            for index, action in enumerate(actions):
+                yield rank, index, action
+
+    def __str__(self) -> str:
+        """The orders in the papers' notation: `F3` is the forward of micro-batch 3.
+
+        Where a rank holds several stages, a letter says which: `F3b` runs in its second one.
+        `F3&B1` are overlapped.
+        """
+        head = f"{self.name}: {self.stages} stages, {self.microbatches} micro-batches"
+        width = len(str(len(self.ranks) - 1))
+        lines = [
+            f"rank {rank:>{width}}: {self._line(rank, actions)}"
+            for rank, actions in enumerate(self.ranks)
+        ]
+        return "\n".join([head, *lines])
+
+    def _line(self, rank: int, actions: Sequence[Action]) -> str:
+        marks = [self.notation(rank, action) for action in actions]
+        for index, action in enumerate(actions[:-1]):
+            if actions[index + 1] == self.pair_of.get(action):
+                marks[index : index + 2] = [f"{marks[index]}&{marks[index + 1]}", ""]
+        return " ".join(filter(None, marks))
+
+    def notation(self, rank: int, action: Action) -> str:
+        """How an action is printed on a rank: `F3`, `F3b`."""
+        held = self.stages_of(rank)
+        number = "" if action.op.is_hook else action.microbatch
+        if held == [action.stage]:
+            return f"{action.op.value}{number}"
+        if action.stage not in held:  # only in a schedule that `check` finds fault with
+            return f"{action.op.value}{number}@{action.stage}"
+        chunk = held.index(action.stage)
+        letter = chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
+        return f"{action.op.value}{number}{letter}"
+
+    def to_json(self) -> str:
+        """The schedule as JSON text that `from_json` reads back to an equal value."""
+        peak = self.peak_activations
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "name": self.name,
+                "stages": self.stages,
+                "microbatches": self.microbatches,
+                "directions": self.directions,
+                "stage_ranks": list(self.stage_ranks),
+                "peak_activations": None if peak is None else list(peak),
+                "pairs": sorted(self.pairs),
+                "ranks": self.ranks,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: JSON text. It may come from anywhere: nothing in it is evaluated.
+
+        Raises:
+            ValueError: The text is not JSON, not such a document, of another version, or a field
+                has the wrong type; the message names the field.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not a JSON schedule: {error}") from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(f'not a schedule: expected an object with "format": "{_FORMAT}"')
+        if document.get("version") != _VERSION:
+            raise ValueError(
+                f"schedule version {document.get('version')!r:.60} is not supported: "
+                f"this package reads version {_VERSION}"
+            )
+        require_type("name", document.get("name"), str, "a string")
+        peak = document.get("peak_activations")
+        return cls(
+            name=document["name"],
+            stages=require_positive("stages", document.get("stages")),
+            microbatches=require_positive("microbatches", document.get("microbatches")),
+            directions=require_positive("directions", document.get("directions", 1)),
+            ranks=tuple(
+                read_actions(actions, f"ranks[{rank}]")
+                for rank, actions in enumerate(read_list(document.get("ranks"), "ranks"))
+            ),
+            pairs=frozenset(
+                read_pair(pair, f"pairs[{index}]")
+                for index, pair in enumerate(read_list(document.get("pairs", []), "pairs"))
+            ),
+            stage_ranks=read_ints(document.get("stage_ranks"), "stage_ranks"),
+            peak_activations=None if peak is None else read_ints(peak, "peak_activations"),
+        )
+
+
+def require_schedule(schedule: Any) -> Schedule:
+    """Return a schedule, or raise TypeError where it is something else."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"expected a Schedule, got {schedule!r:.60} ({type(schedule).__name__})")
+    return schedule

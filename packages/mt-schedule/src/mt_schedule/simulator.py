@@ -1,0 +1,339 @@
+"""Times a schedule without running it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+from mt_schedule.action import Action, Op
+from mt_schedule.costs import Costs, require_costs
+from mt_schedule.ir import Schedule, require_schedule
+
+
+class Span(NamedTuple):
+    """When one compute action ran.
+
+    Attributes:
+        action: The action.
+        start: When it began.
+        end: When its result was there. The two actions of an overlapped pair have the same times.
+    """
+
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """When the compute actions of each rank ran; of a rank that is stuck fewer than it has."""
+
+    plans: list[list[Action]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The actions of a rank that ran."""
+        return tuple(map(Span, self.plans[rank], self.starts[rank], self.ends[rank]))
+
+    def stuck_at(self, rank: int) -> Action | None:
+        """The first action of a rank that did not run."""
+        plan, ran = self.plans[rank], len(self.ends[rank])
+        return plan[ran] if ran < len(plan) else None
+
+    def busy(self, rank: int) -> float:
+        """For how long a rank computed."""
+        total, until = 0.0, 0.0
+        for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
+            if start >= until:
+                total += end - start
+            elif end > until:  # what is overlapped counts once
+                total += end - until
+            until = max(until, end)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule costs.
+
+    Attributes:
+        makespan: Time from the first action's start to the last one's end, in the unit of the
+            times given.
+        longest_rank: The longest time from a rank's first action to its last: what a step takes
+            where each rank begins the next one as soon as it is done, as the zero-bubble papers
+            count.
+        bubble: For each rank the share of the makespan in which it does not compute.
+        peak_activations: For each rank the most (stage, micro-batch) pairs at once whose forward
+            has begun and whose backward (B, or W where it is split) has not ended.
+        peak_bytes: For each rank the most bytes that such pairs keep at once.
+    """
+
+    makespan: float
+    longest_rank: float
+    bubble: tuple[float, ...]
+    peak_activations: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
+    _timeline: Timeline = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank when each of its compute actions ran."""
+        return tuple(self._timeline.spans(rank) for rank in range(len(self.bubble)))
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    measured: Mapping[Action, float] | None = None,
+) -> Simulation:
+    """Time a schedule by discrete events.
+
+    Each rank takes its compute actions in order, each as soon as the rank is free and its input
+    has arrived. Transfers overlap with computation.
+
+    Args:
+        schedule: With or without communication; only its compute actions count.
+        costs: Times, bytes and links; `Costs()` by default, a forward of 1 and a backward of 2. Of
+            more pieces than the model has stages neighbouring ones are joined.
+        measured: Times of single actions of the schedule, which come before the others.
+
+    Raises:
+        ValueError: A measured time is negative or not finite, a measured action is not in the
+            schedule, or the schedule cannot complete (`check` says why).
+    """
+    require_schedule(schedule)
+    costs = require_costs(costs)
+    _require_places(schedule)
+    if measured is not None:
+        _require_measured(schedule, measured)
+    timeline = advance(schedule, costs, measured or {})
+    ranks = range(len(schedule.ranks))
+    if any(timeline.stuck_at(rank) for rank in ranks):
+        raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
+    makespan = max((ends[-1] for ends in timeline.ends if ends), default=0.0)
+    edges = zip(timeline.starts, timeline.ends, strict=True)
+    memory = peaks(schedule, costs)
+    return Simulation(
+        makespan=makespan,
+        longest_rank=max((ends[-1] - starts[0] for starts, ends in edges if ends), default=0.0),
+        bubble=tuple(1.0 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks),
+        peak_activations=tuple(count for count, _ in memory),
+        peak_bytes=tuple(size for _, size in memory),
+        _timeline=timeline,
+    )
+
+
+def _require_places(schedule: Schedule) -> None:
+    stages, microbatches = schedule.stages, schedule.microbatches
+    for rank, _, action in schedule:
+        if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
+            raise ValueError(
+                f"schedule {schedule.name!r} has {action} on rank {rank}, but there is no such "
+                f"stage or micro-batch; check(schedule) says all that is wrong"
+            )
+
+
+def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> None:
+    if not isinstance(measured, Mapping):
+        raise TypeError(f"measured must map actions to times, got {measured!r:.60}")
+    present = {action for _, _, action in schedule} if measured else ()
+    for action, time in measured.items():
+        if action not in present:
+            raise ValueError(
+                f"{action!s:.60} is measured, but not in schedule {schedule.name!r}: give times of "
+                "actions that it has"
+            )
+        if not 0 <= time < math.inf:
+            raise ValueError(f"{action} is measured at {time}: expected a time of 0 or more")
+
+
+def advance(
+    schedule: Schedule, costs: Costs, measured: Mapping[Action, float] = MappingProxyType({})
+) -> Timeline:
+    """Let every rank go as far as it can, whether or not the schedule is right."""
+    return _Events(schedule, costs, measured).result()
+
+
+def source_of(schedule: Schedule, action: Action) -> Action:
+    """The compute action whose result a compute action works on; itself where that is the data."""
+    op, stage, microbatch = action
+    if op is Op.F:
+        before = schedule.previous_stage(stage)
+        return action if before is None else Action(Op.F, before, microbatch)
+    if op is Op.W:
+        return Action(Op.I, stage, microbatch)
+    after = schedule.next_stage(stage)
+    if after is None:
+        return Action(Op.F, stage, microbatch)
+    return Action(Op.I if schedule.is_split(after, microbatch) else Op.B, after, microbatch)
+
+
+class _Edge(NamedTuple):
+    """Where the results of a stage's F, or of its B and I, go."""
+
+    cells: list[float | None]
+    stage: int
+    rank: int
+    is_away: bool
+    size: float
+
+
+class _Events:
+    """One simulation under way.
+
+    Each action waits for one cell: F for its input, B and I for their gradient, W for its I. The
+    cell holds the time at which what is waited for arrives, None until that is known. An action
+    that ends fills the cell of the action that it feeds, and wakes the rank that waits there.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, measured: Mapping[Action, float]) -> None:
+        self._schedule, self._costs, self._measured = schedule, costs, measured
+        self._times = action_times(schedule, costs)
+        inputs: list[float | None] = [None] * (schedule.stages * schedule.microbatches)
+        gradients, halves = inputs.copy(), inputs.copy()
+        for first in range(0, schedule.stages, schedule.depth):
+            for number in schedule.microbatches_of(first):
+                inputs[first * schedule.microbatches + number] = 0.0
+        self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: halves}
+        self._edges = self._connect(inputs, gradients)
+        # As in the executor, two actions overlap only where nothing is between them.
+        self._pairs = {
+            first
+            for actions in (schedule.ranks if schedule.pairs else ())
+            for first, second in pairwise(actions)
+            if schedule.pair_of.get(first) == second
+        }
+        self._links: dict[tuple[int, int], float] = {}
+        self._plans = [[a for a in rank if a.op in self._times] for rank in schedule.ranks]
+        # For each rank that cannot go on: the cell that is empty.
+        self._waits: list[tuple[list[float | None], int] | None] = [None] * len(self._plans)
+        self._runnable = deque(range(len(self._plans)))
+        # For each action: when it began and ended. Numbers rather than spans, of which millions
+        # would keep the garbage collector busy.
+        self._starts: list[list[float]] = [[] for _ in self._plans]
+        self._ends: list[list[float]] = [[] for _ in self._plans]
+
+    def result(self) -> Timeline:
+        """Let every rank go as far as it can."""
+        programs = [self._program(rank) for rank in range(len(self._plans))]
+        while self._runnable:
+            next(programs[self._runnable.popleft()], None)
+        return Timeline(self._plans, self._starts, self._ends)
+
+    def _connect(
+        self, inputs: list[float | None], gradients: list[float | None]
+    ) -> dict[Op, list[_Edge | None]]:
+        schedule, sizes = self._schedule, _listed(self._costs, "message_bytes", self._schedule)
+
+        def edge(stage: int, other: int | None, cells: list[float | None]) -> _Edge | None:
+            if other is None:
+                return None
+            rank = schedule.stage_ranks[other]
+            is_away = rank != schedule.stage_ranks[stage]
+            return _Edge(cells, other, rank, is_away, sizes[min(stage, other)])
+
+        stages = range(schedule.stages)
+        down = [edge(s, schedule.next_stage(s), inputs) or edge(s, s, gradients) for s in stages]
+        up = [edge(s, schedule.previous_stage(s), gradients) for s in stages]
+        return {Op.F: down, Op.B: up, Op.I: up, Op.W: [None for _ in stages]}
+
+    def _program(self, rank: int) -> Iterator[None]:
+        """Take the actions of a rank; pause where an input is not there."""
+        starts, ends, pairs = self._starts[rank], self._ends[rank], self._pairs
+        times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
+        measured = self._measured
+        free, pair = 0.0, None
+        for action in self._plans[rank]:
+            op, stage, microbatch = action
+            cell = stage * microbatches + microbatch
+            while (start := cells[op][cell]) is None:
+                self._waits[rank] = (cells[op], cell)
+                yield
+            if start < free:
+                start = free
+            duration = times[op][stage]
+            if measured:
+                duration = measured.get(action, duration)
+            if action in pairs:
+                pair = (action, start, duration)
+                continue
+            if pair is not None:
+                first, begun, more = pair
+                start, pair = max(start, begun), None
+                duration = (duration + more) * self._costs.pair_share
+                starts.append(start)
+                ends.append(start + duration)
+                self._feed(rank, first, start + duration)
+            free = start + duration
+            starts.append(start)
+            ends.append(free)
+            self._feed(rank, action, free)
+
+    def _feed(self, rank: int, action: Action, end: float) -> None:
+        """Fill the cells of what works on an action's result."""
+        op, stage, microbatch = action
+        if op is Op.I:
+            self._cells[Op.W][stage * self._schedule.microbatches + microbatch] = end
+        edge = self._edges[op][stage]
+        if edge is None:
+            return
+        cells, other, holder, is_away, size = edge
+        if is_away:
+            if size and self._costs.bandwidth != math.inf:  # messages queue on the ranks' link
+                end = max(end, self._links.get((rank, holder), 0.0)) + size / self._costs.bandwidth
+                self._links[rank, holder] = end
+            end += self._costs.latency
+        cell = other * self._schedule.microbatches + microbatch
+        cells[cell] = end
+        waits = self._waits[holder]
+        if waits is not None and waits[1] == cell and waits[0] is cells:
+            self._waits[holder] = None
+            self._runnable.append(holder)
+
+
+def action_times(schedule: Schedule, costs: Costs) -> dict[Op, list[float]]:
+    """The time of each compute operation at each stage, of all directions."""
+    backward = _listed(costs, "backward", schedule)
+    weight = _listed(costs, "weight", schedule)
+    return {
+        Op.F: _listed(costs, "forward", schedule),
+        Op.B: backward,
+        Op.I: [both - part for both, part in zip(backward, weight, strict=True)],
+        Op.W: weight,
+    }
+
+
+def _listed(costs: Costs, what: str, schedule: Schedule) -> list[float]:
+    return list(getattr(costs.merged(schedule.depth), what)) * schedule.directions
+
+
+def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
+    """For each rank the most live activations, and the most bytes that they keep."""
+    kept = _listed(costs, "activation_bytes", schedule)
+    found = []
+    for actions in schedule.ranks:
+        live = peak = 0
+        size = most = 0.0
+        for op, stage, _ in actions:
+            if op not in _LIVES:
+                continue
+            if op is Op.F:
+                live += 1
+                size += kept[stage]
+                if live > peak or size > most:
+                    peak, most = max(peak, live), max(most, size)
+            else:
+                live -= 1
+                size -= kept[stage]
+        found.append((peak, most))
+    return found
+
+
+_LIVES = frozenset({Op.F, Op.B, Op.W})  # begin or end the life of an activation
