@@ -21,7 +21,7 @@ from mt_schedule import (
 from mt_schedule.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"
-DRAWINGS = Path(__file__).parents[3] / "docs" / "mt-pipeline"
+DRAWINGS = Path(__file__).parents[3] / "docs" / "mt-schedule"
 
 
 def panel(name: str, *sizes: int, **options) -> Panel:

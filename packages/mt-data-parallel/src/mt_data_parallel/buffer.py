@@ -158,6 +158,8 @@ class GradBuffer:
         Raises:
             ValueError: `param` is not in the buffer.
         """
+        if not isinstance(param, Tensor):
+            raise TypeError(f"expected a parameter, got {param!r:.60} ({type(param).__name__})")
         slot = next((slot for slot in self._slots.values() if slot.param is param), None)
         if slot is None:
             raise ValueError(

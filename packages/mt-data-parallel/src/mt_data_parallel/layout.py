@@ -83,6 +83,8 @@ def plan_buckets(
     Raises:
         ValueError: A size is not positive.
     """
+    if not isinstance(numels, Mapping):
+        raise TypeError(f"numels must map names to numbers of elements, got {numels!r:.60}")
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(
             f"bucket_size must be at least 1 element, or None for one bucket; got {bucket_size}"

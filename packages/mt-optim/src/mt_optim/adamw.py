@@ -31,6 +31,8 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 def fused_obstacle(param: Tensor) -> str | None:
     """Say why torch's fused AdamW kernel does not take this parameter; None if it does."""
+    if not isinstance(param, Tensor):
+        raise TypeError(f"expected a parameter, got {param!r:.60} ({type(param).__name__})")
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"

@@ -33,6 +33,8 @@ def default_decay_filter(name: str, param: Tensor) -> bool:
         False for names ending in "bias" (whatever their shape) and for tensors of fewer than two
         dimensions, else True.
     """
+    if not isinstance(name, str) or not isinstance(param, Tensor):
+        raise TypeError(f"expected a name and a parameter, got {name!r:.60} and {_kind(param)}")
     return param.ndim >= 2 and not name.endswith("bias")
 
 

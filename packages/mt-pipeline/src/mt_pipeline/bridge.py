@@ -127,6 +127,8 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
         1 -> 4 (range(2, 3),)
         1 -> 5 (range(3, 4),)
     """
+    if not isinstance(source, Mapping) or not isinstance(destination, Mapping):
+        raise TypeError(f"boxes must map ranks to ranges, got {source!r:.60}, {destination!r:.60}")
     if not source:
         raise ValueError("there is no source box: give for each rank on the first side what it has")
     copies: dict[Box, list[int]] = {}

@@ -1,0 +1,45 @@
+"""Whatever is given in the place of an argument, a ValueError or TypeError names it."""
+
+import pytest
+import torch
+from mt_optim import (
+    AdamW,
+    LRSchedule,
+    clip_grad_norm,
+    default_decay_filter,
+    fused_obstacle,
+    grad_norm,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
+from torch import nn
+
+STATE = ParallelState(ParallelLayout())
+NAMED = tuple(nn.Linear(4, 2).named_parameters())
+SCHEDULE = {"kind": "wsd", "max_lr": 1.0, "warmup": 2, "decay": 9, "wsd_anneal": 3}
+GOOD = [
+    (AdamW, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
+    (AdamW, {"params": NAMED, "decay_filter": default_decay_filter, "engine": "auto"}),
+    (AdamW(NAMED).step, {"closure": None, "lr": 1e-3}),
+    (AdamW(NAMED).load_state_dict, {"state_dict": AdamW(NAMED).state_dict()}),
+    (LRSchedule, {**SCHEDULE, "min_lr": 0.1, "init_lr": 0.0, "wsd_shape": "linear"}),
+    (LRSchedule(**SCHEDULE).at, {"n": 3}),
+    (grad_norm, {"named_params": NAMED, "state": STATE}),
+    (clip_grad_norm, {"named_params": NAMED, "state": STATE, "max_norm": 1.0}),
+    (default_decay_filter, {"name": "a", "param": torch.ones(2, 2)}),
+    (fused_obstacle, {"param": torch.ones(2)}),
+]
+BAD = (None, -1, 1.5, float("nan"), 10**12, "x", [None], [("a", None)], {}, object())
+
+
+@pytest.mark.parametrize(("function", "good"), GOOD, ids=lambda x: getattr(x, "__qualname__", ""))
+def test_wrong_arguments_are_value_or_type_errors(function, good):
+    function(**good)
+    for name in good:
+        for bad in BAD:
+            try:
+                function(**{**good, name: bad})
+            except (ValueError, TypeError) as error:
+                message = str(error)
+            else:
+                message = "taken"
+            assert 0 < len(message) < 1000, (name, bad)
