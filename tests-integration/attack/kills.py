@@ -47,12 +47,23 @@ def _kill_once(world: World, out: Path, kind: str, wait: float, rng: random.Rand
     process.wait(timeout=60)
 
 
-def _finish(world: World, out: Path) -> Result:
+def _finish(world: World, out: Path, nproc: int = 1) -> Result:
+    arguments = world.train(out, "--nproc", str(nproc))
     deadline = time.monotonic() + 20  # ranks of a killed launcher end by themselves
-    while (result := spawn("mt_train", world.train(out))).code and time.monotonic() < deadline:
+    while (result := spawn("mt_train", arguments)).code and time.monotonic() < deadline:
         demand("in use by" in result.errors, f"did not continue: {result.errors[-1500:]}")
         time.sleep(0.2)
     return result
+
+
+def _reference(world: World, nproc: int) -> Path:
+    return world.run if nproc == 1 else world.run_of_two
+
+
+def _expect_undisturbed(world: World, out: Path, nproc: int) -> None:
+    """Let the same command finish, and demand the bits of a run that nothing disturbed."""
+    expect(_finish(world, out, nproc), [0])
+    same_bits(out, _reference(world, nproc))
 
 
 def random_kill(world: World, rng: random.Random, scratch: Path) -> None:
@@ -60,24 +71,22 @@ def random_kill(world: World, rng: random.Random, scratch: Path) -> None:
     out, kind = scratch / "run", rng.choice(list(KINDS))
     for _ in range(2):
         _kill_once(world, out, kind, rng.uniform(1.5, 6), rng)
-    expect(_finish(world, out), [0])
-    same_bits(out, world.run)
+    _expect_undisturbed(world, out, KINDS[kind])
     left = [path.name for path in out.rglob(".*") if ".tmp-" in path.name]
     demand(not left, f"left behind: {left}")
 
 
 def kill_at_start(world: World, rng: random.Random, scratch: Path) -> None:
     """Kill while data is built or ranks join."""
-    out = scratch / "run"
-    _kill_once(world, out, rng.choice(list(KINDS)), rng.uniform(0.2, 2.5), rng)
-    expect(_finish(world, out), [0])
-    same_bits(out, world.run)
+    out, kind = scratch / "run", rng.choice(list(KINDS))
+    _kill_once(world, out, kind, rng.uniform(0.2, 2.5), rng)
+    _expect_undisturbed(world, out, KINDS[kind])
 
 
 def two_runs(world: World, rng: random.Random, scratch: Path) -> None:
     """Start a second run in the folder of one that is at work."""
-    out = scratch / "run"
-    first = _start(world, out, rng.choice([1, 2]))
+    out, nproc = scratch / "run", rng.choice([1, 2])
+    first = _start(world, out, nproc)
     time.sleep(rng.uniform(2.5, 5))
     working = first.poll() is None
     second = spawn("mt_train", world.train(out, *rng.choice([(), ("optimizer.lr=1e-4",)])))
@@ -87,7 +96,7 @@ def two_runs(world: World, rng: random.Random, scratch: Path) -> None:
         demand(str(first.pid) in second.errors or "process" in second.errors, second.errors)
     demand(code == 0, f"the first run ended with {code}")
     if second.code:
-        same_bits(out, world.run)
+        same_bits(out, _reference(world, nproc))
 
 
 def fill_the_disk(world: World, rng: random.Random, scratch: Path) -> None:
@@ -107,8 +116,7 @@ def fill_the_disk(world: World, rng: random.Random, scratch: Path) -> None:
         errors=done.stderr.decode(errors="replace"),
     )
     expect(result, [0, 1])
-    expect(_finish(world, out), [0])
-    same_bits(out, world.run)
+    _expect_undisturbed(world, out, 1)
 
 
 def disagreeing_rerun(world: World, rng: random.Random, scratch: Path) -> None:

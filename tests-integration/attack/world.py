@@ -39,12 +39,14 @@ class World:
     Attributes:
         folder: Where cases make their own folders.
         config: The run's YAML file.
-        run: The run folder.
+        run: The run folder, of one process.
+        run_of_two: The same run on two processes, whose sums round otherwise.
     """
 
     folder: Path
     config: Path
     run: Path
+    run_of_two: Path
 
     def copy(self, scratch: Path) -> Path:
         """Copy the run folder, to be damaged."""
@@ -94,10 +96,12 @@ def make_world(folder: Path) -> World:
         (texts / f"{number}.txt").write_text("\n".join(lines))
     config = folder / "run.yaml"
     config.write_text(YAML.replace("TEXTS", str(texts)))
-    world = World(folder=folder, config=config, run=folder / "run")
-    result = spawn("mt_train", world.train(world.run))
-    if result.code:
-        raise SystemExit(f"the run to attack could not be made:\n{result.errors}")
+    runs = {"run": folder / "run", "run_of_two": folder / "run-of-two"}
+    world = World(folder=folder, config=config, **runs)
+    for out, nproc in ((world.run, "1"), (world.run_of_two, "2")):
+        result = spawn("mt_train", world.train(out, "--nproc", nproc))
+        if result.code:
+            raise SystemExit(f"the run to attack could not be made:\n{result.errors}")
     preload()
     return world
 

@@ -1,0 +1,224 @@
+"""What a new user does in the first week, with the commands as typed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+MODEL = """\
+model: {hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 64}
+training: {steps: 6, global_batch_size: 8, micro_batch_size: 4, sequence_length: 32, dtype: fp32}
+optimizer: {lr: 3e-3, warmup: 2}
+evaluation: {max_windows: 8}
+"""
+WORDS = ("old", "new", "red", "blue", "house", "river", "walks", "sings", "slowly", "again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a command printed and how it ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shell:
+    """A user's folder, and commands typed there."""
+
+    folder: Path
+
+    def start(self, typed: str) -> subprocess.Popen[str]:
+        """Start a command line as a shell would, without globbing: `data.glob=**/*.txt`."""
+        program, *words = shlex.split(typed)
+        command = [str(Path(sys.executable).parent / program), *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, **pipes)
+
+    def type(self, typed: str, *, code: int = 0) -> Said:
+        """Run a command line to its end and demand its exit code."""
+        with self.start(typed) as process:
+            output, errors = process.communicate(timeout=150)
+        assert process.returncode == code, f"$ {typed}\n{output}\n{errors}"
+        assert "Traceback" not in errors, errors
+        return Said(code=process.returncode, output=output, errors=errors)
+
+    def wait_for_step(self, process: subprocess.Popen[str], run: str, step: int = 1) -> None:
+        """Wait until a run has written a step to its metrics."""
+        deadline = time.monotonic() + 100
+        while max(self.losses(run), default=0) < step:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def losses(self, run: str) -> dict[int, float]:
+        """Return the loss of every step in a run's metrics."""
+        path = self.folder / run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    def saved(self, run: str) -> list[int]:
+        """Return the steps of a run's checkpoints."""
+        folders = (self.folder / run / "checkpoints").glob("step_*")
+        return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
+
+
+@pytest.fixture
+def shell(tmp_path) -> Shell:
+    (tmp_path / "my.yaml").write_text(MODEL)
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for number in range(10):
+        (tmp_path / "texts" / "more" / f"{number}.txt").write_text(text(number))
+    return Shell(folder=tmp_path)
+
+
+def text(seed: int) -> str:
+    chance = random.Random(seed)
+    return "\n".join(" ".join(chance.choices(WORDS, k=8)) for _ in range(40))
+
+
+def as_jsonl(seeds: range) -> bytes:
+    return "".join(json.dumps({"text": text(seed)}) + "\n" for seed in seeds).encode()
+
+
+OWN = "data.corpus=texts data.glob=**/*.txt data.vocab_size=300 data.validation_fraction=0.2"
+
+
+def test_own_folder_of_texts(shell) -> None:
+    shell.type(f"mt-train run my.yaml {OWN} --out runs/mine")
+    said = shell.type("mt-infer generate runs/mine --prompt 'old house' --max-tokens 8 --greedy")
+    assert len(said.output.strip()) > 3
+    assert shell.saved("runs/mine") == [6]
+
+
+def test_compressed_lines_of_json(shell) -> None:
+    (shell.folder / "notes.jsonl.gz").write_bytes(gzip.compress(as_jsonl(range(20))))
+    built = shell.type("mt-data build notes.jsonl.gz --out data/notes --vocab-size 300")
+    assert "20 documents" in built.output
+    assert "<|eod|>" in built.output + built.errors
+    shell.type("mt-data peek data/notes --count 1")
+    data = "data.train=[data/notes] data.tokenizer=data/notes.tokenizer.json"
+    shell.type(f"mt-train run my.yaml {data} --out runs/notes")
+    assert max(shell.losses("runs/notes")) == 6
+
+
+def test_parquet(shell) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": [text(seed) for seed in range(20)], "id": list(range(20))})
+    pyarrow.parquet.write_table(table, shell.folder / "notes.parquet", row_group_size=7)
+    built = shell.type("mt-data build notes.parquet --out data/notes --vocab-size 300")
+    assert "20 documents" in built.output
+    data = "data.train=[data/notes] data.tokenizer=data/notes.tokenizer.json"
+    shell.type(f"mt-train run my.yaml {data} --out runs/notes")
+
+
+def test_two_data_sets_whose_weights_change_on_the_way(shell) -> None:
+    (shell.folder / "a.jsonl").write_bytes(as_jsonl(range(10)))
+    (shell.folder / "b.jsonl").write_bytes(as_jsonl(range(10, 20)))
+    shell.type("mt-data build a.jsonl --out data/a --vocab-size 300")
+    shell.type("mt-data build b.jsonl --out data/b --tokenizer data/a.tokenizer.json")
+    data = "data.train=[data/a,data/b] data.tokenizer=data/a.tokenizer.json"
+    shell.type(f"mt-train run my.yaml {data} data.weights=[0.5,0.5] --out runs/two")
+    before = shell.losses("runs/two")
+    more = "data.weights=[0.2,0.8] training.steps=9"
+    said = shell.type(f"mt-train run my.yaml {data} {more} --out runs/two")
+    assert "data.weights" in said.output + said.errors
+    after = shell.losses("runs/two")
+    assert {step: after[step] for step in before} == before
+    assert max(after) == 9
+
+
+def test_fine_tuning_on_other_data_and_length(shell) -> None:
+    shell.type(f"mt-train run my.yaml {OWN} --out runs/base")
+    (shell.folder / "mine.jsonl").write_bytes(as_jsonl(range(50, 60)))
+    tokenizer = "runs/base/tokenizer.json"
+    shell.type(f"mt-data build mine.jsonl --out data/mine --tokenizer {tokenizer}")
+    tune = (
+        f"mt-train run my.yaml data.train=[data/mine] data.tokenizer={tokenizer} "
+        "training.sequence_length=64 training.global_batch_size=4 optimizer.lr=1e-4 "
+        "checkpoint.load=runs/base --out runs/tuned"
+    )
+    refused = shell.type(tune, code=1)
+    assert "checkpoint.load_mode" in refused.errors
+    shell.type(f"{tune} checkpoint.load_mode=weights")
+    tuned, base = shell.losses("runs/tuned"), shell.losses("runs/base")
+    assert max(tuned) == 6
+    assert tuned[1] < base[1] - 0.3  # it starts from what was learnt
+
+
+def test_a_kill_without_a_word_about_checkpoints(shell) -> None:
+    run = f"mt-train run my.yaml {OWN} training.steps=100000 --out runs/long"
+    with shell.start(run) as process:
+        shell.wait_for_step(process, "runs/long", 20)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    (step,) = shell.saved("runs/long")
+    assert step == max(shell.losses("runs/long"))
+    shell.type(f"{run} training.steps={step + 2}")
+    assert sorted(shell.losses("runs/long")) == list(range(1, step + 3))
+
+
+def test_two_runs_in_one_folder(shell) -> None:
+    run = f"mt-train run my.yaml {OWN} training.steps=100000 --out runs/one"
+    with shell.start(run) as first:
+        shell.wait_for_step(first, "runs/one")
+        config = (shell.folder / "runs/one/config.yaml").read_text()
+        second = shell.type(f"{run} optimizer.lr=1e-5", code=1)
+        assert re.search(rf"process {first.pid} on \S+ \(", second.errors)
+        assert first.poll() is None
+        assert (shell.folder / "runs/one/config.yaml").read_text() == config
+        first.terminate()
+        first.communicate(timeout=60)
+    assert first.returncode == 75
+    losses = shell.losses("runs/one")
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_twice(shell, nproc) -> None:
+    run = f"mt-train run my.yaml {OWN} training.steps=100000 --nproc {nproc} --out runs/mine"
+    with shell.start(run) as process:
+        shell.wait_for_step(process, "runs/mine", 3)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode in (75, 128 + signal.SIGINT)
+    assert "Traceback" not in errors
+    shell.type(f"{run} training.steps={max(shell.losses('runs/mine'), default=0) + 1}")
+
+
+def test_going_on_with_another_batch_size(shell) -> None:
+    run = f"mt-train run my.yaml {OWN} --out runs/mine"
+    shell.type(run)
+    said = shell.type(f"{run} training.global_batch_size=16 training.steps=8")
+    assert "training.global_batch_size" in said.output + said.errors
+    assert sorted(shell.losses("runs/mine")) == list(range(1, 9))
+
+
+def test_generating_from_a_chosen_step(shell) -> None:
+    shell.type(f"mt-train run my.yaml {OWN} checkpoint.every=3 checkpoint.keep=5 --out runs/mine")
+    assert shell.saved("runs/mine") == [3, 6]
+    generate = "mt-infer generate runs/mine --prompt 'old house' --max-tokens 16 --seed 1"
+    early, late = (shell.type(f"{generate} --step {step}").output for step in (3, 6))
+    assert late == shell.type(generate).output
+    assert early != late
+    missing = shell.type(f"{generate} --step 4", code=1)
+    assert "3, 6" in missing.errors
