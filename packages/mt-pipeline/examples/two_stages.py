@@ -10,7 +10,7 @@ from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule, split_layers
 from torch import Tensor, nn
 
-STAGES, MICROBATCHES, STEPS, WIDTH = 2, 4, 5, 16
+STAGES, MICROBATCHES, STEPS, ROWS, WIDTH = 2, 4, 5, 32, 16
 
 
 def make_layers() -> list[nn.Module]:
@@ -18,13 +18,12 @@ def make_layers() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(6)]
 
 
-def make_microbatches(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(8, WIDTH, generator=generator).double() for _ in range(MICROBATCHES)]
+def make_batch(step: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).double()
 
 
 def objective(output: Tensor, microbatch: Tensor) -> Tensor:
-    return (output - microbatch.roll(1, dims=-1)).square().mean() / MICROBATCHES
+    return (output - microbatch.roll(1, dims=-1)).square().sum() / (ROWS * WIDTH)
 
 
 def train(rank: int, stages: int, store: str) -> None:
@@ -44,12 +43,12 @@ def train(rank: int, stages: int, store: str) -> None:
     optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
     for step in range(STEPS):
         optimizer.zero_grad()
-        batches = make_microbatches(step)
-        outputs = executor.run(batches, objective=objective)
+        batch = make_batch(step)
+        outputs = executor.run(batch, objective=objective)  # cut into micro-batches of 8 rows
         optimizer.step()
         if outputs:  # on the last stage
-            losses = [objective(y, batch) for y, batch in zip(outputs, batches, strict=True)]
-            print(f"{stages} stage(s), step {step}: loss {torch.stack(losses).sum().item():.17f}")
+            loss = objective(torch.cat(outputs), batch)
+            print(f"{stages} stage(s), step {step}: loss {loss.item():.17f}")
     if group is not None:
         leave_process_group()
 

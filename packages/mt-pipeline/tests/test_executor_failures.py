@@ -11,14 +11,11 @@ from mt_pipeline import Executor, StageError, TensorSpec, TransferError
 from mt_pipeline.run import Run
 from mt_pipeline.transfer import Links, Mailbox
 from mt_schedule import Action, Op, insert_communication, insert_hooks, make_schedule
+from stages import spec
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 WIDTH = 4
-
-
-def spec(batch):
-    return TensorSpec(tuple(batch.shape), batch.dtype)
 
 
 def objective(output, batch):

@@ -4,7 +4,6 @@ The model has tied embeddings, layers that do not divide evenly, dropout, and mi
 different lengths. CI runs a seeded sample; the campaign runs the whole grid.
 """
 
-import dataclasses
 import itertools
 import random
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import Action, Costs, Op, defer_weights, make_schedule, optimise, split_layers
+from stages import split_backwards
 from torch import nn
 
 WIDTH, VOCABULARY = 6, 11
@@ -220,22 +220,6 @@ def test_a_sample_of_all_schedules_equals_the_model_without_a_pipeline(ranks, wo
 def test_all_schedules_equal_the_model_without_a_pipeline(ranks, world, name):
     cases = [case for case in grid() if case[:2] == (world, name)]
     run_cases(ranks, world, cases)
-
-
-def split_backwards(schedule, later):
-    """The same schedule with each B cut into I and W, where W waits for `later` more actions."""
-    ranks = []
-    for actions in schedule.ranks:
-        done, waiting = [], []
-        for action in actions:
-            done.append(action._replace(op=Op.I) if action.op is Op.B else action)
-            waiting = [(w, left - 1) for w, left in waiting]
-            if action.op is Op.B:
-                waiting.append((action._replace(op=Op.W), later))
-            while waiting and waiting[0][1] <= 0:
-                done.append(waiting.pop(0)[0])
-        ranks.append((*done, *(w for w, _ in waiting)))
-    return dataclasses.replace(schedule, ranks=tuple(ranks), peak_activations=None)
 
 
 @pytest.mark.parametrize("deferred", DEFERRED)

@@ -8,16 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import WgradStore
-from mt_pipeline import DefersWeightGradients, Executor, SplitStage, TensorSpec
+from mt_pipeline import DefersWeightGradients, Executor, SplitStage
 from mt_schedule import Action, Op, Schedule, insert_hooks, make_schedule
+from stages import spec, split_backwards
 from torch import nn
 
 WIDTH = 6
 HOOKS = (Op.GATHER, Op.REDUCE)
-
-
-def spec(batch):
-    return TensorSpec(tuple(batch.shape), batch.dtype)
 
 
 def objective(output, batch):
@@ -27,19 +24,6 @@ def objective(output, batch):
 def make_batches(number):
     torch.manual_seed(11)
     return [torch.randn(2, 3 + i % 2, WIDTH, dtype=torch.float64) for i in range(number)]
-
-
-def split_backwards(schedule):
-    """Each B as I and W."""
-    ranks = tuple(
-        tuple(
-            each
-            for a in actions
-            for each in ((a._replace(op=Op.I), a._replace(op=Op.W)) if a.op is Op.B else (a,))
-        )
-        for actions in schedule.ranks
-    )
-    return dataclasses.replace(schedule, ranks=ranks, peak_activations=None)
 
 
 class Exchange(torch.autograd.Function):

@@ -6,15 +6,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Executor, TensorSpec
+from mt_pipeline import Executor
 from mt_schedule import Op, insert_hooks, make_schedule
+from stages import spec
 from torch import nn
 
 WIDTH = 8
-
-
-def spec(batch):
-    return TensorSpec(tuple(batch.shape), batch.dtype)
 
 
 def objective(output, batch):
