@@ -78,3 +78,34 @@ def test_no_file_of_a_run_holds_a_pickle(run) -> None:
             data = path.read_bytes()
             assert not is_pickle(data), f"{path} is a pickle"
             assert data[:2] != b"PK", f"{path} is a zip, as torch.save writes"
+
+
+def test_one_flipped_bit_of_the_tokens_is_named_on_resume(tiny, run, tmp_path, cli) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny.config.parent / "data", data)
+    config = tmp_path / "run.yaml"
+    config.write_text(tiny.config.read_text().replace(str(tiny.config.parent / "data"), str(data)))
+    out = tmp_path / "out"
+    shutil.copytree(run, out)
+    tokens = bytearray((data / "train.bin").read_bytes())
+    tokens[len(tokens) // 2] ^= 1
+    (data / "train.bin").write_bytes(tokens)
+    command = [sys.executable, "-m", "mt_train", "run", config, "training.steps=4", "--out", out]
+    result = cli(*command)
+    assert result.returncode == 1
+    assert "train.bin" in result.stderr
+    assert "content has changed" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_damaged_line_of_the_metrics_is_reported_and_the_run_goes_on(run, tiny, tmp_path, cli):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    path = out / "metrics.jsonl"
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first.replace(b"loss", b"\x00\xff"), *rest]))
+    result = cli(*tiny.command(out, "training.steps=4"))
+    assert result.returncode == 0, result.stderr
+    assert "metrics.jsonl was damaged in 1 lines (first 1)" in result.stdout
+    assert (out / "metrics.damaged").exists()
+    assert path.read_bytes().count(b'"loss"') == 3

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -85,3 +86,94 @@ def test_the_config_left_behind_runs_again_from_anywhere(tiny, cli, losses, tmp_
     again = [sys.executable, "-m", "mt_train", "run", first / "config.yaml"]
     assert cli(*again, "--out", tmp_path / "again").returncode == 0
     assert losses(tmp_path / "again") == losses(first)
+
+
+def begun(process: subprocess.Popen, path) -> None:
+    """Wait until a file of the run is there and not empty."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or (path.name != ".lock" and not path.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+ENDLESS = ("training.steps=1000000", "checkpoint.every=null")
+
+
+@pytest.mark.parametrize("how", ["SIGHUP", "SIGINT", "a pipe nobody reads", "a full disk"])
+def test_whatever_ends_a_run_it_saves_first(how, tiny, tmp_path, losses, arrays) -> None:
+    command = tiny.command(tmp_path, *ENDLESS, "logging.every=1")
+    with open("/dev/full", "w") as full:
+        stdout = full if how == "a full disk" else subprocess.PIPE
+        with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE) as process:
+            begun(process, tmp_path / "metrics.jsonl")
+            if how == "a pipe nobody reads":
+                process.stdout.close()
+                process.stdout = None
+            elif how.startswith("SIG"):
+                process.send_signal(getattr(signal, how))
+            output, errors = process.communicate(timeout=100)
+    assert process.returncode == 75, errors.decode()
+    said = (output or b"") + errors
+    assert b"the same command continues" in said
+    assert b"Traceback" not in said
+    assert arrays(tmp_path, max(losses(tmp_path)))
+
+
+def test_a_second_signal_ends_at_once_and_says_what_is_saved(tiny, tmp_path) -> None:
+    command = tiny.command(tmp_path, *ENDLESS)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        begun(process, tmp_path / "metrics.jsonl")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert b"ended at once; nothing is saved" in errors
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_while_the_data_is_built_ends_at_once(tiny, tmp_path, nproc) -> None:
+    out = tmp_path / "run"
+    corpus = ("data.train=[]", "data.validation=null", "data.tokenizer=null")
+    command = tiny.command(
+        out, *corpus, "data.corpus=standard-library", "training.micro_batch_size=4", nproc=nproc
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        begun(process, out / ".lock")
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=100)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"no step was trained" in errors
+    assert b"saved" not in output
+    assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_all_ranks_save_when_the_time_has_passed(tiny, tmp_path, nproc) -> None:
+    options = ("checkpoint.every=0.001s", "checkpoint.keep=null", "training.micro_batch_size=4")
+    out = tiny.train(tmp_path / "run", *options, "training.steps=6", nproc=nproc)
+    kept = sorted(path.name for path in out.glob("checkpoints/step_*"))
+    # A step asks the clock when it begins: each second one. The newest two of those stay.
+    assert kept == ["step_00000004", "step_00000006"]
+
+
+def test_the_second_start_of_a_run_changes_nothing_and_names_the_first(
+    tiny, tmp_path, losses, cli
+) -> None:
+    command = tiny.command(tmp_path, *ENDLESS, "checkpoint.every=1", "checkpoint.keep=2")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        begun(process, tmp_path / "metrics.jsonl")
+        config = (tmp_path / "config.yaml").read_text()
+        other = ("optimizer.lr=1e-4", "training.micro_batch_size=4")
+        second = cli(*tiny.command(tmp_path, *other, nproc=2))
+        assert second.returncode == 1
+        assert f"process {process.pid} on " in second.stderr
+        assert "Traceback" not in second.stderr
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 75, errors.decode()
+    assert (tmp_path / "config.yaml").read_text() == config
+    steps = losses(tmp_path)
+    assert sorted(steps) == list(range(1, max(steps) + 1))

@@ -67,3 +67,69 @@ def test_the_loss_picture_is_a_png(tmp_path: Path) -> None:
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_loss(metrics, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+BAD_LINES = {
+    "a NUL": b'{"step": 10, \x00"loss": 1.0}\n',
+    "no UTF-8": b'{"step": 10, "loss": "\xff\xfe"}\n',
+    "no object": b"[10]\n",
+    "no step": b'{"loss": 1.0}\n',
+    "a step of text": b'{"step": "10", "loss": 1.0}\n',
+    "a negative step": b'{"step": -1, "loss": 1.0}\n',
+    "a long number": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "a loss of text": b'{"step": 10, "loss": "1.0"}\n',
+    "NaN": b'{"step": 10, "loss": NaN}\n',
+    "deep nesting": b"[" * 50_000 + b"\n",
+    "an empty line": b"\n",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_damaged_line_is_kept_aside_and_nothing_after_it_is_lost(
+    bad: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() + b"\n" for step in range(1, 42)]
+    path.write_bytes(b"".join([*lines[:9], bad, *lines[10:]]))
+    metrics = MetricsFile(path, resume_step=41)
+    metrics.close()
+    assert metrics.damaged == [10]
+    assert [row["step"] for row in read_metrics(path)] == [*range(1, 10), *range(11, 42)]
+    assert (tmp_path / "metrics.damaged").read_bytes() == bad
+    again = MetricsFile(path, resume_step=41)
+    again.close()
+    assert again.damaged == []
+
+
+def test_a_number_that_json_has_not_is_null(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", resume_step=0)
+    metrics.write({"step": 1, "loss": float("nan"), "lr": 0.5})
+    metrics.sync()
+    metrics.close()
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": None, "lr": 0.5}]
+
+
+def test_metrics_and_picture_never_follow_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    from mt_files import FileError
+
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    victim.write_text("precious")
+    for name in (".metrics.jsonl.tmp", "loss.png", "metrics.damaged"):
+        (run / name).symlink_to(victim)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(json.dumps(RECORD) + "\n")
+    MetricsFile(metrics, resume_step=1).close()
+    draw_loss(metrics, run / "loss.png")
+    metrics.write_text("damaged\n")
+    with pytest.raises(OSError):  # noqa: PT011 - the system's word for a link differs
+        MetricsFile(metrics, resume_step=1)
+    metrics.unlink()
+    metrics.symlink_to(victim)
+    with pytest.raises(FileError, match="leads out of"):
+        MetricsFile(metrics, resume_step=1)
+    assert victim.read_text() == "precious"
+
+
+def test_an_absurd_time_to_the_end_is_said_in_years() -> None:
+    assert describe({**RECORD, "eta_seconds": 1e18})["ETA"] == "3.17e+10 years"

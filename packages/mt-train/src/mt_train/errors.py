@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         on_cpu = isinstance(error, RuntimeError) and any(
             text in str(error) for text in _CPU_OUT_OF_MEMORY
         )
-        if on_cpu or isinstance(error, torch.OutOfMemoryError):
+        if on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         error = error.__cause__
     return False

@@ -14,6 +14,8 @@ from torch import nn
 
 from mt_train.config import PipelineSection
 
+_MAX_MICROBATCHES = 1 << 16
+
 
 class PipelineError(ValueError):
     """A schedule, its sizes and the model do not fit.
@@ -54,6 +56,7 @@ def plan_pipeline(
             f"{section.microbatches}, but training.global_batch_size / (micro_batch_size x dp) "
             f"gives {microbatches}; change one of them, or leave this out",
         )
+    _check_size(section, ranks, microbatches, num_layers)
     options = {
         name: value for name in ("chunks", "group") if (value := getattr(section, name)) is not None
     }
@@ -84,6 +87,23 @@ def plan_pipeline(
                 "no m",
             )
     return PipelinePlan(schedule=schedule, layers=tuple(content.layers for content in contents))
+
+
+def _check_size(section: PipelineSection, ranks: int, microbatches: int, num_layers: int) -> None:
+    """Refuse, before a schedule is made, what would have more actions than anybody runs."""
+    if microbatches > _MAX_MICROBATCHES:
+        raise PipelineError(
+            "training.global_batch_size",
+            f"it gives each rank {microbatches} micro-batches a step; at most "
+            f"{_MAX_MICROBATCHES} are planned, so raise training.micro_batch_size or parallel.dp, "
+            "or lower it",
+        )
+    if section.chunks is not None and section.chunks * ranks > num_layers:
+        raise PipelineError(
+            "pipeline.chunks",
+            f"{section.chunks} x {ranks} pipeline ranks are more stages than the {num_layers} "
+            "layers; every stage needs a layer",
+        )
 
 
 def build_stages(

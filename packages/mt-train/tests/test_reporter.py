@@ -1,0 +1,93 @@
+"""A console or a log that dies asks the run to stop, and what is said is still said."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from mt_parallel_state import StopSignals
+from mt_train.console import PlainLines, SilentConsole, make_console, printable
+from mt_train.reporter import Reporter
+
+RECORD = {"step": 1, "loss": 1.0}
+
+
+class Log:
+    """Keeps records until it breaks."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.rows: list[dict] = []
+        self.broken = broken
+
+    def write(self, record: dict) -> None:
+        if self.broken:
+            raise OSError(28, "No space left on device")
+        self.rows.append(record)
+
+    def sync(self) -> None:
+        self.write({})
+
+
+def test_a_dead_console_asks_for_a_stop_and_the_rest_is_said_on_stderr(capsys) -> None:
+    class Dead(SilentConsole):
+        def say(self, text: str) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    stop, log = StopSignals(), Log()
+    reporter = Reporter(stop, Dead(), {"metrics.jsonl": log})
+    reporter.say("saved")
+    reporter.step(RECORD)
+    reporter.say("stopped")
+    assert stop.requested
+    assert stop.reason == "a console that can't be written (Broken pipe)"
+    assert capsys.readouterr().err == "saved\nstopped\n"
+    assert log.rows == [RECORD]
+
+
+@pytest.mark.parametrize("when", ["write", "sync"])
+def test_a_dead_log_asks_for_a_stop_and_the_others_go_on(when) -> None:
+    stop, dead, log = StopSignals(), Log(broken=True), Log()
+    reporter = Reporter(stop, None, {"metrics.jsonl": dead, "tensorboard": log})
+    reporter.step(RECORD) if when == "write" else reporter.sync()
+    reporter.step(RECORD)
+    assert stop.reason == "a log that can't be written (metrics.jsonl: No space left on device)"
+    assert log.rows[-1] == RECORD
+
+
+def test_a_full_disk_under_the_console_is_an_error_once_and_none_at_the_end() -> None:
+    import subprocess
+
+    code = (
+        "import sys\n"
+        "from mt_train.console import PlainLines\n"
+        "lines = PlainLines(total_steps=1, every=1)\n"
+        "try:\n"
+        "    lines.say('x')\n"
+        "except OSError as error:\n"
+        "    sys.stderr.write(error.strerror)\n"
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=True
+        )
+    assert done.stderr == "No space left on device"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_and_any_path_can_be_printed(encoding, monkeypatch) -> None:
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding=encoding))
+    PlainLines(total_steps=1, every=1).say("saved läufe/\udcff/中")
+    sys.stdout.flush()
+    assert data.getvalue().startswith(b"saved l")
+    assert b"\\udcff" in data.getvalue()
+    assert printable("plain", sys.stdout) == "plain"
+
+
+def test_a_process_without_a_console_is_silent(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    console = make_console(total_steps=1, every=1)
+    with console:
+        console.say("nobody hears")
