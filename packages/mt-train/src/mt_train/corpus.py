@@ -211,7 +211,7 @@ def verify_corpus(corpus: Corpus) -> None:
     for prefix in (*corpus.train, *([] if corpus.validation is None else [corpus.validation])):
         with IndexedDataset(prefix) as dataset:
             if dataset.metadata() is not None:
-                dataset.verify()
+                dataset.verify(remember=True)
 
 
 def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
