@@ -1,6 +1,6 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
-from mt_data.batch import BatchSampler, MicroBatch
+from mt_data.batch import BatchSampler, MicroBatch, count_labels
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
 from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import (
@@ -17,6 +17,7 @@ from mt_data.index import token_dtype
 from mt_data.indexed import IndexedDataset
 from mt_data.order import sample_index
 from mt_data.permutation import Permutation
+from mt_data.prefetch import Prefetcher
 from mt_data.split import parse_split, split_files, split_ranges
 from mt_data.tokenizer import Tokenizer, load_tokenizer
 from mt_data.training import train_tokenizer
@@ -40,10 +41,12 @@ __all__ = [
     "MicroBatch",
     "MissingExtraError",
     "Permutation",
+    "Prefetcher",
     "SequentialWindows",
     "Tokenizer",
     "blend_order",
     "build_corpus",
+    "count_labels",
     "count_text_bytes",
     "dataset_tokenizer",
     "fast_obstacle",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict
+import copy
+from collections.abc import Sequence
+from typing import Literal, NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +21,31 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
 
 
+class PartialSamples(Samples, Protocol):
+    """A dataset whose samples can be read in parts, and that knows their documents."""
+
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Tokens [begin, end) of a sample."""
+        ...
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Number of the document of each token of a sample."""
+        ...
+
+
 class MicroBatch(TypedDict):
     """Rows for one forward pass.
 
     Shape:
         - tokens: [B, S]; labels: [B, S], -100 where no loss is due; sample_ids: [B]; all int64
+        - documents: [B, S] int64, number of each token's document in its row, from 0; only with
+          `packing="documents"`
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
+    documents: NotRequired[NDArray[np.int64]]
 
 
 class BatchSampler:
@@ -67,6 +84,38 @@ class BatchSampler:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.vocab_size = vocab_size
         self.offset = offset
+        self.packing: Literal["none", "documents"] = "none"
+        self.parts: tuple[tuple[int, int], ...] | None = None
+
+    def rows(
+        self,
+        *,
+        packing: Literal["none", "documents"] = "none",
+        parts: Sequence[tuple[int, int]] | None = None,
+    ) -> BatchSampler:
+        """Return a sampler of the same samples whose rows are made otherwise.
+
+        Args:
+            packing: "documents" adds `documents` to micro-batches, so that attention can be kept
+                within documents, and takes the labels away that belong to the next document: each
+                is learnt from as if it stood alone.
+            parts: Positions [begin, end) of each row that this rank holds, in order; only those
+                are read. All when None.
+        """
+        if packing not in ("none", "documents"):
+            raise DataError(f"packing is {packing!r}; choose 'none' or 'documents'")
+        if parts is not None and not (parts and all(0 <= begin < end for begin, end in parts)):
+            raise DataError(f"parts is {list(parts)}; give one or more with 0 <= begin < end")
+        if (packing != "none" or parts is not None) and not hasattr(
+            self.dataset, "sample_documents"
+        ):
+            raise DataError(
+                f"{type(self.dataset).__name__} gives whole rows only; packing and parts need "
+                "sample(index, begin, end) and sample_documents(index), as GPTDataset has them"
+            )
+        other = copy.copy(self)
+        other.packing, other.parts = packing, None if parts is None else tuple(parts)
+        return other
 
     @property
     def num_microbatches(self) -> int:
@@ -99,11 +148,34 @@ class BatchSampler:
         return [self._micro_batch(ids) for ids in self.sample_ids(step)]
 
     def _micro_batch(self, ids: NDArray[np.int64]) -> MicroBatch:
-        rows = np.stack([self.dataset[int(sample)] for sample in ids])
-        batch = micro_batch(rows[:, :-1], rows[:, 1:], ids)
+        pairs = [self._row(int(sample)) for sample in ids]
+        tokens = np.stack([tokens for tokens, _ in pairs])
+        labels = np.stack([labels for _, labels in pairs])
         if self.vocab_size is not None:
-            _check_ids(rows, ids, self.vocab_size)
+            for rows in (tokens, labels[:, -1:]):
+                _check_ids(rows, ids, self.vocab_size)
+        batch = micro_batch(tokens, labels, ids)
+        if self.packing == "documents":
+            self._keep_apart(batch, ids)
         return batch
+
+    def _row(self, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens and labels of this rank's part of a sample."""
+        if self.parts is None:
+            row = self.dataset[sample]
+            return row[:-1], row[1:]
+        dataset = cast("PartialSamples", self.dataset)
+        pieces = [dataset.sample(sample, begin, end + 1) for begin, end in self.parts]
+        return np.concatenate([p[:-1] for p in pieces]), np.concatenate([p[1:] for p in pieces])
+
+    def _keep_apart(self, batch: MicroBatch, ids: NDArray[np.int64]) -> None:
+        """Add the documents, and remove labels that are of the next one."""
+        dataset = cast("PartialSamples", self.dataset)
+        whole = np.stack([dataset.sample_documents(int(sample)) for sample in ids])
+        parts = self.parts or ((0, whole.shape[1] - 1),)
+        own = np.concatenate([np.arange(begin, end) for begin, end in parts])
+        batch["documents"] = np.ascontiguousarray(whole[:, own])
+        batch["labels"][whole[:, own + 1] != batch["documents"]] = PADDING
 
 
 def micro_batch(
@@ -112,9 +184,14 @@ def micro_batch(
     """Own, contiguous arrays; padding becomes token 0, which a causal model never looks at."""
     return {
         "tokens": np.where(tokens == PADDING, 0, tokens),
-        "labels": np.ascontiguousarray(labels),
+        "labels": labels.copy(),
         "sample_ids": ids.copy(),
     }
+
+
+def count_labels(batches: Sequence[MicroBatch]) -> int:
+    """Labels of micro-batches that carry a loss; counted here, no device is waited for."""
+    return sum(int(np.count_nonzero(batch["labels"] != PADDING)) for batch in batches)
 
 
 def _check_ids(rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int) -> None:

@@ -29,8 +29,12 @@ class SampleSource(Protocol):
 
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Sample `index`, going on to another epoch past the end."""
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Tokens [begin, end) of sample `index`, going on to another epoch past the end."""
+        ...
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Number of the document of each token of a sample."""
         ...
 
 
@@ -168,12 +172,22 @@ class BlendedDataset:
             raise IndexError(f"sample {index} does not exist; the blend has {len(self)}")
         return self.sample(index % len(self))
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Sample `index`; past `len` a weighted blend goes on, an exhaustive one repeats."""
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Tokens of a sample; past `len` a weighted blend goes on, an exhaustive one repeats."""
+        dataset, position = self._place(index)
+        if begin == 0 and end is None:  # all that some datasets can give
+            return self.datasets[dataset].sample(position)
+        return self.datasets[dataset].sample(position, begin, end)
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Number of the document of each token of a sample."""
+        dataset, position = self._place(index)
+        return self.datasets[dataset].sample_documents(position)
+
+    def _place(self, index: int) -> tuple[int, int]:
         if self._exhaustive:
             index %= sum(len(dataset) for dataset in self.datasets)
-        dataset, position = self._order(index)
-        return self.datasets[dataset].sample(position)
+        return self._order(index)
 
     def origin(self, index: int) -> tuple[int, int]:
         """(dataset, sample in that dataset) of sample `index`."""

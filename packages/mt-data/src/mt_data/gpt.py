@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.error import DataError
-from mt_data.order import OVERLAP, MegatronOrder, Order, StableOrder
+from mt_data.order import OVERLAP, MegatronOrder, Order, StableOrder, Stream
 
 PADDING = -100
 
@@ -136,17 +136,48 @@ class GPTDataset:
             raise IndexError(f"sample {index} does not exist; the dataset has {len(self)}")
         return self.sample(index % len(self))
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` of the endless stream of epochs; `len` is no limit here."""
-        if index < 0:
-            raise IndexError(f"sample {index} does not exist; an index is 0 or more")
-        stream, start = self._order.find(index)
-        tokens = np.full(self.sequence_length + OVERLAP, PADDING, np.int64)
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Tokens [begin, end) of sample `index` of the endless stream of epochs.
+
+        `len` is no limit here. Only what is asked for is read.
+        """
+        stream, start = self._find(index)
+        end = self._end(begin, end)
+        tokens = np.full(end - begin, PADDING, np.int64)
         done = 0
-        count = min(len(tokens), stream.num_tokens - start)
-        for document, offset, length in stream.pieces(start, count):
+        count = min(end, stream.num_tokens - start) - begin
+        for document, offset, length in stream.pieces(start + begin, max(count, 0)):
             tokens[done : done + length] = self.indexed.read(
                 self.sequences[document], offset, length
             )
             done += length
         return tokens
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Number of the document that each token of a sample is of, from 0; padding has its own.
+
+        Nothing is read for it.
+
+        Shape:
+            - Output: [sequence_length + 1]
+        """
+        stream, start = self._find(index)
+        length = self.sequence_length + OVERLAP
+        pieces = stream.pieces(start, min(length, stream.num_tokens - start))
+        lengths = [length for _, _, length in pieces]
+        lengths.append(length - sum(lengths))
+        return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+
+    def _find(self, index: int) -> tuple[Stream, int]:
+        if index < 0:
+            raise IndexError(f"sample {index} does not exist; an index is 0 or more")
+        return self._order.find(index)
+
+    def _end(self, begin: int, end: int | None) -> int:
+        length = self.sequence_length + OVERLAP
+        end = length if end is None else end
+        if not 0 <= begin <= end <= length:
+            raise IndexError(
+                f"tokens [{begin}, {end}) of a sample do not exist; it has {length} tokens"
+            )
+        return end
