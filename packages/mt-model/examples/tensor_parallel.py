@@ -22,10 +22,10 @@ def loss_and_text(state: ParallelState) -> tuple[float, list[int]]:
     prompt = tokens[:1, :4]
     cache = model.new_cache(batch_size=1, max_length=16)
     logits, text = model.logits(prompt, cache=cache), prompt[0].tolist()
-    for position in range(4, 16):
+    for _ in range(4, 16):
         token = logits[:, -1:].argmax(-1)
         text.append(int(token))
-        logits = model.logits(token, cache=cache, start=position)
+        logits = model.logits(token, cache=cache)
     return (losses["lm"] / losses["tokens"]).item(), text
 
 

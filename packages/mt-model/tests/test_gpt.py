@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_cached_decoding_equals_running_the_whole_prefix(variant):
     cached = prompt
     for _ in range(12):
         cached = torch.cat((cached, logits[:, -1:].argmax(-1)), dim=1)
-        logits = model.logits(cached[:, -1:], cache=cache, start=cached.shape[1] - 1)
+        logits = model.logits(cached[:, -1:], cache=cache)
     assert torch.equal(cached, tokens)
 
 
@@ -192,11 +193,9 @@ def test_prefill_in_pieces_equals_one_prefill():
     model = double(gpt(**TINY))
     tokens = batch(length=11)["tokens"]
     cache = model.new_cache(batch_size=2, max_length=11)
-    starts, ends = (0, 4, 5), (4, 5, 11)
-    pieces = [
-        model.logits(tokens[:, a:b], cache=cache, start=a)
-        for a, b in zip(starts, ends, strict=True)
-    ]
+    ends = pairwise((0, 4, 5, 11))
+    pieces = [model.logits(tokens[:, a:b], cache=cache) for a, b in ends]
+    assert cache.length == 11
     whole = model.logits(tokens)
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-12)
     assert torch.allclose(model.logits(tokens, last_only=True), whole[:, -1:], rtol=1e-12)
@@ -295,8 +294,6 @@ def test_misuse_is_refused_with_the_reason():
         GPT(config, layers=range(1, 3))(None, data)
     with pytest.raises(ValueError, match="this stage holds layers 1 to 2 of 3"):
         GPT(config, layers=range(1, 3)).logits(data["tokens"])
-    with pytest.raises(ValueError, match="start=3 needs a cache"):
-        model.logits(data["tokens"], start=3)
     small = model.new_cache(batch_size=2, max_length=8)
     with pytest.raises(ValueError, match=r"9 tokens are more than the cache holds \(8\)"):
         model.logits(data["tokens"], cache=small)
@@ -390,7 +387,6 @@ def test_sample_ids_go_with_tokens():
             r"sample_ids must be \(2,",
         ),
         (lambda m, d: m.logits(d["tokens"][0]), ValueError, r"tokens must be \[B, S\]"),
-        (lambda m, d: m.logits(d["tokens"], start=-1), ValueError, "start=-1"),
         (lambda m, d: m.logits(d["tokens"], cache=3), TypeError, "cache must be a KVCache"),
         (lambda m, d: m.new_cache(batch_size=0, max_length=3), ValueError, "batch_size=0"),
         (
@@ -433,36 +429,30 @@ class Device:
 
 
 def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
-    from mt_model.attention import steady_kernels
+    from mt_model.attend import steady_kernels
     from torch.nn.attention import SDPBackend
 
     asked = []
     monkeypatch.setattr("torch.nn.attention.sdpa_kernel", asked.append)
-    steady_kernels(Device("cuda"), cached=True)
+    steady_kernels(Device("cuda"))
     assert asked[0]
     assert SDPBackend.CUDNN_ATTENTION not in asked[0]
-    for kind, cached in (("cuda", False), ("cpu", True)):
-        with steady_kernels(Device(kind), cached=cached):
-            pass
-    assert len(asked) == 1
+    with steady_kernels(Device("cpu")):
+        assert len(asked) == 1
 
 
-def test_decoding_asks_for_steady_kernels_and_training_does_not(monkeypatch):
-    from mt_model import attention
+def test_attention_to_a_cache_asks_for_steady_kernels_and_training_does_not(monkeypatch):
+    from mt_model import attend
 
-    asked, real = [], attention.steady_kernels
-    monkeypatch.setattr(
-        attention,
-        "steady_kernels",
-        lambda q, cached: asked.append(cached) or real(q, cached=cached),
-    )
+    asked, real = [], attend.steady_kernels
+    monkeypatch.setattr(attend, "steady_kernels", lambda q: asked.append(q.shape[2]) or real(q))
     model, tokens = GPT(gpt(**TINY)), batch()["tokens"]
     cache = model.new_cache(batch_size=2, max_length=12)
     model.logits(tokens, cache=cache)
-    model.logits(tokens[:, :1], cache=cache, start=9)
-    assert asked == [True] * 6
+    model.logits(tokens[:, :1], cache=cache)
+    assert asked == [9, 9, 9, 1, 1, 1]
     model(tokens)
-    assert True not in asked[6:]
+    assert len(asked) == 6
 
 
 class LargestIndex(TorchDispatchMode):
@@ -496,7 +486,8 @@ def test_attention_dropout_is_the_function_of_sample_head_query_and_key():
     model = GPT(gpt(**sizes, positions="none", attention_dropout=0.4), dtype=torch.float64, seed=3)
     attention = model.layers["0"].mixer
     x, ids = torch.randn(2, 5, 8, dtype=torch.float64), torch.tensor([4, 9])
-    shared = model._share({"tokens": torch.zeros(2, 5, dtype=torch.long), "sample_ids": ids})
+    data = {"tokens": torch.zeros(2, 5, dtype=torch.long), "sample_ids": ids}
+    _, shared = model.begin(None, data)
     query, key, value = attention.qkv(x).unbind(3)
     scores = torch.einsum("bsnd,btnd->bnst", query, key) / 2
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)

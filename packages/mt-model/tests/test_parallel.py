@@ -283,7 +283,7 @@ def generate(tp, kv_heads):
     first = logits
     for _ in range(11):
         tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
-        logits = model.logits(tokens[:, -1:], cache=cache, start=tokens.shape[1] - 1)
+        logits = model.logits(tokens[:, -1:], cache=cache)
     return first, tokens
 
 

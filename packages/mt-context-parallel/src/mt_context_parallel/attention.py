@@ -124,6 +124,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernels: tuple[Kernel, ...] | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to those of the whole group, forward and backward exact.
@@ -159,6 +160,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
             is this rank's part of a sum over the group.
         dropout: Of the attention weights.
         scale: Of the scores; 1 / sqrt(D) where None.
+        softcap: Scores become `softcap * tanh(score / softcap)`, before the mask; None leaves them.
         kernels: To choose from, the first that can compute a tile; `default_kernels` if None.
 
     Shape:
@@ -172,6 +174,8 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
             the message has the nearest that do.
     """
     mask = AttentionMask() if mask is None else mask
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, or None for no cap, got {softcap}")
     inner, outer = _levels(group, algorithm)
     ranks, own = (
         group_size(inner) * group_size(outer),
@@ -197,6 +201,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         length=length,
         dropout=dropout,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
     )
     chosen = default_kernels(q.device) if kernels is None else kernels
     if inner is not None:

@@ -89,7 +89,10 @@ class ReferenceKernel:
         """See `Kernel`."""
         dout, _, lse, delta = of_queries
         groups = k.shape[2]
-        weights = _scores(q, k, tile).sub_(_finite(lse)[..., None]).exp_()
+        scores = _scores(q, k, tile)
+        # Of the cap: 1 - tanh^2; a masked score is -inf, and its weight is 0 whatever this is.
+        slope = None if tile.softcap is None else 1 - (scores / tile.softcap).clamp_(-1).square_()
+        weights = scores.sub_(_finite(lse)[..., None]).exp_()
         kept = tile.kept(q.shape[2], weights.dtype, q.device)
         dropped = weights if kept is None else weights * kept
         dout_rows = _grouped(_heads_first(dout, weights.dtype), groups)
@@ -97,7 +100,8 @@ class ReferenceKernel:
         dweights = (dout_rows @ _heads_first(v, weights.dtype).transpose(-1, -2)).view_as(weights)
         if kept is not None:
             dweights *= kept
-        dscores = _grouped(dweights.sub_(delta[..., None]).mul_(weights).mul_(tile.scale), groups)
+        dweights.sub_(delta[..., None]).mul_(weights).mul_(tile.scale)
+        dscores = _grouped(dweights if slope is None else dweights.mul_(slope), groups)
         dq = dscores @ _heads_first(k, weights.dtype)
         dk = dscores.transpose(-1, -2) @ _grouped(_heads_first(q, weights.dtype), groups)
         return TileGrads(_heads_last(dq, q), dk.transpose(1, 2), dv.transpose(1, 2))
@@ -129,6 +133,8 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     rows = _grouped(_heads_first(q, dtype), k.shape[2])
     scores = (rows @ _heads_first(k, dtype).transpose(-1, -2)).mul_(tile.scale)
     scores = scores.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if tile.softcap is not None:
+        scores.div_(tile.softcap).tanh_().mul_(tile.softcap)
     allowed = tile.allowed(q.device)
     return scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
@@ -139,6 +145,8 @@ def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
         return f"head_dim {q.shape[-1]} of queries and {v.shape[-1]} of values"
     if tile.dropout is not None and tile.dropout.probability:
         return "dropout by global index"
+    if tile.softcap is not None:
+        return f"a soft cap of {tile.softcap}"
     if tile.documents is not None:
         return "document ids"
     if tile.window is not None:

@@ -125,6 +125,7 @@ class Tile:
         length: tokens in the whole sequence.
         dropout: of the weights.
         scale: of the scores.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
     """
 
     q: Segment
@@ -135,6 +136,7 @@ class Tile:
     length: int
     dropout: AttentionDropout | None
     scale: float
+    softcap: float | None = None
 
     @property
     def is_square(self) -> bool:

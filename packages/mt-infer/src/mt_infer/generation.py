@@ -103,13 +103,12 @@ class Generator:
         length = min(limit, len(prompt) + max_tokens)
         cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device
-        fed, start = torch.tensor([prompt], device=device), 0
+        fed = torch.tensor([prompt], device=device)
         waiting: Tensor | None = None
         for position in range(len(prompt), length):
-            logits = self.model.logits(fed, cache=cache, start=start, last_only=True)
+            logits = self.model.logits(fed, cache=cache, last_only=True)
             # Padding rows of the embedding are no tokens.
             allowed = logits[:, -1, : self.tokenizer.vocab_size]
-            start += fed.shape[1]
             # A token is read only when the device has the next step to do.
             if waiting is not None:
                 if int(waiting) == self.tokenizer.eod_id:

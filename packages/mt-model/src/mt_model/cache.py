@@ -8,28 +8,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class KVCache:
-    """What each layer keeps of a batch of equal-length sequences; attention: keys and values.
+    """What each layer of a stage keeps of a batch of equal-length sequences.
 
-    `GPT.new_cache` makes one.
+    `GPT.new_cache` makes one. Its tensors keep their shapes while it fills.
 
     Attributes:
         layers: tensors by name, by the layer's global index; their shapes are the mixer's
             (`MixerConfig.cache_shapes`).
         max_length: tokens that fit.
+        length: tokens that it holds; those of the next pass follow them.
     """
 
     layers: Mapping[int, Mapping[str, Tensor]]
     max_length: int
-
-    def append(self, layer: int, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Store the tokens from position `start` on and return all up to their end.
-
-        Shape:
-            key, value: [B, kv_heads / tp, S, head_dim]. Returns the same with start + S tokens.
-        """
-        end, held = start + key.shape[2], self.layers[layer]
-        held["key"][:, :, start:end] = key
-        held["value"][:, :, start:end] = value
-        return held["key"][:, :, :end], held["value"][:, :, :end]
+    length: int = 0

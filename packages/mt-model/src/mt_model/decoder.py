@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypedDict, cast
+from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from mt_context_parallel import Algorithm
@@ -29,6 +29,7 @@ from mt_tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from mt_model.attend import Attend, CachedAttend, Pass, SequenceAttend
 from mt_model.cache import KVCache
 from mt_model.choice import Recompute
 from mt_model.config import ModelConfig, validate_context, validate_split
@@ -38,8 +39,10 @@ from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.layer import TransformerLayer
 from mt_model.norm import build_norm
-from mt_model.placement import Context, Pass, Placement
+from mt_model.placement import Context, Placement
 from mt_model.rotary import rotary_table
+
+Batch: TypeAlias = Mapping[str, Any]
 
 
 class LossOutput(TypedDict):
@@ -165,7 +168,7 @@ class GPT(nn.Module):
     def forward(
         self,
         x: Tensor | None,
-        batch: Mapping[str, Tensor] | None = None,
+        batch: Batch | None = None,
         *,
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
@@ -178,7 +181,10 @@ class GPT(nn.Module):
 
         Args:
             x: int64 tokens; with a batch the activation of the stage before, None on the first.
-            batch: int64 `tokens`, and `labels` and `sample_ids` as below.
+            batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
+                of tokens; `documents`, ids of packed documents that do not see each other;
+                `positions` other than 0, 1, 2 and on; and for generation this stage's own `cache`,
+                with which the last stage returns the logits after the last token alone.
             labels: of the next token after each, int64; -100 does not count.
             sample_ids: unique per training sample; needed with dropout in training.
 
@@ -188,7 +194,8 @@ class GPT(nn.Module):
             tensor-parallel group and has gradients.
 
         Shape:
-            tokens, labels: [B, S], whole on every rank of a context group; sample_ids: [B];
+            tokens, labels, documents, positions: [B, S], whole on every rank of a context group;
+            sample_ids: [B]; embeddings: [B, S, hidden];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
 
@@ -201,52 +208,93 @@ class GPT(nn.Module):
         elif labels is not None or sample_ids is not None:
             raise ValueError("give labels and sample_ids in the batch, or tokens without a batch")
         check_batch(batch)
-        shared = self._share(batch)
-        if self.has_embedding:
-            x = self._embed(self.placement.context.own(batch["tokens"]), shared)
-        x = self._run_layers(_received(x), shared)
+        own = self.placement.context.own
+        x, shared = self.begin(x, batch)
+        x = self.run_layers(x, shared)
+        if batch.get("cache") is not None:
+            batch["cache"].length += x.shape[1]
         if not self.has_head:
             return x
-        if batch.get("labels") is None:
-            return self._logits(x)
-        return self._loss(x, self.placement.context.own(batch["labels"]))
+        if batch.get("labels") is not None:
+            return self.loss(x, own(batch["labels"]))
+        return self.scores(x[:, -1:] if batch.get("cache") is not None else x)
+
+    def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, Pass]:
+        """Return the activation that enters this stage's layers, and what they share."""
+        if self.has_embedding:
+            given = batch.get("embeddings")
+            length = (batch["tokens"] if given is None else given).shape[1]
+        else:
+            x = _received(x)
+            parts = self.placement.tp if self.placement.sequence_parallel else 1
+            length = x.shape[1] * self.placement.context.size * parts
+        device = self.placement.device if x is None else x.device
+        positions = self._positions(batch, length, device)
+        shared = self._share(batch, positions, length, device)
+        if self.has_embedding:
+            x = self.embed(batch, positions, shared)
+        return _received(x), shared
+
+    def embed(self, batch: Batch, positions: Tensor, shared: Pass) -> Tensor:
+        """Embed this rank's tokens, or take their embeddings from the batch; add positions.
+
+        Shape:
+            positions: [S / cp] or [B, S / cp]. Returns [B, S / cp, hidden], of which sequence
+            parallelism leaves S / cp / tp.
+        """
+        own, given = self.placement.context.own, batch.get("embeddings")
+        if given is None:
+            x = self.embedding(own(batch["tokens"]))
+        else:
+            x = self._between(own(given).to(self.placement.dtype), dim=1)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(self._between(positions, dim=-1))
+        return self.embedding_dropout(x, shared.hidden_index)
+
+    def run_layers(self, x: Tensor, shared: Pass) -> Tensor:
+        """Apply this stage's layers in order."""
+        for layer in self.stage_layers():
+            x = layer(x, shared)
+        return x
 
     @torch.no_grad()
     def logits(
-        self,
-        tokens: Tensor,
-        *,
-        cache: KVCache | None = None,
-        start: int = 0,
-        last_only: bool = False,
+        self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
-        """Scores of the next token after every given one, over the full vocabulary.
-
-        Gathers the vocabulary over the tensor-parallel group.
+        """Scores of the next token after every given one, without dropout or gradients.
 
         Args:
-            tokens: sequences of equal length; with a cache, those from position `start` on.
-            cache: keys and values of the tokens before `start`; the new ones are added.
-            start: position of the first given token.
+            tokens: sequences of equal length; with a cache, those after the ones it holds.
+            cache: keys and values of the tokens before; the new ones are added.
             last_only: return the scores after the last token alone.
 
         Shape:
             tokens: [B, S]. Returns [B, S, vocab_size], or [B, 1, vocab_size] with last_only.
 
         Raises:
-            ValueError: the model is one of several stages or sequence parallel, or the tokens
-                do not fit the cache or the model.
+            ValueError: the model is one of several stages, or sequence or context parallel, or
+                the tokens do not fit the cache or the model.
         """
-        check_batch({"tokens": tokens})
-        self._check_inference(tokens, cache, start)
-        shared = Pass(
-            length=tokens.shape[1],
-            start=start,
-            tables=self._tables(torch.arange(start, start + tokens.shape[1], device=tokens.device)),
-            cache=cache,
-        )
-        x = self._run_layers(self._embed(tokens, shared), shared)
-        return self._logits(x[:, -1:] if last_only else x)
+        if not (self.has_embedding and self.has_head):
+            raise ValueError(
+                f"logits() needs the whole model, and this stage holds layers "
+                f"{self.layer_range.start} to {self.layer_range.stop - 1} of "
+                f"{self.config.num_layers}. Build it with pp=1, or call the stages in turn with "
+                "a batch of tokens and each its own cache"
+            )
+        batch = {"tokens": tokens} if cache is None else {"tokens": tokens, "cache": cache}
+        check_batch(batch)
+        self._check_whole_sequences("logits()")
+        was_training = self.training
+        self.training = False  # of this module alone: it says whether a pass drops anything
+        try:
+            x, shared = self.begin(None, batch)
+        finally:
+            self.training = was_training
+        x = self.run_layers(x, shared)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return self.scores(x[:, -1:] if last_only else x)
 
     def new_cache(self, *, batch_size: int, max_length: int) -> KVCache:
         """Make an empty cache for `logits`, on this model's device and in its dtype.
@@ -325,28 +373,53 @@ class GPT(nn.Module):
             spec = sharding_of(weight).spec
             shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
 
-    def _share(self, batch: Mapping[str, Tensor]) -> Pass:
-        tokens, config, placement = batch["tokens"], self.config, self.placement
-        length = tokens.shape[1]
+    def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
+        """Check the length, and return the positions of this rank's tokens."""
+        cache, own = batch.get("cache"), self.placement.context
+        if cache is not None:
+            self._check_whole_sequences("a cache")
+            self._check_length(cache.length + length)
+            if cache.length + length > cache.max_length:
+                raise ValueError(
+                    f"{cache.length + length} tokens are more than the cache holds "
+                    f"({cache.max_length}); allocate it with a larger max_length"
+                )
+            return torch.arange(cache.length, cache.length + length, device=device)
         self._check_length(length)
-        placement.check_length(length)
-        tables = self._tables(placement.context.positions(length, tokens.device))
-        if not (self.training and self._drops()):
-            return Pass(length=length, tables=tables)
-        if batch.get("sample_ids") is None:
-            raise ValueError(
-                "dropout in training needs batch['sample_ids'] of shape [B], unique per training "
-                "sample; or call model.eval()"
-            )
-        index = None
-        if config.dropout:
-            positions = self._own_positions(length, tokens.device)
-            index = hidden_index(
-                batch["sample_ids"], positions, config.max_sequence_length, config.hidden_size
-            )
+        self.placement.check_length(length)
+        if batch.get("positions") is not None:
+            return own.own(batch["positions"])
+        return own.positions(length, device)
+
+    def _share(self, batch: Batch, positions: Tensor, length: int, device: torch.device) -> Pass:
+        cache, sample_ids, index = batch.get("cache"), None, None
+        if self.training and cache is None and self._drops():
+            sample_ids = batch.get("sample_ids")
+            if sample_ids is None:
+                raise ValueError(
+                    "dropout in training needs batch['sample_ids'] of shape [B], unique per "
+                    "training sample; or call model.eval()"
+                )
+            if self.config.dropout:
+                places = self._between(self.placement.context.positions(length, device), dim=0)
+                sizes = (self.config.max_sequence_length, self.config.hidden_size)
+                index = hidden_index(sample_ids, places, *sizes)
+        attend: Attend = SequenceAttend(context=self.placement.context)
+        if cache is not None:
+            attend = CachedAttend(cache=cache, positions=positions)
         return Pass(
-            length=length, tables=tables, sample_ids=batch["sample_ids"], hidden_index=index
+            attend=attend,
+            tables=self._tables(positions),
+            documents=batch.get("documents"),
+            sample_ids=sample_ids,
+            hidden_index=index,
         )
+
+    def _between(self, x: Tensor, *, dim: int) -> Tensor:
+        """This rank's tokens between the tensor-parallel regions."""
+        if not self.placement.sequence_parallel:
+            return x
+        return x.chunk(self.placement.tp, dim=dim)[self.placement.tp_index]
 
     def _tables(self, positions: Tensor) -> dict[tuple[int, float], Tensor]:
         """Rotary tables of this stage's layers, one per distinct (head_dim, theta)."""
@@ -359,29 +432,11 @@ class GPT(nn.Module):
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
 
-    def _own_positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions of this rank's tokens between the tensor-parallel regions."""
-        positions = self.placement.context.positions(length, device)
-        if not self.placement.sequence_parallel:
-            return positions
-        return positions.chunk(self.placement.tp)[self.placement.tp_index]
-
-    def _embed(self, tokens: Tensor, shared: Pass) -> Tensor:
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            positions = self._own_positions(shared.length, tokens.device) + shared.start
-            x = x + self.position_embedding(positions)
-        return self.embedding_dropout(x, shared.hidden_index)
-
-    def _run_layers(self, x: Tensor, shared: Pass) -> Tensor:
-        for layer in self.stage_layers():
-            x = layer(x, shared)
-        return x
-
     def _head_weight(self) -> Tensor:
         return (self.embedding if self.config.tied else self.head).weight
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def scores(self, x: Tensor) -> Tensor:
+        """Norm the last layer's output and score the next token, over the whole vocabulary."""
         group = self.placement.group
         scores = parallel_linear(
             self.final_norm(x),
@@ -393,7 +448,8 @@ class GPT(nn.Module):
         )
         return gather_from_group(scores, group, dim=-1)
 
-    def _loss(self, x: Tensor, labels: Tensor) -> LossOutput:
+    def loss(self, x: Tensor, labels: Tensor) -> LossOutput:
+        """Norm the last layer's output, and sum its cross entropies with this rank's labels."""
         group, hidden = self.placement.group, self.final_norm(x)
         if self.placement.sequence_parallel:
             hidden = all_gather(hidden, group, dim=1)
@@ -416,33 +472,14 @@ class GPT(nn.Module):
                 f"larger max_sequence_length"
             )
 
-    def _check_inference(self, tokens: Tensor, cache: KVCache | None, start: int) -> None:
-        if not (self.has_embedding and self.has_head):
-            raise ValueError(
-                f"logits() needs the whole model, and this stage holds layers "
-                f"{self.layer_range.start} to {self.layer_range.stop - 1} of "
-                f"{self.config.num_layers}. Build it with pp=1"
-            )
+    def _check_whole_sequences(self, what: str) -> None:
         if self.placement.context.group is not None:
             raise ValueError(
-                f"logits() needs whole sequences, and cp={self.placement.context.size} ranks share "
+                f"{what} needs whole sequences, and cp={self.placement.context.size} ranks share "
                 "them. Build the model with cp=1"
             )
         if self.placement.sequence_parallel:
-            raise ValueError("logits() needs a model built with sequence_parallel=False")
-        end = start + tokens.shape[1]
-        self._check_length(end)
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
-        if start < 0:
-            raise ValueError(f"start={start} is below 0, the position of the first token")
-        if cache is None and start:
-            raise ValueError(f"start={start} needs a cache that holds the tokens before it")
-        if cache is not None and end > cache.max_length:
-            raise ValueError(
-                f"{end} tokens are more than the cache holds ({cache.max_length}); allocate it "
-                f"with a larger max_length"
-            )
+            raise ValueError(f"{what} needs a model built with sequence_parallel=False")
 
 
 def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None) -> range:
@@ -466,28 +503,30 @@ def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None
     return layers
 
 
-def _batch_of(
-    tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | None
-) -> dict[str, Tensor]:
+def _batch_of(tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | None) -> Batch:
     if tokens is None:
         raise TypeError("model(tokens) needs int64 tokens of shape [B, S], got None")
     batch = {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}
     return {name: x for name, x in batch.items() if x is not None}
 
 
-def check_batch(batch: Mapping[str, Tensor]) -> None:
+def check_batch(batch: Batch) -> None:
     """Check the dtypes and shapes of a batch.
 
     Raises:
-        TypeError: it is no mapping, or an entry is not an integer tensor.
-        ValueError: `tokens` is missing, or a shape does not fit.
+        TypeError: it is no mapping, or an entry is of another type.
+        ValueError: tokens and embeddings are missing, or a shape does not fit.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch must be a mapping with 'tokens', got {type(batch).__name__}")
-    if batch.get("tokens") is None:
-        raise ValueError("every stage needs batch['tokens'] of shape [B, S]")
-    shape = None
-    for name in ("tokens", "labels", "sample_ids"):
+    given, shape = batch.get("embeddings"), None
+    if given is not None:
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() != 3:
+            raise TypeError("embeddings must be a floating-point tensor [B, S, hidden]")
+        shape = given.shape[:2]
+    elif batch.get("tokens") is None:
+        raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
+    for name in ("tokens", "labels", "documents", "positions", "sample_ids"):
         x = batch.get(name)
         if x is None:
             continue
@@ -500,6 +539,9 @@ def check_batch(batch: Mapping[str, Tensor]) -> None:
         expected = shape[:1] if name == "sample_ids" else shape
         if x.shape != expected:
             raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
+    cache = batch.get("cache")
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
 
 
 def _received(x: Tensor | None) -> Tensor:

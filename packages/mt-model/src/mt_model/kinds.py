@@ -12,6 +12,7 @@ from mt_files import Checks, divisors
 from mt_model.choice import Activation
 from mt_model.config import (
     MAX_HEADS,
+    MAX_LENGTH,
     MAX_WIDTH,
     FeedForwardConfig,
     MixerConfig,
@@ -38,6 +39,10 @@ class AttentionConfig(MixerConfig):
         qkv_bias: bias on the fused query, key and value projection.
         out_bias: bias on the output projection.
         dropout: probability of dropping an attention weight in training.
+        window: a query sees this many tokens, the last of which is itself; None for all.
+        sinks: a learned logit per query head takes part in the softmax, and has no value.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
+        scale: of the scores; `head_dim ** -0.5` where None.
     """
 
     num_heads: int
@@ -48,14 +53,19 @@ class AttentionConfig(MixerConfig):
     qkv_bias: bool = False
     out_bias: bool = False
     dropout: float = 0.0
+    window: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         sizes = ("num_heads", "num_kv_heads", "head_dim")
-        checks.at_least(1, *sizes)
+        checks.at_least(1, *sizes, "window")
         checks.at_most(MAX_HEADS, *sizes)
+        checks.at_most(MAX_LENGTH, "window")
         checks.fraction("dropout")
-        checks.above(0, "rope_theta")
+        checks.above(0, "rope_theta", "softcap", "scale")
         checks.done()
         if self.num_heads % self.num_kv_heads:
             good = _around(self.num_kv_heads, divisors(self.num_heads))
@@ -95,15 +105,18 @@ class AttentionConfig(MixerConfig):
         return attention.Attention(self, model, layer=layer, placement=placement)
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Count weights, biases and norms."""
+        """Count weights, biases, norms and sinks."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         total = (query + 2 * key) * (hidden_size + self.qkv_bias)
-        return total + hidden_size * (query + self.out_bias) + 2 * self.head_dim * self.qk_norm
+        total += hidden_size * (query + self.out_bias) + 2 * self.head_dim * self.qk_norm
+        return total + self.num_heads * self.sinks
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
-        """Count `6 h (q + 2 kv) + 6 q h`, and the causal half of the products with keys."""
+        """Count `6 h (q + 2 kv) + 6 q h`, and the products with the keys that are seen."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return 6 * hidden_size * (2 * query + 2 * key) + 6 * query * sequence_length
+        window = min(self.window or sequence_length, sequence_length)
+        twice_seen = 2 * window - window * window // sequence_length  # on average, tokens twice
+        return 6 * hidden_size * (2 * query + 2 * key) + 6 * query * twice_seen
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Give the heads; with fewer key/value heads than ranks, also what is split instead."""

@@ -9,10 +9,11 @@ import torch
 from mt_tensor_parallel import recompute
 from torch import Tensor, nn
 
+from mt_model.attend import Pass
 from mt_model.config import EntryConfig, LayerConfig, ModelConfig
 from mt_model.dropout import DropoutSite
 from mt_model.norm import build_norm
-from mt_model.placement import Pass, Placement
+from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
 
 

@@ -30,7 +30,14 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-def plain_matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | None) -> Tensor:
+def plain_matmul_attention(
+    qkv: Tensor,
+    table: Tensor | None,
+    norm: HeadNorm | None,
+    *,
+    scale: float | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
     """Norm and rotate queries and keys, then softmax attention, in plain operations.
 
     Shape:
@@ -43,10 +50,19 @@ def plain_matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | N
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
     query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
-    return reference_attention(query, key, value).transpose(1, 2).flatten(2)
+    seen = allowed[:, None] if allowed is not None and allowed.dim() == 3 else allowed
+    out = reference_attention(query, key, value, allowed=seen, scale=scale)
+    return out.transpose(1, 2).flatten(2)
 
 
-def matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | None) -> Tensor:
+def matmul_attention(
+    qkv: Tensor,
+    table: Tensor | None,
+    norm: HeadNorm | None,
+    *,
+    scale: float | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
     """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
 
     Scores are rounded to the dtype of `qkv`; norms and the softmax are taken in fp32 for bf16.
@@ -55,14 +71,20 @@ def matmul_attention(qkv: Tensor, table: Tensor | None, norm: HeadNorm | None) -
         qkv: fused projections; in a group the queries come first, then key, then value.
         table: from `rotary_table` for these positions, or None.
         norm: of queries and keys, or None.
+        scale: of the scores; 1 / sqrt(D) where None.
+        allowed: True where a query sees a key; causal where None.
 
     Shape:
-        qkv: [B, S, G, Q + 2, D]; table: [2, S, D]. Returns [B, S, G * Q * D].
+        qkv: [B, S, G, Q + 2, D]; table: [2, S, D] or [2, B, S, D]; allowed: [S, S] or [B, S, S].
+        Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
-        return plain_matmul_attention(qkv, table, norm)
+        return plain_matmul_attention(qkv, table, norm, scale=scale, allowed=allowed)
     query, key, eps = norm or (None, None, 0.0)
-    return _MatmulAttention.apply(qkv, table, query, key, eps)  # pyright: ignore[reportReturnType]
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    if table is not None and table.dim() == 4:
+        table = table[:, :, None, None]  # one for each row, over groups and parts
+    return _MatmulAttention.apply(qkv, table, query, key, (eps, scale), allowed)  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -75,8 +97,10 @@ class _MatmulAttention(torch.autograd.Function):
         table: Tensor | None,
         query_weight: Tensor | None,
         key_weight: Tensor | None,
-        eps: float,
+        eps_and_scale: tuple[float, float],
+        allowed: Tensor | None,
     ) -> Tensor:
+        eps, scale = eps_and_scale
         batch, length, groups, parts, width = qkv.shape
         # A copy also where the strides need none (one token): the norm below works in place.
         packed = qkv.permute(0, 2, 3, 1, 4).clone(memory_format=torch.contiguous_format)
@@ -86,10 +110,11 @@ class _MatmulAttention(torch.autograd.Function):
             weight = torch.cat((query_weight.expand(parts - 2, width), key_weight[None]))
         turned = _weigh_rotate(packed[:, :, :-1], weight, table)
         query, key, value = _flatten(turned, packed)
-        mask = _mask(length, qkv).repeat(parts - 2, 1)
-        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=width**-0.5)
+        mask = _mask(allowed, qkv)
+        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
         probs = torch.softmax(scores, dim=-1, out=scores)  # row by row, so it may be in place
         ctx.save_for_backward(packed, turned, probs, table, weight, rstd)
+        ctx.scale = scale
         out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
 
@@ -108,13 +133,20 @@ class _MatmulAttention(torch.autograd.Function):
         softmax_backward(grad_scores, probs, -1, probs.dtype, grad_input=grad_scores)
         grad_query = torch.bmm(grad_scores, key).view_as(packed[:, :, :-2])
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view_as(packed[:, :, -2:-1])
-        _scale_rotate_back(grad_packed[:, :, :-2], grad_query, table, width**-0.5)
-        _scale_rotate_back(grad_packed[:, :, -2:-1], grad_key, table, width**-0.5)
+        _scale_rotate_back(grad_packed[:, :, :-2], grad_query, table, ctx.scale)
+        _scale_rotate_back(grad_packed[:, :, -2:-1], grad_key, table, ctx.scale)
         grad_weights = (None, None)
         if weight is not None and rstd is not None:
             normed = packed[:, :, :-1]
             grad_weights = _normalise_backward_(grad_packed[:, :, :-1], normed, weight, rstd)
-        return grad_packed.permute(0, 3, 1, 2, 4).contiguous(), None, *grad_weights, None
+        return (
+            grad_packed.permute(0, 3, 1, 2, 4).contiguous(),
+            None,
+            *grad_weights,
+            None,
+            None,
+            None,
+        )
 
 
 def _normalise_(x: Tensor, eps: float) -> Tensor:
@@ -169,6 +201,17 @@ def _flatten(turned: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, :-1].flatten(1, 2), heads[:, -1], values[:, -1]
 
 
-def _mask(length: int, like: Tensor) -> Tensor:
-    """Zero on and under the diagonal, minus infinity above."""
-    return like.new_full((length, length), float("-inf")).triu_(1)
+def _mask(allowed: Tensor | None, qkv: Tensor) -> Tensor:
+    """Zero where a query sees a key and minus infinity elsewhere: [Q * S, S], or [BG, Q * S, S]."""
+    batch, length, groups, parts, _ = qkv.shape
+    if allowed is None:
+        mask = qkv.new_full((length, length), float("-inf")).triu_(1)
+    else:
+        mask = qkv.new_zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
+    if mask.dim() == 2:
+        return mask.repeat(parts - 2, 1)
+    return (
+        mask[:, None, None]
+        .expand(batch, groups, parts - 2, -1, -1)
+        .reshape(batch * groups, -1, length)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict, get_args
+from typing import TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,6 @@ from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
 from mt_model.choice import Recompute
-
-if TYPE_CHECKING:
-    from mt_model.cache import KVCache
 
 
 class LinearArguments(TypedDict):
@@ -163,24 +160,3 @@ class Placement:
         """
         for param in module.parameters():
             shard_param(param, PartitionSpec(), partial_grad=("tp",) if partial else ())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """What the layers of one forward pass share.
-
-    Attributes:
-        length: tokens per sequence, over all ranks.
-        start: position of the first token; above 0 only with a cache.
-        tables: rotary tables of this pass by (head_dim, theta).
-        sample_ids: for the dropout of attention weights; None without dropout.
-        hidden_index: global index of each element of the hidden states; None without dropout.
-        cache: keys and values of earlier tokens, or None.
-    """
-
-    length: int
-    start: int = 0
-    tables: dict[tuple[int, float], Tensor] = field(default_factory=dict)
-    sample_ids: Tensor | None = None
-    hidden_index: Tensor | None = None
-    cache: KVCache | None = None

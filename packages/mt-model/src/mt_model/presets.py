@@ -41,6 +41,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     tied: bool = True,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    window: int | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
+    attention_scale: float | None = None,
     init_std: float = 0.02,
 ) -> ModelConfig:
     """A decoder of `num_layers` equal layers, or of a list of them.
@@ -68,6 +72,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         tied: the head is the embedding matrix.
         dropout: of embedding, attention and feed-forward outputs.
         attention_dropout: of attention weights.
+        window: tokens that a query sees, the last of which is itself; None for all before it.
+        sinks: a learned logit per head in the softmax of attention.
+        softcap: scores of attention become `softcap * tanh(score / softcap)`.
+        attention_scale: of the scores; `head_dim ** -0.5` where None.
         init_std: standard deviation of the initial weights.
 
     Raises:
@@ -107,6 +115,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             qkv_bias=bias,
             out_bias=bias,
             dropout=attention_dropout,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
+            scale=attention_scale,
         ),
         feed_forward=MLPConfig(ffn_size=ffn_size, activation=activation, gated=gated, bias=bias),
     )
@@ -151,6 +163,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
         shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}
         shared |= {"bias": mixer.out_bias, "attention_dropout": mixer.dropout}
+        shared["attention_scale"] = mixer.scale
         shared |= {name: getattr(mlp, name) for name in _OF_MLP}
         if gpt(**whole, **shared) == config:
             return {**whole, **shared}
@@ -158,9 +171,12 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     return {**whole, "layers": config.to_dict()["layers"]}
 
 
-_OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim", "rope_theta", "qk_norm")
+_OF_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "rope_theta", "qk_norm"),
+    *("window", "sinks", "softcap"),
+)
 _OF_MLP = ("ffn_size", "activation", "gated")
-_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "bias", "attention_dropout")
+_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "bias", "attention_dropout", "attention_scale")
 
 _GPT2: Mapping[str, Any] = MappingProxyType(
     {

@@ -6,24 +6,45 @@ import torch
 from torch import Tensor
 
 
-def reference_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention in plain operations; the last query sees every key.
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    allowed: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in plain operations.
 
     Args:
         query: rotated queries.
         key: rotated keys; each serves `N // G` consecutive query heads.
         value: values.
+        allowed: True where a query sees a key; causal where None, the last query seeing every key.
+        scale: of the scores; 1 / sqrt(D) where None.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: a logit per query head in the softmax, without a value.
 
     Shape:
-        query: [B, N, S, D]; key, value: [B, G, T, D]. Returns [B, N, S, D].
+        query: [B, N, S, D]; key, value: [B, G, T, D]; allowed: broadcast to [B, N, S, T];
+        sinks: [N]. Returns [B, N, S, D].
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    seen = causal_mask(query.shape[2], key.shape[2], query.device)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if allowed is None:
+        allowed = causal_mask(query.shape[2], key.shape[2], query.device)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    probs = torch.softmax(wide.masked_fill(~seen, float("-inf")), dim=-1).to(scores.dtype)
-    return probs @ value
+    wide = wide.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(wide.dtype)[:, None, None].expand(*wide.shape[:3], 1)
+        wide = torch.cat((wide, extra), dim=-1)
+    probs = torch.softmax(wide, dim=-1).to(scores.dtype)
+    return (probs if sinks is None else probs[..., :-1]) @ value
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -1,0 +1,146 @@
+"""Windows, sinks, caps, scales and packed documents against a plain mask, on every layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from mt_model import GPT, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+
+SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+SIZES |= {"ffn_size": 24, "max_sequence_length": 32, "init_std": 0.3}
+VARIANTS = {
+    "window": {"window": 5},
+    "documents": {},
+    "window documents": {"window": 3, "qk_norm": True},
+    "sinks": {"sinks": True, "window": 4},
+    "cap": {"softcap": 1.5, "attention_scale": 0.7},
+    "scale": {"attention_scale": 0.9, "window": 6},
+    "all": {"window": 5, "sinks": True, "softcap": 2.0, "attention_dropout": 0.1},
+}
+LENGTH = 16
+
+
+def batch(documents: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 48, (2, LENGTH + 1), generator=generator)
+    data = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "sample_ids": torch.tensor([3, 8])}
+    if documents:
+        data["documents"] = torch.tensor([[0] * 5 + [1] * 11, [0] * 2 + [1] * 7 + [2] * 7])
+        data["positions"] = torch.cat([torch.arange(5), torch.arange(11)])[None].repeat(2, 1)
+        data["positions"][1] = torch.cat([torch.arange(n) for n in (2, 7, 7)])
+    return data
+
+
+def model_of(name: str, state: ParallelState | None = None, **rest) -> GPT:
+    model = GPT(gpt(**SIZES, **VARIANTS[name]), state, dtype=torch.float64, seed=11, **rest)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            if layer.mixer.sinks is not None:
+                heads = torch.arange(layer.mixer.own_heads) + layer.mixer.first_head
+                layer.mixer.sinks.copy_(heads * 0.3 - 0.5)
+    return model
+
+
+def plain_attention(layer, x, data, name, table):
+    """The definition: a mask of all pairs, a softmax with one more logit, and no kernel."""
+    given = VARIANTS[name]
+    query, key, value = layer._heads(layer.qkv(x), table)
+    scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
+    scores = scores * given.get("attention_scale", 4**-0.5)
+    if "softcap" in given:
+        scores = given["softcap"] * (scores / given["softcap"]).tanh()
+    place = torch.arange(x.shape[1])
+    seen = place[:, None] >= place
+    if "window" in given:
+        seen = seen & (place[:, None] - place < given["window"])
+    if "documents" in data:
+        same = data["documents"][:, :, None] == data["documents"][:, None]
+        seen = (seen & same)[:, None, None]
+    weights = scores.masked_fill(~seen, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if "sinks" in given:
+        total = total + layer.sinks.exp().view(1, 2, 2, 1, 1)
+    mixed = torch.einsum("bgqst,btgd->bsgqd", weights / total, value).flatten(2, 3)
+    return layer.out(mixed)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "all"])
+def test_attention_is_that_of_a_plain_mask(name: str, documents: bool) -> None:
+    model, data = model_of(name), batch(documents)
+    x, shared = model.begin(None, data)
+    layer = model.layers["0"].mixer
+    table = shared.tables[layer.head_dim, layer.rope_theta]
+    ours, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
+    found, expected = layer(ours, shared), plain_attention(layer, theirs, data, name, table)
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+    found.square().sum().backward()
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    expected.square().sum().backward()
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
+    for key, param in layer.named_parameters():
+        assert torch.allclose(grads[key], param.grad, rtol=1e-9, atol=1e-11), key
+
+
+def loss_of(name: str, tp: int, cp: int, cuts: tuple[int, ...]) -> torch.Tensor:
+    """The loss over the ranks of a context group, through stages run in turn."""
+    state = ParallelState(ParallelLayout(tp=tp, cp=cp))
+    data, x = batch(documents=True), None
+    for start, stop in pairwise(cuts):
+        rest = {"layers": range(start, stop), "sequence_parallel": tp > 1}
+        x = model_of(name, state, **rest)(x, data)
+    total = x["lm"].detach()
+    if cp > 1:
+        torch.distributed.all_reduce(total, group=state.group("cp"))
+    return total
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
+def test_packed_documents_are_the_same_on_every_layout(ranks, name, tp, cp) -> None:
+    expected = loss_of(name, 1, 1, (0, 3))
+    assert torch.allclose(loss_of(name, 1, 1, (0, 1, 3)), expected, rtol=1e-12, atol=0)
+    for found in ranks(tp * cp, loss_of, name, tp, cp, (0, 2, 3)):
+        assert torch.allclose(found, expected, rtol=1e-10, atol=0)
+
+
+def test_packed_documents_are_what_they_are_alone() -> None:
+    model, data = model_of("window documents"), batch(documents=True)
+    logits = model(None, {key: data[key] for key in ("tokens", "documents", "positions")})
+    assert torch.allclose(logits[1, 2:9], model(data["tokens"][1:, 2:9])[0], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_from_a_cache_equals_the_whole_prefix(name: str) -> None:
+    model, tokens = model_of(name).eval(), batch(False)["tokens"]
+    cache = model.new_cache(batch_size=2, max_length=20)
+    pieces = [model.logits(tokens[:, a:b], cache=cache) for a, b in pairwise((0, 6, 7, 8, 16))]
+    assert torch.allclose(torch.cat(pieces, 1), model.logits(tokens), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_stages_generate_with_caches_of_their_own(cuts: tuple[int, ...]) -> None:
+    whole, tokens = model_of("window").eval(), batch(False)["tokens"]
+    stages = [model_of("window", layers=range(a, b)).eval() for a, b in pairwise(cuts)]
+    caches = [stage.new_cache(batch_size=2, max_length=16) for stage in stages]
+    with torch.no_grad():
+        for a, b in pairwise((0, 5, 6, 16)):
+            x = None
+            for stage, cache in zip(stages, caches, strict=True):
+                x = stage(x, {"tokens": tokens[:, a:b], "cache": cache})
+            assert torch.allclose(x, whole.logits(tokens[:, :b])[:, -1:], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)])
+def test_embeddings_may_replace_tokens(cuts: tuple[int, ...]) -> None:
+    data, table = batch(False), model_of("window").embedding.weight.detach()
+    given = {"embeddings": table[data["tokens"]], "labels": data["labels"]}
+    expected = x = None
+    for start, stop in pairwise(cuts):
+        stage = model_of("window", layers=range(start, stop))
+        expected, x = stage(expected, data), stage(x, given)
+    assert torch.equal(x["lm"], expected["lm"])
