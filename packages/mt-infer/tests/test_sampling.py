@@ -69,7 +69,7 @@ def test_a_seed_repeats_and_position_and_row_change_the_draw() -> None:
     ("values", "message"),
     [
         ({"temperature": -1.0}, "temperature -1.0: use 0"),
-        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("nan")}, "temperature: nan"),
         ({"top_k": 0}, "top_k 0: use 1 or more"),
         ({"top_p": 0.0}, "top_p 0.0: use a number above 0"),
         ({"top_p": 1.5}, "top_p 1.5"),
@@ -78,3 +78,23 @@ def test_a_seed_repeats_and_position_and_row_change_the_draw() -> None:
 def test_settings_out_of_range_are_refused(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**values)
+
+
+@pytest.mark.parametrize("temperature", ["hot", None, True])
+def test_a_setting_of_another_type_is_named(temperature: object) -> None:
+    with pytest.raises(ValueError, match="temperature: "):
+        Sampling(temperature=temperature)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("logits", "sampling", "message"),
+    [
+        (None, Sampling(), r"logits must be a tensor of shape \[B, vocab\], not NoneType"),
+        (torch.zeros(4), Sampling(), r"not of \(4,\)"),
+        (torch.zeros(2, 0), Sampling(), r"not of \(2, 0\)"),
+        (LOGITS, 0.5, "sampling must be a Sampling, not float"),
+    ],
+)
+def test_arguments_of_another_type_are_named(logits, sampling, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        choose(logits, sampling, 0)

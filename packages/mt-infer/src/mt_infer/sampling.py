@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mt_files import Checks
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        Checks(self).done()
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature {self.temperature}: use 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
@@ -48,6 +50,10 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     Shape:
         logits `[B, vocab]`; returns `[B]`, int64.
     """
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.shape[1]:
+        raise TypeError(f"logits must be a tensor of shape [B, vocab], not {_kind(logits)}")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, not {_kind(sampling)}")
     if sampling.temperature == 0:
         return logits.argmax(-1)
     scores = logits.double()
@@ -70,3 +76,7 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     # A draw that rounds up to the total would fall behind the last kept token.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
     return order.gather(-1, index.minimum(last)).squeeze(-1)
+
+
+def _kind(value: object) -> str:
+    return f"of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
