@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -78,14 +79,14 @@ class HierarchicalGroups:
         Raises:
             ValueError: `inner_size` does not divide the group's size.
         """
-        ranks = group.size()
+        ranks = group_size(group)
         if inner_size < 1 or ranks % inner_size:
             valid = [n for n in range(1, ranks + 1) if ranks % n == 0]
             raise ValueError(
                 f"inner_size is {inner_size}, which does not divide the {ranks} ranks of the "
                 f"group; sizes that do are {valid}"
             )
-        members, rank = dist.get_process_group_ranks(group), group.rank()
+        members, rank = dist.get_process_group_ranks(group), group_rank(group)
         first = rank // inner_size * inner_size
         made = []
         for part in (members[first : first + inner_size], members[rank % inner_size :: inner_size]):
@@ -182,6 +183,8 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         group_rank(outer) * group_size(inner) + group_rank(inner),
     )
     _check_qkv(q, k, v)
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale={scale} must be finite, or None for 1 / sqrt(head_dim)")
     length = q.shape[1] * ranks
     _check(q, mask=mask, length=length, sinks=sinks, dropout=dropout)
     # torch's kernels for the CPU read other strides of queries wrongly, without an error.
@@ -292,6 +295,10 @@ def _check(
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
 ) -> None:
+    kinds = {"mask": (mask, AttentionMask), "sinks": (sinks, Tensor)}
+    for name, (value, kind) in (kinds | {"dropout": (dropout, AttentionDropout)}).items():
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be of type {kind.__name__}, or None, got {value!r}")
     heads, tensors = q.shape[2], {"sinks": sinks, "mask.documents": mask.documents}
     for name, x in tensors.items():
         if x is not None and x.device != q.device:
@@ -321,10 +328,10 @@ def _check(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be [B, S, heads, head_dim], got {shapes}")
     if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]):

@@ -64,7 +64,7 @@ class ReferenceKernel:
     name = "reference"
 
     def __init__(self, block: int = 1024) -> None:
-        if block < 1:
+        if not isinstance(block, int) or block < 1:
             raise ValueError(f"block must be at least 1 token, got {block}")
         self.block: int | None = block
 

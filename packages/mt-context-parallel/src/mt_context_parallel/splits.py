@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["Segment", "Split", "pad_length", "positions", "segments", "shard", "unshard"]
 
 Split = Literal["zigzag", "contiguous"]
+_LONGEST = 1 << 32
 Group = dist.ProcessGroup | None
 
 
@@ -36,6 +37,8 @@ class Segment(NamedTuple):
 
 def parts_of(split: Split, ranks: int) -> int:
     """The number of equal pieces a document is cut in."""
+    if not isinstance(ranks, int):
+        raise TypeError(f"ranks must be an int, got {ranks!r}")
     if split not in get_args(Split):
         raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
     if ranks < 1:
@@ -43,8 +46,16 @@ def parts_of(split: Split, ranks: int) -> int:
     return ranks if split == "contiguous" or ranks == 1 else 2 * ranks
 
 
+def _check_length(length: int) -> None:
+    if not isinstance(length, int):
+        raise TypeError(f"the length of a sequence must be an int, got {length!r}")
+    if length > _LONGEST:
+        raise ValueError(f"a sequence has at most {_LONGEST:,} tokens, got {length:,}")
+
+
 def pad_length(length: int, *, ranks: int, split: Split = "zigzag") -> int:
     """The least length, at least `length`, that can be split over `ranks`."""
+    _check_length(length)
     parts = parts_of(split, ranks)
     return max(1, -(-length // parts)) * parts
 
@@ -58,6 +69,7 @@ def document_bounds(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> l
         TypeError: The bounds are no integers.
         ValueError: They do not rise from 0 to `length`, or the sequence is empty.
     """
+    _check_length(length)
     if length < 1:
         raise ValueError(f"the sequence has {length} tokens; at least 1 is needed")
     if cu_seqlens is None:
@@ -190,6 +202,8 @@ def shard(
         TypeError: `cu_seqlens` are no integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     ranks, rank = group_size(group), group_rank(group)
     runs = segments(x.shape[dim], ranks=ranks, rank=rank, split=split, cu_seqlens=cu_seqlens)
     if ranks == 1:

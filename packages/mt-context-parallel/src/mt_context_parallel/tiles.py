@@ -35,6 +35,8 @@ class AttentionMask:
     documents: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and not isinstance(self.window, int):
+            raise TypeError(f"window must be an int or None, got {self.window!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 token, got {self.window}")
         if self.documents is not None and self.documents.dim() not in (1, 2):

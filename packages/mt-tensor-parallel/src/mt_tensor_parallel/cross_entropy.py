@@ -9,6 +9,7 @@ from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.arguments import check_labels, check_tensor
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
@@ -104,6 +105,8 @@ def vocab_parallel_cross_entropy(
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """
+    check_tensor(logits, "logits")
+    check_labels(labels, "labels")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape "

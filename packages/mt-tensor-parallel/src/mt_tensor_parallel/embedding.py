@@ -19,6 +19,7 @@ from mt_parallel_state import (
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.arguments import check_labels, check_volume, positive_int
 from mt_tensor_parallel.shards import take_part
 
 __all__ = ["VocabParallelEmbedding"]
@@ -96,7 +97,8 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        rows = shard_size(vocab_size, group, what="vocab_size")
+        positive_int(hidden_size, "hidden_size")
+        rows = shard_size(positive_int(vocab_size, "vocab_size"), group, what="vocab_size")
         self.vocab_size = vocab_size
         self.group = group
         self.sequence_parallel = sequence_parallel
@@ -107,6 +109,7 @@ class VocabParallelEmbedding(nn.Module):
         if device.type == "meta":
             part = torch.empty(rows, hidden_size, dtype=dtype, device=device)
         else:
+            check_volume((vocab_size, hidden_size), "a table")
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             whole = torch.empty(vocab_size, hidden_size, dtype=wide, device="cpu").normal_()
             part = whole[self.first : self.first + rows].to(dtype=dtype, device=device, copy=True)
@@ -166,6 +169,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`; see the class for shapes."""
+        check_labels(ids, "ids")
         check_range(ids, self.vocab_size, what="token id")
         if self.group is None or self.group.size() == 1:
             return _lookup(ids, self.weight, deterministic=self.deterministic)

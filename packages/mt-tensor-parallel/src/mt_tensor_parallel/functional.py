@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand, TorchGemm
+from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand, checked_gemm
 from mt_tensor_parallel.overlap import (
     Overlap,
     Product,
@@ -36,8 +36,6 @@ from mt_tensor_parallel.overlap import (
 from mt_tensor_parallel.wgrad import defer
 
 __all__ = ["parallel_linear"]
-
-_TORCH = TorchGemm()
 
 
 def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
@@ -247,7 +245,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     """
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
-    gemm = _TORCH if gemm is None else gemm
+    gemm = checked_gemm(gemm)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if gemm.is_torch:
         check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():

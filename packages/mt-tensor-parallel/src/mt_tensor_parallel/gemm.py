@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mt_parallel_state import start_all_gather
 from torch import Tensor
 
-__all__ = ["SEQUENCE_DIM", "Gemm", "Operand", "Role", "TorchGemm"]
+__all__ = ["SEQUENCE_DIM", "Gemm", "Operand", "Role", "TorchGemm", "checked_gemm"]
 
 SEQUENCE_DIM = 1
 
@@ -108,6 +108,15 @@ class Gemm:
     def is_autograd(self) -> bool:
         """Whether `F.linear` and its own backward do the same."""
         return False
+
+
+def checked_gemm(gemm: Gemm | None) -> Gemm:
+    """Return a strategy, torch's for None; raise TypeError for what is none."""
+    if gemm is None:
+        return TorchGemm()
+    if not isinstance(gemm, Gemm):
+        raise TypeError(f"gemm must be a Gemm or None, got {gemm!r}; derive from mt's Gemm class")
+    return gemm
 
 
 class TorchGemm(Gemm):

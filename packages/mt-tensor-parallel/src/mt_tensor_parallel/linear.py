@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod, sqrt
 from typing import Self
 
@@ -19,8 +19,9 @@ from mt_parallel_state import (
 )
 from torch import Tensor, nn
 
+from mt_tensor_parallel.arguments import check_volume, positive_int
 from mt_tensor_parallel.functional import parallel_linear
-from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.shards import take_part
 
@@ -34,16 +35,12 @@ __all__ = [
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
-    sizes = (value,) if isinstance(value, int) else tuple(value)
-    if not sizes or any(size < 1 for size in sizes):
+    if not isinstance(value, int | Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be an int or a tuple of ints, got {value!r}")
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not sizes:
         raise ValueError(f"{name} must be one or more sizes of at least 1, got {value!r}")
-    return sizes
-
-
-def _size(value: int, name: str) -> int:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-    return value
+    return tuple(positive_int(size, name) for size in sizes)
 
 
 def _own_part(
@@ -62,6 +59,7 @@ def _own_part(
     local[dim] //= group_size(group)
     if device.type == "meta":
         return nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+    check_volume(shape, "a parameter")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     whole = torch.empty(shape, dtype=wide, device="cpu").uniform_(-bound, bound)
     part = whole.narrow(dim, group_rank(group) * local[dim], local[dim])
@@ -98,7 +96,7 @@ class _ParallelLinear(nn.Module):
         self.grad_sink: GradSink | None = None
         self.axis = axis
         self.sequence_parallel = sequence_parallel
-        self.gemm: Gemm = TorchGemm() if gemm is None else gemm
+        self.gemm: Gemm = checked_gemm(gemm)
 
     def _take_over(self, linear: nn.Linear) -> None:
         """Replace the parameters by copies of this rank's parts of a linear layer's."""
@@ -195,7 +193,7 @@ class ColumnParallelLinear(_ParallelLinear):
         local = shard_size(out[shard_dim], group, what=f"out_features[{shard_dim}] of {out}")
         self.shard_dim = shard_dim
         self.local_out = (*out[:shard_dim], local, *out[shard_dim + 1 :])
-        bound = 1 / sqrt(_size(in_features, "in_features"))
+        bound = 1 / sqrt(positive_int(in_features, "in_features"))
         spec = _spec(shard_dim, axis, group)
         weight = _own_part((*out, in_features), shard_dim, bound, group, dtype=dtype, device=device)
         self.weight = shard_param(weight, spec)
@@ -342,7 +340,7 @@ class RowParallelLinear(_ParallelLinear):
         local = shard_size(sizes[shard_dim], group, what=f"in_features[{shard_dim}] of {sizes}")
         self.local_in = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
         bound = 1 / sqrt(prod(sizes))
-        shape = (_size(out_features, "out_features"), *sizes)
+        shape = (positive_int(out_features, "out_features"), *sizes)
         weight = _own_part(shape, shard_dim + 1, bound, group, dtype=dtype, device=device)
         self.weight = shard_param(weight, _spec(shard_dim + 1, axis, group))
         self.bias = None
@@ -469,6 +467,6 @@ def sum_weight_gradients(
 
 
 def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:
-    if not 0 <= shard_dim < len(sizes):
+    if not isinstance(shard_dim, int) or not 0 <= shard_dim < len(sizes):
         raise ValueError(f"shard_dim must be 0 to {len(sizes) - 1} for {sizes}, got {shard_dim}")
     return shard_dim

@@ -11,9 +11,10 @@ from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_tensor_parallel.arguments import check_labels, check_tensor
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.embedding import check_range
-from mt_tensor_parallel.gemm import Gemm, TorchGemm
+from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "linear_cross_entropy_reference"]
@@ -118,6 +119,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
             range.
     """
     _check(hidden, weight, labels)
+    if block_size is not None and not isinstance(block_size, int):
+        raise TypeError(f"block_size must be an int or None, got {block_size!r}")
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size={block_size} must be at least 1, or None for the default")
     terms = LossTerms.of(
@@ -131,7 +134,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
-    gemm = TorchGemm() if gemm is None else gemm
+    gemm = checked_gemm(gemm)
     in_graph = torch.compiler.is_compiling() and group_size(group) == 1 and gemm.is_torch
     if in_graph:  # where blocks would be unrolled
         block_size = max(1, hidden.shape[0])
@@ -149,6 +152,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    check_tensor(hidden, "hidden")
+    check_tensor(weight, "weight")
+    check_labels(labels, "labels")
     if (
         hidden.dim() != 2
         or labels.shape != hidden.shape[:1]

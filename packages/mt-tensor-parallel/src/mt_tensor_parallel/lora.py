@@ -27,6 +27,7 @@ from mt_parallel_state import (
 )
 from torch import Tensor, nn
 
+from mt_tensor_parallel.arguments import check_number, check_volume
 from mt_tensor_parallel.gemm import SEQUENCE_DIM
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -81,10 +82,20 @@ class LoraLinear(nn.Module):
         name: str = "",
     ) -> None:
         super().__init__()
+        if not isinstance(base, ParallelLinear):
+            raise TypeError(
+                f"base must be a ColumnParallelLinear or RowParallelLinear, got "
+                f"{type(base).__name__}"
+            )
+        if not isinstance(rank, int):
+            raise TypeError(f"rank must be an int, got {rank!r}")
+        if alpha is not None:
+            check_number(alpha, "alpha")
         if rank < 1 or not 0 <= dropout < 1:
             raise ValueError(f"rank={rank} must be at least 1 and dropout={dropout} in [0, 1)")
         if not base.communicate:
             raise ValueError("LoRA needs a base with communicate=True")
+        check_volume((rank, base.weight.shape.numel()), "an adapter")
         self.base = base.requires_grad_(requires_grad=False)
         self.rank, self.alpha = rank, float(rank if alpha is None else alpha)
         self.dropout, self.merged = dropout, False
@@ -228,6 +239,8 @@ def add_lora(
         TypeError: `module` is itself such a layer, which cannot be replaced in place.
         ValueError: No layer matches that has no adapter yet.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, ParallelLinear | LoraLinear):
         raise TypeError(
             f"add_lora replaces layers inside a module, and this {type(module).__name__} is one "

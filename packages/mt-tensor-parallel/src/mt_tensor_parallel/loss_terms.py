@@ -9,6 +9,8 @@ import torch.distributed as dist
 from mt_parallel_state import Group, group_rank, group_size
 from torch import Tensor
 
+from mt_tensor_parallel.arguments import check_number
+
 __all__ = ["LossTerms", "over_ranks"]
 
 
@@ -76,8 +78,13 @@ class LossTerms:
         """The terms for `width` local columns.
 
         Raises:
+            TypeError: Something is no number.
             ValueError: A number is out of range.
         """
+        check_number(label_smoothing, "label_smoothing")
+        check_number(z_loss, "z_loss")
+        if vocab_size is not None and not isinstance(vocab_size, int):
+            raise TypeError(f"vocab_size must be an int or None, got {vocab_size!r}")
         ranks = group_size(group)
         if ranks > 1 and width == vocab_size:
             raise ValueError(

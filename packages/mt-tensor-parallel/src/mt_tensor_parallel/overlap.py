@@ -40,6 +40,8 @@ class Overlap:
         if self.kind not in ("plain", "chunked", "symmetric"):
             raise ValueError(f"kind must be 'plain', 'chunked' or 'symmetric', got {self.kind!r}")
         fewest = 2 if self.kind == "chunked" else 1
+        if not isinstance(self.chunks, int):
+            raise TypeError(f"chunks must be an int, got {self.chunks!r}")
         if self.chunks < fewest:
             raise ValueError(f"chunks={self.chunks} must be {fewest} or more for {self.kind!r}")
 

@@ -118,6 +118,9 @@ def recompute(
         ValueError: There is no input, or the group does not divide the first one.
         TypeError: The function returns something else than one tensor.
     """
+    if not callable(function) or not all(isinstance(x, Tensor) for x in inputs):
+        got = ", ".join(type(x).__name__ for x in (function, *inputs))
+        raise TypeError(f"recompute() takes a function and tensors, got {got}")
     if not inputs:
         raise ValueError("recompute() needs at least one input tensor after the function")
     return cast(Tensor, _Recompute.apply(function, streams, group, _reach_backward(), *inputs))

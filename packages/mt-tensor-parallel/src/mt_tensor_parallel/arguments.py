@@ -1,0 +1,51 @@
+"""Checks of what users give: types first, then values that cannot work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["check_labels", "check_number", "check_tensor", "check_volume", "positive_int"]
+
+_LARGEST = 1 << 36
+
+
+def positive_int(value: object, name: str) -> int:
+    """Return a size, or raise TypeError or ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+    return value
+
+
+def check_number(value: object, name: str) -> None:
+    """Raise TypeError for what is no number, and ValueError for NaN and infinity."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not -math.inf < value < math.inf:  # dynamo does not trace math.isfinite
+        raise ValueError(f"{name}={value} must be finite")
+
+
+def check_tensor(x: object, name: str) -> None:
+    """Raise TypeError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_labels(labels: object, name: str) -> None:
+    """Raise TypeError for what is no tensor of integers."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"{name} must be a tensor of integers, such as int64, got {got}")
+
+
+def check_volume(shape: Sequence[int], what: str) -> None:
+    """Raise ValueError before values are drawn for a tensor that no machine holds."""
+    if math.prod(shape) > _LARGEST:
+        raise ValueError(
+            f"{what} of shape {tuple(shape)} has {math.prod(shape):,} elements, more than the "
+            f"{_LARGEST:,} that are drawn at once; check the sizes, or build on device='meta'"
+        )
