@@ -6,7 +6,6 @@ panics on some prefixes. So the parts that can do that are bounded here, whateve
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +106,8 @@ def _growth(part: str, step: dict[str, Any]) -> float:
 
 def _precompiled_growth(charsmap: object) -> float:
     """The longest string that a sentencepiece character map puts in a character's place."""
+    import binascii
+
     if not isinstance(charsmap, str) or not charsmap:
         return 1.0
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob as globbing
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -85,6 +84,8 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
 
 
 def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:
+    import glob as globbing
+
     name = os.fspath(source)
     path = Path(source)
     if name == STANDARD_INPUT:
