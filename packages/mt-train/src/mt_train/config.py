@@ -57,6 +57,10 @@ class ModelSection:
         dropout: Probability of dropping an element of embedding, attention or feed-forward outputs;
             0 by default.
         attention_dropout: Probability of dropping an attention weight; 0 by default.
+        window: Tokens that a query sees, the last of which is itself; all before it by default.
+        sinks: A learned logit per head in the softmax of attention; false by default.
+        softcap: Scores of attention become `softcap * tanh(score / softcap)`; not by default.
+        attention_scale: Of the scores of attention; `head_dim ** -0.5` by default.
         init_std: Standard deviation of the initial weights; 0.02 by default.
     """
 
@@ -79,6 +83,10 @@ class ModelSection:
     tied: bool | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
+    window: int | None = None
+    sinks: bool | None = None
+    softcap: float | None = None
+    attention_scale: float | None = None
     init_std: float | None = None
 
     def __post_init__(self) -> None:
@@ -86,8 +94,8 @@ class ModelSection:
         checks.at_least(
             1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
         )
-        checks.at_least(1, "ffn_size")
-        checks.above(0, "init_std", "rope_theta", "norm_eps")
+        checks.at_least(1, "ffn_size", "window")
+        checks.above(0, "init_std", "rope_theta", "norm_eps", "softcap", "attention_scale")
         checks.fraction("dropout", "attention_dropout")
         if self.preset is None:
             for name in ("hidden_size", "num_layers", "num_heads"):
