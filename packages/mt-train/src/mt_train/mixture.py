@@ -109,7 +109,15 @@ class MixedSamples:
         return sys.maxsize // 2  # leaves room for an offset
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return self._samples.sample(index - self._start)
+        return self.sample(index)
+
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Return tokens [begin, end) of a sample."""
+        return self._samples.sample(index - self._start, begin, end)
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Return the number of the document of each token of a sample."""
+        return self._samples.sample_documents(index - self._start)
 
 
 class _Rest:
@@ -129,9 +137,13 @@ class _Rest:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         return self.sample(index)
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Return sample `index` of the rest; there is no end."""
-        return self._dataset.sample(self._start + index)
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Return tokens [begin, end) of sample `index` of the rest; there is no end."""
+        return self._dataset.sample(self._start + index, begin, end)
+
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """Return the number of the document of each token of a sample."""
+        return self._dataset.sample_documents(self._start + index)
 
 
 def sources_of(datasets: Sequence[GPTDataset], weights: Sequence[float]) -> tuple[Source, ...]:
