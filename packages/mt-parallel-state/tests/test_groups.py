@@ -79,13 +79,11 @@ def recorder() -> Iterator[Recorder]:
 def _made_on(recorder: Recorder, rank: int, world: int, build: Any) -> list[tuple[int, ...]]:
     """The groups that a rank of the world makes, in order; none of them a split."""
     recorder.__init__()
-    dist.init_process_group(
-        "cpu:ncclspy", store=FakeStore(), rank=rank, world_size=world, device_id=CPU
-    )
+    dist.init_process_group("cpu:ncclspy", store=FakeStore(), rank=rank, world_size=world)
     try:
         default = dist.group.WORLD
         assert default is not None
-        assert default.bound_device_id == CPU
+        default.bound_device_id = CPU  # as NCCL's creator does, or init_process_group(device_id=)
         recorder.eager.clear()  # the world may connect at once
         build(rank)
         assert default.bound_device_id == CPU

@@ -26,3 +26,11 @@ def test_fake_world_refuses_a_rank_outside_and_a_second_world():
         pass
     with fake_world(8), pytest.raises(RuntimeError, match="a process group of 8"), fake_world(4):
         pass
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**12])
+def test_fake_world_refuses_absurd_sizes_at_once(size):
+    with pytest.raises(ValueError, match="give a size of 1 to 1048576"), fake_world(size):
+        pass
+    with pytest.raises(TypeError, match="must be ints"), fake_world("8"):
+        pass

@@ -39,6 +39,8 @@ def test_axes_left_out_are_not_drawn():
         ({"axes": ("tp", "vp")}, r"unknown axes \['vp'\]; use tp, cp, dp, pp, ep, etp"),
         ({"axes": ("tp", "tp")}, "repeat a name"),
         ({"max_world": 0}, "max_world is 0"),
+        ({"max_world": 10**18}, "must be 1 to 1048576"),
+        ({"world": 10**18}, "must be 1 to 1048576"),
         ({"world": 8, "axes": ("tp",)}, 'needs "dp"'),
     ],
 )

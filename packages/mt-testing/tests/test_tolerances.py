@@ -80,3 +80,10 @@ def test_docs_publish_the_table():
     for op in FACTORS:
         cells = [f"{tolerance(dtype, op).rtol:.1e}" if op != "exact" else "0" for dtype in DTYPES]
         assert f"| {op} | {' | '.join(cells)} |" in text
+
+
+def test_what_is_no_dtype_and_no_kind_is_named():
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got None"):
+        tolerance(None, "gemm")
+    with pytest.raises(ValueError, match=r"op is \[\]"):
+        tolerance(torch.float32, [])

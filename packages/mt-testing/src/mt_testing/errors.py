@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-__all__ = ["PoolError", "RankDied", "RankFailure", "RankTimeout"]
-
 
 class PoolError(RuntimeError):
     """The pool itself could not do its work: its fork server did not start, or died."""
@@ -16,10 +14,10 @@ class RankFailure(Exception):  # noqa: N818 - a rank failed; not this process
     """A rank raised. `str()` names the rank, carries its traceback and lists the other ranks.
 
     Attributes:
-        rank: the rank that failed first.
-        world_size: number of ranks of the call.
-        error_type: name of the exception class raised on that rank, or "" when it did not raise.
-        tracebacks: traceback text by rank, for every rank that raised before the call ended.
+        rank: The rank that failed first.
+        world_size: Number of ranks of the call.
+        error_type: Name of the exception class raised on that rank, or "" when it did not raise.
+        tracebacks: Traceback text by rank, for every rank that raised before the call ended.
     """
 
     def __init__(
@@ -42,9 +40,9 @@ class RankDied(RankFailure):
     """A rank's process ended before it returned.
 
     Attributes:
-        signal_name: such as "SIGKILL", or None when the process exited by itself.
-        exit_code: the exit code, or None when a signal ended the process.
-        point: the named point at which a `KillAt` ended the process, if it did.
+        signal_name: Such as "SIGKILL", or None when the process exited by itself.
+        exit_code: The exit code, or None when a signal ended the process.
+        point: The named point at which a `KillAt` ended the process, if it did.
     """
 
     def __init__(
@@ -67,8 +65,8 @@ class RankTimeout(RankFailure):
     """Ranks were still running when the call's time was over.
 
     Attributes:
-        running: the ranks that had not returned.
-        stacks: what each of them was doing: the stacks of all its threads.
+        running: The ranks that had not returned.
+        stacks: What each of them was doing: the stacks of all its threads.
     """
 
     def __init__(self, message: str, *, world_size: int, stacks: Mapping[int, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["fake_world"]
+_MOST_RANKS = 1 << 20
 
 
 @contextmanager
@@ -17,11 +17,14 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
     Raises:
         ValueError: `rank` is not in the world.
-        RuntimeError: this process already has a process group.
+        RuntimeError: This process already has a process group.
     """
-    if size < 1 or not 0 <= rank < size:
+    if not all(type(value) is int for value in (size, rank)):
+        raise TypeError(f"size and rank must be ints, got {size!r} and {rank!r}")
+    if not 1 <= size <= _MOST_RANKS or not 0 <= rank < size:
         raise ValueError(
-            f"rank {rank} is not in a world of size {size}; give size >= 1 and 0 <= rank < size"
+            f"rank {rank} is not in a world of size {size}; give a size of 1 to {_MOST_RANKS} and "
+            "0 <= rank < size"
         )
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

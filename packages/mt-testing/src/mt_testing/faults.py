@@ -14,8 +14,6 @@ from mt_testing.protocol import NOTES_VARIABLE
 if TYPE_CHECKING:
     from mt_testing.pool import RankPool
 
-__all__ = ["KillAt", "expect_kill"]
-
 
 class KillAt:
     """A callback that ends its own process with SIGKILL at a named point.
@@ -25,10 +23,10 @@ class KillAt:
     would: no clean-up runs.
 
     Args:
-        point: the name of the point.
-        rank: the rank to end; others pass. Known from `torch.distributed`, else from the variable
+        point: The name of the point.
+        rank: The rank to end; others pass. Known from `torch.distributed`, else from the variable
             RANK, else 0.
-        nth: which visit of the point ends the process, counted from 1 and anew in each call of a
+        nth: Which visit of the point ends the process, counted from 1 and anew in each call of a
             pool.
 
     Example:
@@ -36,6 +34,10 @@ class KillAt:
     """
 
     def __init__(self, point: str, *, rank: int = 0, nth: int = 1) -> None:
+        if not isinstance(point, str):
+            raise TypeError(f"point must be a string, got {point!r}")
+        if type(rank) is not int or type(nth) is not int:
+            raise TypeError(f"rank and nth must be ints, got {rank!r} and {nth!r}")
         if not point:
             raise ValueError("point is empty; give the name that the code under test announces")
         if rank < 0 or nth < 1:
@@ -67,7 +69,7 @@ def expect_kill(
     """Run `fn(*args, on_event=kill)` on `world_size` ranks and return how the pool reported it.
 
     Raises:
-        AssertionError: the rank passed without being ended, or something else failed first. The
+        AssertionError: The rank passed without being ended, or something else failed first. The
             message lists the points that the rank visited.
     """
     if kill.rank >= world_size:

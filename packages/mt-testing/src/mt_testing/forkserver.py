@@ -29,8 +29,6 @@ from multiprocessing.connection import Connection, wait
 
 from mt_testing.errors import PoolError, signal_name
 
-__all__ = ["ForkServer", "serve"]
-
 # What a rank would otherwise import on first use; dynamo alone takes seconds and torch.optim
 # asks for it.
 TORCH_MODULES = (
@@ -64,13 +62,13 @@ class ForkServer:
     """The parent's handle of the server process.
 
     Args:
-        preload: modules to import beside torch and every installed `mt_*` package.
+        preload: Modules to import beside torch and every installed `mt_*` package.
 
     Attributes:
-        control: readable when the server has a message for `pump`.
-        ended: how ended ranks ended, by process id: an exit code, or minus a signal's number.
-        preload_errors: traceback text by module that failed to import.
-        directory: a folder that the server removes when it ends.
+        control: Readable when the server has a message for `pump`.
+        ended: How ended ranks ended, by process id: an exit code, or minus a signal's number.
+        preload_errors: Traceback text by module that failed to import.
+        directory: A folder that the server removes when it ends.
     """
 
     def __init__(self, preload: Iterable[str] = ()) -> None:
@@ -105,7 +103,7 @@ class ForkServer:
         """Wait until everything is imported.
 
         Raises:
-            PoolError: the server ended, or took longer than `timeout` seconds.
+            PoolError: The server ended, or took longer than `timeout` seconds.
         """
         if not self.control.poll(timeout):
             raise PoolError(f"the fork server did not import torch within {timeout:.0f} s")
@@ -115,7 +113,7 @@ class ForkServer:
         """Take the server's messages; wait at most `timeout` seconds for the first.
 
         Raises:
-            PoolError: the server has ended.
+            PoolError: The server has ended.
         """
         while self.control.poll(timeout):
             self._receive()
@@ -125,7 +123,7 @@ class ForkServer:
         """Fork a rank that gets these descriptors and return its process id.
 
         Raises:
-            PoolError: the server has ended or does not answer.
+            PoolError: The server has ended or does not answer.
         """
         self._forked = None
         try:
@@ -145,7 +143,7 @@ class ForkServer:
         """Send a signal to a rank, or to it and all its descendants.
 
         Raises:
-            PoolError: the server has ended.
+            PoolError: The server has ended.
         """
         try:
             self.control.send(("signal", pid, number, whole_group))

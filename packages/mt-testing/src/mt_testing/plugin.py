@@ -10,8 +10,6 @@ import pytest
 if TYPE_CHECKING:
     from mt_testing.pool import RankPool
 
-__all__ = ["pytest_addoption", "pytest_terminal_summary", "ranks"]
-
 _ERRORS = pytest.StashKey[dict[str, str]]()
 
 

@@ -23,8 +23,6 @@ from mt_testing.protocol import FINISH, Call
 from mt_testing.report import Outcome, trim_stack
 from mt_testing.shipping import dump_call
 
-__all__ = ["RankPool"]
-
 T = TypeVar("T")
 MAX_WORLD_SIZE = 32
 GRACE = 1.0  # seconds in which the peers of a failed rank may end or fail by themselves
@@ -72,9 +70,9 @@ class RankPool:
     `close`; processes are ended at interpreter exit in any case.
 
     Args:
-        preload: modules to import once in the fork server, beside torch and every installed
+        preload: Modules to import once in the fork server, beside torch and every installed
             `mt_*` package.
-        start_timeout: seconds that the imports may take.
+        start_timeout: Seconds that the imports may take.
 
     Example:
         >>> with RankPool() as ranks:
@@ -117,17 +115,17 @@ class RankPool:
         """Run `fn(*args)` on every rank of a fresh world and return the results by rank.
 
         Args:
-            world_size: number of ranks, 1 to 32.
-            fn: any function, closures and lambdas too; it is sent by value.
-            *args: sent to every rank.
-            timeout: seconds until ranks still running are reported and ended.
+            world_size: Number of ranks, 1 to 32.
+            fn: Any function, closures and lambdas too; it is sent by value.
+            *args: Sent to every rank.
+            timeout: Seconds until ranks still running are reported and ended.
             backend: "gloo", or "nccl" for "cpu:gloo,cuda:nccl" with one GPU per rank.
 
         Raises:
-            RankFailure: a rank raised.
-            RankDied: a rank's process ended.
-            RankTimeout: ranks were still running after `timeout` seconds.
-            PoolError: no processes could be started.
+            RankFailure: A rank raised.
+            RankDied: A rank's process ended.
+            RankTimeout: Ranks were still running after `timeout` seconds.
+            PoolError: No processes could be started.
         """
         __tracebackhide__ = True
         _validate(world_size, timeout, backend)
@@ -341,6 +339,8 @@ def _validate(world_size: int, timeout: float, backend: str) -> None:
             f"world_size is {world_size}; a pool runs 1 to {MAX_WORLD_SIZE} ranks. "
             "For rank arithmetic at larger worlds use fake_world(size)"
         )
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout} s; it must be positive")
     if backend not in ("gloo", "nccl"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FINISH", "NOTES_VARIABLE", "Call"]
-
 FINISH = b""  # every rank has answered: the process group may go
 NOTES_VARIABLE = "MT_TESTING_NOTES_FD"  # file descriptor that outlives the rank: last words
 
@@ -15,10 +13,10 @@ class Call:
     """One call as sent to every rank.
 
     Attributes:
-        payload: the serialised function and arguments.
-        store: path of a `FileStore`. A `TCPStore` looks the peer's name up on every connection,
+        payload: The serialised function and arguments.
+        store: Path of a `FileStore`. A `TCPStore` looks the peer's name up on every connection,
             which now and then costs the seconds of a DNS time-out where no server answers.
-        timeout: of the process group and its store, in seconds.
+        timeout: Of the process group and its store, in seconds.
     """
 
     payload: bytes

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from mt_testing.errors import RankDied, RankFailure, RankTimeout, signal_name
 
-__all__ = ["Outcome"]
-
 MAX_STACKS = 8  # stacks printed in full; RankTimeout.stacks has all of them
 MAX_STACK_LINES = 40
 _OWN_FRAME = re.compile(r'mt_testing/(worker|forkserver)\.py"|File "<string>", line 1 in <module>')

@@ -13,8 +13,6 @@ from typing import IO, Any
 
 import cloudpickle
 
-__all__ = ["dump_call", "dump_result"]
-
 _INSTALLED = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )

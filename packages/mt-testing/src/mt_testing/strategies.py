@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["layouts"]
-
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("ep", "etp")
+_MOST_RANKS = 1 << 20
 
 
 def layouts(
@@ -27,13 +26,13 @@ def layouts(
     expert layers, so `ep * etp` divides `tp * cp * dp`. Shrinks to all ones.
 
     Args:
-        max_world: largest world.
-        axes: which axes to draw, out of tp, cp, dp, pp, ep and etp; a dict has exactly these keys.
-        world: draw factorisations of exactly this world (needs "dp" among the axes, which takes
+        max_world: Largest world.
+        axes: Which axes to draw, out of tp, cp, dp, pp, ep and etp; a dict has exactly these keys.
+        world: Draw factorisations of exactly this world (needs "dp" among the axes, which takes
             what the others leave).
 
     Raises:
-        ValueError: unknown or repeated axes, or a world that cannot be.
+        ValueError: Unknown or repeated axes, or a world that cannot be.
     """
     from hypothesis import strategies as st
 
@@ -79,7 +78,10 @@ def _validate(max_world: int, axes: Sequence[str], world: int | None) -> None:
         raise ValueError(f"unknown axes {unknown}; use {', '.join(known)}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"axes {list(axes)} repeat a name")
-    if max_world < 1 or (world is not None and world < 1):
-        raise ValueError(f"max_world is {max_world} and world is {world}; both must be >= 1")
+    for name, value in (("max_world", max_world), ("world", 1 if world is None else world)):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if not 1 <= value <= _MOST_RANKS:
+            raise ValueError(f"{name} is {value}; it must be 1 to {_MOST_RANKS}")
     if world is not None and "dp" not in axes:
         raise ValueError(f'world={world} needs "dp" among the axes {list(axes)}')

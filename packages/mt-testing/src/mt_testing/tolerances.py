@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FACTORS", "Tolerance", "assert_close", "tolerance"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
@@ -49,15 +47,17 @@ def tolerance(dtype: torch.dtype, op: str) -> Tolerance:
     """Return the tolerance of the table for a dtype and a kind of operation.
 
     Args:
-        dtype: of the computed values; integers and bool are always exact.
-        op: a key of `FACTORS`.
+        dtype: Of the computed values; integers and bool are always exact.
+        op: A key of `FACTORS`.
 
     Raises:
-        ValueError: unknown `op`.
+        ValueError: Unknown `op`.
     """
     import torch
 
-    if op not in FACTORS:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(op, str) or op not in FACTORS:
         raise ValueError(f"op is {op!r}; the table has {', '.join(FACTORS)}")
     if not (dtype.is_floating_point or dtype.is_complex):
         return Tolerance(rtol=0.0, atol=0.0)
@@ -81,17 +81,17 @@ def assert_close(
     The comparison is done in fp64, so the reference may have a wider dtype than the result.
 
     Args:
-        actual: what was computed.
-        expected: the reference, of the same structure and shapes.
-        op: the kind of operation, a key of `FACTORS`.
-        dtype: whose tolerance to use, when the values went through a narrower dtype than
+        actual: What was computed.
+        expected: The reference, of the same structure and shapes.
+        op: The kind of operation, a key of `FACTORS`.
+        dtype: Whose tolerance to use, when the values went through a narrower dtype than
             `actual` shows; `actual.dtype` by default.
-        scale: size of the terms that were summed; the root mean square of `expected` by default.
+        scale: Size of the terms that were summed; the root mean square of `expected` by default.
             An all-zero reference allows no error at all unless a scale is given.
-        name: put before the message.
+        name: Put before the message.
 
     Raises:
-        AssertionError: naming the place, the worst element and the tolerance.
+        AssertionError: Naming the place, the worst element and the tolerance.
     """
     __tracebackhide__ = True
     if isinstance(expected, Mapping):

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from mt_testing.protocol import FINISH, NOTES_VARIABLE, Call
 from mt_testing.shipping import dump_result
 
-__all__ = ["run_worker"]
-
 SEED = 1234
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)
 
