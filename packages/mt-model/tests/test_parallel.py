@@ -13,6 +13,7 @@ from mt_parallel_state import (
     global_shape_of,
     offsets_of,
     sharding_of,
+    shardings,
 )
 from mt_tensor_parallel import LoraLinear, add_lora
 
@@ -346,3 +347,23 @@ def test_heads_that_do_not_divide_are_refused(ranks):
     for message in ranks(2, indivisible):
         assert "num_heads=3 does not divide by tp=2" in message
         assert "Nearest num_heads that does: 2 or 4" in message
+
+
+def test_a_model_answers_for_its_records_when_its_parameters_are_new(ranks):
+    def body():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        layout = ParallelLayout(tp=2)
+        with ParallelState(layout, device="cpu") as state:
+            model = GPT(gpt(**TINY), state, sequence_parallel=True)
+            before = {name: sharding_of(param) for name, param in model.named_parameters()}
+            assert len(set(map(repr, before.values()))) > 2
+            model.to("meta").to_empty(device="cpu")
+            assert shardings(model) == before
+            for name, param in model.named_parameters():
+                assert sharding_of(param) == before[name]
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            assert shardings(model) == before
+
+    ranks(2, body)

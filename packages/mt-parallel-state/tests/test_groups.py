@@ -28,7 +28,6 @@ from mt_parallel_state import (
 from mt_parallel_state.groups import nccl_options
 from mt_testing.strategies import layouts
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 CPU = torch.device("cpu:0")
 needs_nccl = pytest.mark.skipif(
@@ -79,7 +78,7 @@ def recorder() -> Iterator[Recorder]:
 def _made_on(recorder: Recorder, rank: int, world: int, build: Any) -> list[tuple[int, ...]]:
     """The groups that a rank of the world makes, in order; none of them a split."""
     recorder.__init__()
-    dist.init_process_group("cpu:ncclspy", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("cpu:ncclspy", store=dist.HashStore(), rank=rank, world_size=world)
     try:
         default = dist.group.WORLD
         assert default is not None

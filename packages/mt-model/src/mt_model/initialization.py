@@ -6,7 +6,7 @@ import math
 from typing import Literal, TypeAlias
 
 import torch
-from mt_parallel_state import ParallelState, initialize_, shard_param, sharding_of
+from mt_parallel_state import ParallelState, initialize_, shard_param, sharding_of, shardings
 from torch import nn
 
 from mt_model.config import ModelConfig
@@ -59,3 +59,4 @@ def materialize(
             initialize_(param, seed=seed, name=name, **at)
         else:
             nn.init.constant_(param, float(initial == "ones"))
+    shardings(stage)  # from here the stage answers for its records, whatever its parameters become
