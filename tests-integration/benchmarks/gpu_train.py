@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, compiled: bool
     record: dict[str, Any] = {}
     for step in range(options.warmup + options.steps):
         started = time.perf_counter()
-        record, _ = trainer.train_step()
+        record = trainer.train_step().record
         if device.type == "cuda":
             torch.cuda.synchronize()
         if step >= options.warmup:

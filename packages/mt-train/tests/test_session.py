@@ -316,3 +316,10 @@ def test_another_corpus_is_made_with_the_runs_tokenizer(tiny, tmp_path) -> None:
     load = (f"checkpoint.load={out}", "checkpoint.load_mode=weights")
     tiny.run(tuned, *corpus, second, *load, "training.steps=1")
     assert (tuned / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_picture_that_can_not_be_drawn_is_no_failure(tiny, tmp_path, capsys) -> None:
+    (tmp_path / "loss.png").mkdir()
+    outcome = tiny.run(tmp_path)
+    assert outcome.step == 4
+    assert "the losses are not drawn" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from mt_ckpt import RunFolder, SavedTokenizer, clean
 from mt_data import BatchSampler, IndexedDataset, SequentialWindows, Tokenizer, load_tokenizer
-from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
+from mt_files import FileError, FolderLock, read_bytes, remove_temporaries, write_file
 from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
@@ -186,7 +186,7 @@ class _Session:
             evaluation = self._evaluate(self.held_out, reporter)
             stopped = evaluation is None
         if self.state.rank == 0:
-            draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+            self._draw(reporter)
         if stopped:
             who = self.stop.reason or "a signal to another rank"
             reporter.say(
@@ -194,6 +194,12 @@ class _Session:
                 "the same command continues"
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _draw(self, reporter: Reporter) -> None:
+        try:
+            draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+        except FileError as error:  # a full disk, say; the training is saved all the same
+            reporter.say(f"the losses are not drawn: {error}")
 
     def _train_step(self) -> Step:
         trainer, path = self.trainer, self.start.path

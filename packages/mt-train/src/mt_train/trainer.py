@@ -15,10 +15,12 @@ from mt_model import DTYPES, ModelConfig, flops_per_token
 from mt_optim import AdamW, clip_grad_norm, default_decay_filter
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
+from numpy.typing import NDArray
 
 from mt_train.agreement import summed
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
+from mt_train.loader import Loader
 from mt_train.metrics import Record
 from mt_train.pipeline import (
     backwards_per_step,
@@ -29,6 +31,7 @@ from mt_train.pipeline import (
 from mt_train.progress import Course, Progress, StepMeter
 
 Batch = Mapping[str, torch.Tensor]
+_FIELDS = ("tokens", "labels", "sample_ids")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -74,6 +77,7 @@ class Trainer:
     ) -> None:
         training, parallel = config.training, config.parallel
         self.config, self.state, self.sampler = config, state, sampler
+        self._loader = Loader(sampler, steps=training.steps)
         self.progress, self.course, self._meter = Progress(), Course(config), StepMeter()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
@@ -157,7 +161,7 @@ class Trainer:
         """
         self._meter.start()
         lr = self.course.learning_rate(self.progress)
-        micro_batches = self.sampler.step(self.progress.step)
+        micro_batches = self._loader.step(self.progress.step)
         # Context-parallel ranks hold the same batch, whole.
         labels = sum(int(np.count_nonzero(batch["labels"] >= 0)) for batch in micro_batches)
         total = max(summed(self.state, labels, axes="dp")[0], 1.0)
@@ -228,6 +232,12 @@ class Trainer:
 
 
 def to_device(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
-    """Copy micro-batches of numpy arrays to this rank's device."""
-    names = ("tokens", "labels", "sample_ids")
-    return [{name: torch.from_numpy(batch[name]).to(device) for name in names} for batch in batches]
+    """Copy micro-batches of numpy arrays to this rank's device; an accelerator does not wait."""
+    return [{name: _copied(batch[name], device) for name in _FIELDS} for batch in batches]
+
+
+def _copied(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
