@@ -69,7 +69,7 @@ def test_a_seed_repeats_and_position_and_row_change_the_draw() -> None:
     ("values", "message"),
     [
         ({"temperature": -1.0}, "temperature -1.0: use 0"),
-        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": float("nan")}, "temperature: expected a number, found nan"),
         ({"top_k": 0}, "top_k 0: use 1 or more"),
         ({"top_p": 0.0}, "top_p 0.0: use a number above 0"),
         ({"top_p": 1.5}, "top_p 1.5"),
