@@ -22,6 +22,7 @@ ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarch
 _MAX_STEPS, _MAX_BATCH, _MAX_LENGTH, _MAX_RANKS = 10**9, 10**7, 1 << 27, 1 << 20
 _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
+_MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -260,6 +261,7 @@ class OptimizerSection:
         checks.above(0, "lr", "eps")
         checks.at_least(0, "min_lr", "weight_decay", "warmup", "anneal")
         checks.at_most(_MAX_STEPS, "warmup")
+        checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay")
         if not checks.errors:
             if self.anneal > 1:
                 checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
