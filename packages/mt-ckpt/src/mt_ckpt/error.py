@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LISTED = 50
+_LONGEST = 20_000
 
 
 def check_type(what: str, value: object, kind: type) -> None:
@@ -42,6 +43,8 @@ class CheckpointError(Exception):
     """
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         super().__init__(message)
         self.file = file
         self.tensor = tensor

@@ -25,8 +25,8 @@ def check_name(name: str) -> None:
         legal = _COMPONENT.fullmatch(part) and part.strip(".") and not part.startswith("__")
         if not legal or part in _RESERVED:
             raise ValueError(
-                f"array name {name!r}: part {part!r} is not allowed. A name is parts joined by "
-                "'/', each 1 to 200 of A-Z a-z 0-9 _ . @ + = , - and neither all dots, nor "
+                f"array name {name!r:.300}: part {part!r:.300} is not allowed. A name is parts "
+                "joined by '/', each 1 to 200 of A-Z a-z 0-9 _ . @ + = , - and not all dots, nor "
                 f"starting with '__', nor one of {', '.join(_RESERVED)}"
             )
 

@@ -40,7 +40,7 @@ def parts_of(split: Split, ranks: int) -> int:
     if not isinstance(ranks, int):
         raise TypeError(f"ranks must be an int, got {ranks!r}")
     if split not in get_args(Split):
-        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r:.80}")
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     return ranks if split == "contiguous" or ranks == 1 else 2 * ranks

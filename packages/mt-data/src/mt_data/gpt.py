@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.error import DataError
+from mt_data.error import DataError, quote
 from mt_data.order import OVERLAP, MegatronOrder, Order, StableOrder, Stream
 
 PADDING = -100
@@ -75,6 +75,8 @@ class GPTDataset:
             raise DataError(f"sequence_length is {sequence_length}; it must be at least 1")
         if num_samples is not None and num_samples < 1:
             raise DataError(f"num_samples is {num_samples}; it must be at least 1, or None")
+        if not hasattr(indexed, "dtype"):
+            raise DataError(f"samples need an IndexedDataset, not {quote(indexed)}")
         if indexed.dtype.kind not in "iu":
             raise DataError(
                 f"the dataset stores {indexed.dtype.name}; training samples need integer tokens"

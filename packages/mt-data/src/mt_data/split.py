@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from mt_data.error import DataError
+from mt_data.error import DataError, quote
 
 PART = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", re.ASCII)
 PARTS = 3
@@ -24,6 +24,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     Returns:
         Three fractions that sum to 1.
     """
+    if not isinstance(text, str):
+        raise DataError(f"a split is text like '969,30,1', not {quote(text)}")
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not PART.fullmatch(part)]
     if wrong or len(parts) > PARTS:

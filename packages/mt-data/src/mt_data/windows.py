@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.batch import MicroBatch, micro_batch
-from mt_data.error import DataError
+from mt_data.error import DataError, quote
 from mt_data.gpt import PADDING
 
 
@@ -58,6 +58,8 @@ class SequentialWindows:
         stride = sequence_length if stride is None else stride
         if not 1 <= stride <= sequence_length:
             raise DataError(f"stride is {stride}; it must lie in [1, {sequence_length}]")
+        if not hasattr(indexed, "num_tokens"):
+            raise DataError(f"windows need an IndexedDataset, not {quote(indexed)}")
         self.indexed, self.sequence_length, self.stride = indexed, sequence_length, stride
         self.start_id = start_id
         self.num_labels = indexed.num_tokens - (start_id is None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_LONGEST, _PART = 1000, 400
+
 
 class FileError(OSError):
     """A file that can't be read or written, or whose content is refused.
@@ -32,8 +34,9 @@ class LockedError(FileError):
 
 
 def printable(path: str | Path) -> str:
-    """Return a path that can be printed, with escapes for bytes that are no UTF-8."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    """Return a path that can be printed: bytes that are no UTF-8 escaped, the middle cut out."""
+    text = os.fsencode(path).decode(errors="backslashreplace")
+    return text if len(text) <= _LONGEST else f"{text[:_PART]}...{text[-_PART:]}"
 
 
 def system_error(path: str | Path, action: str, error: OSError) -> FileError:

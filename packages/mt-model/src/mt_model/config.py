@@ -289,9 +289,14 @@ def validate_split(config: ModelConfig, tp: int) -> None:
     """Check that `tp` ranks can share every split dim of the model.
 
     Raises:
+        TypeError: `config` is no ModelConfig.
         ValueError: heads, FFN width or vocabulary do not divide by `tp`, or key/value heads
             neither divide by it nor divide it; the message names both and the nearest that do.
     """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp must be a whole number of ranks, 1 or more; got {tp!r:.80}")
     if config.vocab_size % tp:
         raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
     for index, layer in enumerate(config.layers):

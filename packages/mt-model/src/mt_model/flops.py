@@ -18,6 +18,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
         config: the model.
         sequence_length: tokens per sequence (`s`).
     """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
     return config.flops_per_token(sequence_length)
 
 

@@ -240,7 +240,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
             the nearest.
     """
     if name not in _PRESETS:
-        text = f"{name!r} is not known. {did_you_mean(name, PRESETS)}"
+        text = f"{shorten(name)} is not known. {did_you_mean(name, PRESETS)}"
         raise FieldError({"preset": text})
     known = sorted(inspect.signature(gpt).parameters)
     for key in overrides:

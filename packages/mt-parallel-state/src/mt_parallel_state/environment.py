@@ -68,7 +68,11 @@ def detect_env(environ: Mapping[str, str] | None = None) -> DistributedEnv:
     """
     if environ is not None:
         check_type("environ", environ, Mapping)
-    env = {k: v for k, v in (os.environ if environ is None else environ).items() if v.strip()}
+    env = {}
+    for name, value in (os.environ if environ is None else environ).items():
+        check_type(f"environ[{name!r:.80}]", value, str)
+        if value.strip():
+            env[name] = value
     if "RANK" in env or "WORLD_SIZE" in env or "LOCAL_RANK" in env:
         return _from_torchrun(env)
     if "SLURM_PROCID" in env:

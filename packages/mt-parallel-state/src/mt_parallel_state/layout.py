@@ -326,9 +326,9 @@ class ParallelLayout:
         valid = f"a permutation of {'-'.join(_ORDER_AXES)}"
         for axis in named:
             if axis not in _ORDER_AXES:
-                raise ValueError(f"order {self.order!r} has {axis!r}; it must be {valid}")
+                raise ValueError(f"order {self.order!r:.80} has {axis!r:.80}; it must be {valid}")
             if named.count(axis) > 1:
-                raise ValueError(f"order {self.order!r} names {axis} twice; it must be {valid}")
+                raise ValueError(f"order {self.order!r:.80} names {axis} twice; it must be {valid}")
         for axis in _ORDER_AXES:
             if axis not in named and self._axis_size(axis) > 1:
                 raise ValueError(

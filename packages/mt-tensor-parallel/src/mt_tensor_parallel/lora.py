@@ -236,7 +236,8 @@ def add_lora(
         The names of the layers that got one, the first for each.
 
     Raises:
-        TypeError: `module` is itself such a layer, which cannot be replaced in place.
+        TypeError: `module` is no module, or is itself such a layer, which cannot be replaced in
+            place.
         ValueError: No layer matches that has no adapter yet.
     """
     if not isinstance(module, nn.Module):
