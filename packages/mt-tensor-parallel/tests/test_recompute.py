@@ -6,45 +6,35 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import stream_key
-from mt_tensor_parallel import DiscardedOutput, RngStreams, recompute
+from mt_tensor_parallel import DiscardedOutput, recompute
 from torch import Tensor, nn
 
 
-def _block(streams: RngStreams | None):
+def _block():
     torch.manual_seed(1)
     inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
 
     def function(x: Tensor, scale: Tensor) -> Tensor:
-        y = F.dropout(inner(x) * scale, 0.5)
-        if streams is not None:
-            with streams.use("inside"):
-                y = F.dropout(y, 0.3)
-        return y
+        return F.dropout(inner(x) * scale, 0.5)
 
     return inner, function
 
 
-def _gradients(how, *, named: bool) -> list[Tensor]:
-    streams = None
-    if named:
-        streams = RngStreams()
-        streams.add("inside", 5)
-    inner, function = _block(streams)
+def _gradients(how) -> list[Tensor]:
+    inner, function = _block()
     torch.manual_seed(2)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    first = how(function, x, scale, streams)
-    second = how(function, first, scale, streams)  # later draws do not disturb earlier ones
+    first = how(function, x, scale)
+    second = how(function, first, scale)  # later draws do not disturb earlier ones
     second.square().sum().backward()
     after = torch.rand(1, dtype=torch.float64)
     return [second.detach(), x.grad, scale.grad, *(p.grad for p in inner.parameters()), after]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_gradients_and_random_numbers_are_those_without_recomputation(named) -> None:
-    plain = _gradients(lambda f, x, scale, _: f(x, scale), named=named)
-    again = _gradients(lambda f, x, s, streams: recompute(f, x, s, streams=streams), named=named)
+def test_gradients_and_random_numbers_are_those_without_recomputation() -> None:
+    plain = _gradients(lambda f, x, scale: f(x, scale))
+    again = _gradients(recompute)
     for a, b in zip(again, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
@@ -86,7 +76,7 @@ def test_the_second_run_is_cast_like_the_first(how: str) -> None:
 def test_only_the_inputs_are_kept_and_each_rank_keeps_its_share(ranks) -> None:
     def body() -> None:
         group = dist.group.WORLD
-        inner, function = _block(None)
+        inner, function = _block()
         torch.manual_seed(2)
         x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
         scale = torch.ones(8, dtype=torch.float64)
@@ -147,24 +137,21 @@ def test_a_discarded_output_may_be_a_part_of_something_larger() -> None:
     assert torch.equal(mine, x.grad)
 
 
-def test_streams_may_be_added_before_backward_and_errors_leave_them_as_they_were() -> None:
-    streams, fails = RngStreams(), []
-    streams.add("inside", 5)
+def test_an_error_in_backward_leaves_the_generator_as_it_was() -> None:
+    fails = []
 
     def function(x: Tensor) -> Tensor:
-        with streams.use("inside"):
-            y = F.dropout(x)
+        y = F.dropout(x)
         if fails:
             raise FloatingPointError
         return y
 
-    y = recompute(function, torch.ones(64, requires_grad=True), streams=streams)
-    streams.add("later", 6)
-    before = streams.state_dict()
+    y = recompute(function, torch.ones(64, requires_grad=True))
+    before = torch.get_rng_state()
     fails.append(True)
     with pytest.raises(FloatingPointError):
         y.sum().backward()
-    assert all(torch.equal(before[name], state) for name, state in streams.state_dict().items())
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_misuse_of_a_discarded_output_is_named() -> None:
@@ -181,33 +168,3 @@ def test_misuse_of_a_discarded_output_is_named() -> None:
         recompute(lambda: x)
     with pytest.raises(TypeError, match="returned tuple, and only one tensor"):
         recompute(lambda x: (x, x), x)
-
-
-def test_streams_are_independent_named_and_saved() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    streams = RngStreams()
-    streams.add("outside", stream_key(0, "dropout"))
-    streams.add("inside", stream_key(0, "dropout", tp=3))
-    with streams.use("inside"):
-        first = torch.rand(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    saved = streams.state_dict()
-    with streams.use("inside"), streams.use("outside"):
-        torch.rand(5)
-    with streams.use("inside"):
-        second = torch.rand(3)
-    streams.load_state_dict(saved)
-    with streams.use("inside"):
-        assert torch.equal(torch.rand(3), second)
-    assert not torch.equal(first, second)
-    with pytest.raises(KeyError, match="no random stream 'inner'; known: inside, outside"):
-        streams.use("inner").__enter__()
-    with pytest.raises(RuntimeError, match="'inside' is in use already"), streams.use("inside"):
-        streams.use("inside").__enter__()
-    with pytest.raises(ValueError, match="there is a stream 'inside' already"):
-        streams.add("inside", 1)
-    with pytest.raises(ValueError, match="is that of stream 'outside'"):
-        streams.add("third", stream_key(0, "dropout"))
-    with pytest.raises(ValueError, match=r"the saved streams are \['x'\]"):
-        streams.load_state_dict({"x": saved["inside"]})

@@ -35,7 +35,6 @@ from mt_tensor_parallel.linear_cross_entropy import (
 )
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
-from mt_tensor_parallel.rng import RngStreams
 
 if TYPE_CHECKING:
     from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
@@ -48,7 +47,6 @@ __all__ = [
     "LoraLinear",
     "Operand",
     "Overlap",
-    "RngStreams",
     "Role",
     "RowParallelLinear",
     "TorchGemm",

@@ -9,18 +9,16 @@ import torch
 from mt_parallel_state import Group, group_rank, group_size, start_all_gather
 from torch import Tensor
 
-from mt_tensor_parallel.rng import RngStreams
-
 __all__ = ["DiscardedOutput", "recompute"]
 
 
 class _Surroundings:
-    """Autocast, the device's default generator and named streams, as they were at some point."""
+    """Autocast and the device's default generator, as they were at some point."""
 
-    def __init__(self, streams: RngStreams | None, device: torch.device) -> None:
-        self._generator, self._streams = RngStreams(device), streams
-        self._state = self._generator.default_state()
-        self._named = None if streams is None else streams.state_dict()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
         self._autocast = torch.autocast(
             device.type,
             dtype=torch.get_autocast_dtype(device.type),
@@ -28,13 +26,14 @@ class _Surroundings:
         )
 
     def restore_randomness(self) -> None:
-        self._generator.set_default_state(self._state)
-        if self._streams is not None and self._named is not None:
-            self._streams.load_state_dict(self._streams.state_dict() | self._named)
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            torch.set_rng_state(self._state)
 
     def run_again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run the function as it ran then, recording its graph; afterwards all is as before."""
-        now = _Surroundings(self._streams, inputs[0].device)
+        now = _Surroundings(inputs[0].device)
         self.restore_randomness()
         try:
             with torch.enable_grad(), self._autocast:
@@ -70,13 +69,12 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: Callable[..., Tensor],
-        streams: RngStreams | None,
         group: Group,
         _: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
         ctx.function = function
-        ctx.surroundings = _Surroundings(streams, inputs[0].device)
+        ctx.surroundings = _Surroundings(inputs[0].device)
         ctx.first = _Shared(inputs[0], group)
         ctx.save_for_backward(ctx.first.share(inputs[0]), *inputs[1:])
         return _one_tensor(function(*inputs))
@@ -87,32 +85,30 @@ class _Recompute(torch.autograd.Function):
         tensors = [ctx.first.whole(share), *others]
         inputs = [
             x.detach().requires_grad_(needed)
-            for x, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+            for x, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
         ]
         output = ctx.surroundings.run_again(ctx.function, *inputs)
         if output.requires_grad:
             torch.autograd.backward(output, grads[0])
-        return (None, None, None, None, *(x.grad for x in inputs))
+        return (None, None, None, *(x.grad for x in inputs))
 
 
 def recompute(
     function: Callable[..., Tensor],
     *inputs: Tensor,
     group: Group = None,
-    streams: RngStreams | None = None,
 ) -> Tensor:
     """`function(*inputs)` that keeps its inputs only, and is run again in backward.
 
-    Random numbers are drawn as in the first run: the default generator of the device and all of
-    `streams` are put back, and afterwards to where they were. Autocast is what it was. Parameters
-    used inside get their gradients as usual (Chen et al. 2016), frozen inputs or not.
+    Random numbers are drawn as in the first run: the default generator of the device is put back,
+    and afterwards to where it was. Autocast is what it was. Parameters used inside get their
+    gradients as usual (Chen et al. 2016), frozen inputs or not.
 
     Args:
         function: Takes tensors and returns one; it depends on them and on random numbers only.
         inputs: What the function takes; at least one.
         group: Ranks on which the first input is equal: each keeps its share, and backward gathers
             it (all-gather). `None` keeps it whole.
-        streams: Named streams that the function draws from.
 
     Raises:
         ValueError: There is no input, or the group does not divide the first one.
@@ -123,7 +119,7 @@ def recompute(
         raise TypeError(f"recompute() takes a function and tensors, got {got}")
     if not inputs:
         raise ValueError("recompute() needs at least one input tensor after the function")
-    return cast(Tensor, _Recompute.apply(function, streams, group, _reach_backward(), *inputs))
+    return cast(Tensor, _Recompute.apply(function, group, _reach_backward(), *inputs))
 
 
 def _one_tensor(output: object) -> Tensor:
@@ -151,9 +147,6 @@ class DiscardedOutput:
     output, then call `discard` with what came of it: its backward first runs the function
     again, into the same memory.
 
-    Args:
-        streams: Named streams that the function draws from.
-
     Example:
         >>> x = torch.ones(2, 4, requires_grad=True)
         >>> linear = torch.nn.Linear(4, 3)
@@ -163,8 +156,7 @@ class DiscardedOutput:
         >>> y.sum().backward()
     """
 
-    def __init__(self, *, streams: RngStreams | None = None) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._output: Tensor | None = None
         self._again: Callable[[], Tensor] | None = None
         self.graph: tuple[list[Tensor], Tensor] | None = None
@@ -173,7 +165,7 @@ class DiscardedOutput:
         """Run `function(*inputs)`; once for each object."""
         if self._again is not None:
             raise RuntimeError("this DiscardedOutput has run already; make one for each call")
-        surroundings = _Surroundings(self._streams, inputs[0].device)
+        surroundings = _Surroundings(inputs[0].device)
 
         def again() -> Tensor:
             leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
