@@ -51,7 +51,8 @@ class Recorder:
         if ranks:  # else it is the world
             self.made.append(ranks)
             self.options.append(options)
-            if asked.split_from is not None:
+            world = dist.group.WORLD  # torch splits it where it is bound; not all versions say so
+            if getattr(asked, "split_from", None) is not None or world.bound_device_id is not None:
                 self.splits.append(ranks)
             if getattr(options, "lazy_init", False):
                 self.lazy.append(group)
