@@ -51,17 +51,19 @@ def without_cache(run: Path, max_tokens: int) -> str:
         return generator.tokenizer.decode(tokens[start:])
 
 
-def test_greedy_is_the_same_at_tp_1_and_2_and_without_a_cache(run, generate) -> None:
+def test_greedy_is_the_same_at_tp_1_and_2_at_pp_2_and_without_a_cache(run, generate) -> None:
     alone = generate(run, "--max-tokens", 40, "--greedy")
     assert alone == generate(run, "--max-tokens", 40, "--greedy", "--nproc", 2)
     assert alone == without_cache(run, 40) + "\n"
+    assert alone == generate(run, "--max-tokens", 40, "--greedy", "--pp", 2)
     assert len(alone) > 10
 
 
-def test_sampling_repeats_with_its_seed_and_on_two_ranks(run, generate) -> None:
+def test_sampling_repeats_with_its_seed_on_two_ranks_and_on_four(run, generate) -> None:
     options = ("--max-tokens", 30, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95)
     first = generate(run, *options, "--seed", 3)
     assert first == generate(run, *options, "--seed", 3, "--nproc", 2)
+    assert first == generate(run, *options, "--seed", 3, "--nproc", 4, "--pp", 2)
     assert first != generate(run, *options, "--seed", 4)
 
 

@@ -24,7 +24,7 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     assert (module, nproc) == ("mt_infer", 2)
     assert arguments == [
         *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0", "--nproc=2"),
-        *("--", str(saved_run)),
+        *("--pp=1", "--", str(saved_run)),
     ]
 
 
@@ -49,6 +49,9 @@ def test_a_prompt_too_long_for_a_command_line_says_so(saved_run, generate, launc
     [
         (("--nproc", 3), "3 processes can't share this model: num_heads=4 does not divide by"),
         (("--nproc", 0), "--nproc 0: use 1 or more"),
+        (("--pp", 0), "--pp 0: use 1 or more"),
+        (("--pp", 2), "--pp 2: the model has 1 layers to share"),
+        (("--pp", 2, "--nproc", 3), "--pp 2 does not divide 3 processes; start a multiple"),
         (("--nproc", 2, "--max-tokens", 0), "--max-tokens 0: use 1 or more"),
         (("--nproc", 2, "--temperature", -1), "temperature -1.0: use 0 (greedy) or more"),
         (("--nproc", 2, "--top-k", 0), "top_k 0: use 1 or more"),

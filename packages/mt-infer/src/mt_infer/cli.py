@@ -53,8 +53,11 @@ class Generate:
     """The same seed gives the same text."""
     dtype: Literal["fp64", "fp32", "bf16"] | None = None
     """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
-    nproc: int = 1
-    """Tensor-parallel processes to start; under torchrun or srun leave it out."""
+    nproc: int | None = None
+    """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it
+    out."""
+    pp: int = 1
+    """Pipeline stages, each with a part of the layers; several processes share one."""
 
 
 _COMMANDS = {"generate": Generate}
@@ -120,8 +123,8 @@ def _run(command: Generate, *, can_print: bool) -> int:
             sampling = _check_options(command, env)
             run = stack.enter_context(open_run(command.run, command.step))
             _check_run(command, env, run)
-        if must_launch(command.nproc, env):
-            return launch("mt_infer", _as_arguments(command, run.step), command.nproc)
+        if must_launch(command.nproc or 1, env):
+            return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
         completion = _generate(command, env, run, sampling)
     if env.rank == 0:
         _print(completion.text)
@@ -155,7 +158,16 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
         raise ValueError(
             f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
         )
+    if command.pp < 1:
+        raise ValueError(f"--pp {command.pp}: use 1 or more")
+    if command.nproc is None:
+        command.nproc = command.pp if env.world_size == 1 else 1
     launches = must_launch(command.nproc, env)
+    if max(command.nproc, env.world_size) % command.pp:
+        raise ValueError(
+            f"--pp {command.pp} does not divide {max(command.nproc, env.world_size)} processes; "
+            "start a multiple of it"
+        )
     temperature = 1.0 if command.temperature is None else command.temperature
     sampling = Sampling(
         temperature=0.0 if command.greedy else temperature,
@@ -196,11 +208,15 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
 
     from mt_infer.generation import encode_prompt
 
-    processes = max(command.nproc, env.world_size)
+    processes = max(command.nproc or 1, env.world_size)
     try:
-        validate_split(run.config, processes)
+        validate_split(run.config, processes // command.pp)
     except ValueError as error:
         raise ValueError(f"{processes} processes can't share this model: {error}") from error
+    if command.pp > run.config.num_layers:
+        raise ValueError(
+            f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
+        )
     encode_prompt(command.prompt, run.tokenizer, run.config.max_sequence_length)
 
 
@@ -237,7 +253,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
 
     from mt_infer.loading import load_weights, same_run
 
-    layout = ParallelLayout(tp=env.world_size)
+    layout = ParallelLayout(tp=env.world_size // command.pp, pp=command.pp)
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
         with same_run(run, state) as agreed:
             generator = load_weights(agreed, state, dtype=command.dtype)

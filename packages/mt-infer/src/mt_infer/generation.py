@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from mt_data import DataError, Tokenizer
-from mt_model import GPT, ModelConfig
+from mt_model import GPT, KVCache, ModelConfig
 from torch import Tensor
 
 from mt_infer.sampling import Sampling, choose
@@ -61,14 +62,17 @@ class Generator:
     """A loaded model with its tokenizer.
 
     Attributes:
-        model: One stage holding all layers; under tensor parallelism, this rank's shards.
+        model: This rank's stage: all layers without pipeline stages; under tensor parallelism its
+            shards of them.
         config: The model's layer list.
         tokenizer: The one the model was trained with.
+        stages: The ranks that hold the stages, in order; None: this rank holds all layers.
     """
 
     model: GPT
     config: ModelConfig
     tokenizer: Tokenizer
+    stages: dist.ProcessGroup | None = None
 
     def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
         """Continue a text; returns the continuation alone. See `complete`."""
@@ -106,9 +110,8 @@ class Generator:
         fed = torch.tensor([prompt], device=device)
         waiting: Tensor | None = None
         for position in range(len(prompt), length):
-            logits = self.model.logits(fed, cache=cache, last_only=True)
             # Padding rows of the embedding are no tokens.
-            allowed = logits[:, -1, : self.tokenizer.vocab_size]
+            allowed = self._scores(fed, cache)[:, -1, : self.tokenizer.vocab_size]
             # A token is read only when the device has the next step to do.
             if waiting is not None:
                 if int(waiting) == self.tokenizer.eod_id:
@@ -118,3 +121,24 @@ class Generator:
             fed = waiting[:, None]
         if waiting is not None and int(waiting) != self.tokenizer.eod_id:
             yield int(waiting)
+
+    def _scores(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Scores after the last of the tokens, on every rank.
+
+        The activation goes from stage to stage by send and recv, and the last one broadcasts the
+        scores.
+        """
+        if self.stages is None:
+            return self.model.logits(tokens, cache=cache, last_only=True)
+        stage, last = dist.get_rank(self.stages), dist.get_world_size(self.stages) - 1
+        where = {"dtype": self.model.placement.dtype, "device": tokens.device}
+        x = None
+        if stage > 0:
+            x = torch.empty(*tokens.shape, self.config.hidden_size, **where)
+            dist.recv(x, group=self.stages, group_src=stage - 1)
+        y = cast("Tensor", self.model(x, {"tokens": tokens, "cache": cache})).contiguous()
+        if stage < last:
+            dist.send(y, group=self.stages, group_dst=stage + 1)
+            y = torch.empty(tokens.shape[0], 1, self.config.vocab_size, **where)
+        dist.broadcast(y, group=self.stages, group_src=last)
+        return y

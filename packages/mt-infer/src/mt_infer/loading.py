@@ -23,8 +23,11 @@ from mt_ckpt import (
 from mt_data import Tokenizer, load_tokenizer
 from mt_model import DTYPES, GPT, ModelConfig
 from mt_parallel_state import ParallelState
+from mt_schedule import split_layers
 
 from mt_infer.generation import Generator
+
+_WORLD = "tp-cp-dp-pp"
 
 
 class RunError(Exception):
@@ -122,7 +125,7 @@ def _check_tokenizer(
 def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
     """Yield the run as the first rank opened it: a save may have come between two ranks."""
     chosen = torch.tensor(run.step)
-    group = state.group("tp")
+    group = state.group(_WORLD)
     if group is not None:
         dist.broadcast(chosen, group=group, group_src=0)
     if int(chosen) == run.step:
@@ -139,7 +142,7 @@ def load_run(
 
     Args:
         folder: A run folder, with `checkpoints/` and `tokenizer.json`.
-        state: This rank's place; only tensor parallelism is used.
+        state: This rank's place; tensor parallelism and pipeline stages are used.
         step: Which checkpoint; None: the latest, as the first rank sees it.
         dtype: `fp64`, `fp32` or `bf16`; by default fp32 on a CPU, bf16 on a GPU.
 
@@ -155,11 +158,14 @@ def load_run(
 def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
-    model = GPT(run.config, state, dtype=chosen, seed=None)
+    layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
+    model = GPT(run.config, state, layers=layers, dtype=chosen, seed=None)
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     named = model.named_parameters()
     shards = param_shards(named, state.layout, state.rank, prefix=RunFolder.WEIGHTS)
     ignore = (f"{RunFolder.OPTIMIZER}/",)
-    load_checkpoint(run.checkpoint, shards, group=state.group("tp"), ignore=ignore, cast=True)
-    return Generator(model=model, config=run.config, tokenizer=run.tokenizer)
+    load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
+    return Generator(
+        model=model, config=run.config, tokenizer=run.tokenizer, stages=state.group("pp")
+    )
