@@ -1,5 +1,9 @@
 """Long texts are encoded in parts, with the ids of the whole."""
 
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 from mt_data import DataError, Tokenizer, train_tokenizer
@@ -56,3 +60,24 @@ def test_long_text_is_cut_by_encode(make, monkeypatch):
     ids = tokenizer.encode(text)
     assert max(sizes) <= cut_module.PART
     assert ids == inner([text])[0]
+
+
+def test_memory_is_bounded_whatever_a_texts_length(tmp_path):
+    code = (
+        "import resource, mt_data; "
+        "tokenizer = mt_data.train_tokenizer(['the fox jumps. '] * 9, 300); "
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "ids = tokenizer.encode('the fox jumps. ' * 400_000); "
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "print(len(ids), after - before)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, kilobytes = map(int, out.stdout.split())
+    assert count > 10**6
+    assert kilobytes < 500_000  # 190 MB here, and 810 MB when the text is encoded at once
+
+
+def test_training_time_does_not_grow_with_the_square_of_a_words_length():
+    start = time.perf_counter()
+    train_tokenizer(["abcdefghij" * 100_000], 400)
+    assert time.perf_counter() - start < 30  # it was 5.9 s for a fifth of it: 150 s by the square
