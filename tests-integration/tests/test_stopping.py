@@ -114,6 +114,7 @@ def test_whatever_ends_a_run_it_saves_first(how, tiny, tmp_path, losses, arrays)
                 process.send_signal(getattr(signal, how))
             output, errors = process.communicate(timeout=100)
     assert process.returncode == 75, errors.decode()
+    assert (b"once more ends it at once" in errors) == how.startswith("SIG")
     said = (output or b"") + errors
     assert b"the same command continues" in said
     assert b"Traceback" not in said

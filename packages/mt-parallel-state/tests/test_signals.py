@@ -59,14 +59,14 @@ def test_the_first_signal_asks_and_the_second_ends_foreign_code() -> None:
     process = _start(
         JOINING.replace(
             "with stop_signals() as stop:", "with stop_signals() as stop, stop.deferred():"
-        )
+        ).replace("stop.note =", "stop.answer = 'saving first'; stop.note =")
     )
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.7)
     process.send_signal(signal.SIGTERM)
     _, text = process.communicate(timeout=20)
-    assert (process.returncode, text) == (143, "SIGTERM: nothing is saved\n")
+    assert (process.returncode, text) == (143, "SIGTERM: saving first\nSIGTERM: nothing is saved\n")
 
 
 @pytest.mark.parametrize("number", NUMBERS)

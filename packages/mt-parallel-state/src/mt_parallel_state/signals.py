@@ -35,12 +35,14 @@ class StopSignals:
         reason: Who asked: the signal's name, or what `request` was given.
         note: One line about what is saved and what is not, said on stderr when a signal ends the
             process at once. Empty says nothing.
+        answer: One line about what happens next, said on stderr when a signal asks.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.reason = ""
         self.note = ""
+        self.answer = ""
         self._deferred = False
         self._asked = False
 
@@ -63,11 +65,16 @@ class StopSignals:
         if self._deferred and not self._asked:
             self._asked = True
             self.request(name)
+            _say(name, self.answer)
             return
-        if self.note:
-            with suppress(OSError):  # the terminal may be what is gone
-                os.write(2, f"{name}: {self.note}\n".encode(errors="replace"))
+        _say(name, self.note)
         os._exit(128 + number)
+
+
+def _say(name: str, text: str) -> None:
+    if text:
+        with suppress(OSError):  # the terminal may be what is gone
+            os.write(2, f"{name}: {text}\n".encode(errors="replace"))
 
 
 @contextmanager

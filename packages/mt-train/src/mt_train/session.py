@@ -96,6 +96,7 @@ def run(
         stop = stack.enter_context(stop_signals())
         if env.rank == 0:
             stop.note = "no step was trained; what was saved before is as it was"
+            stop.answer = "stopping after this step, and saving; once more ends it at once"
         device = _join(env, stack)
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
