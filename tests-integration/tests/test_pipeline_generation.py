@@ -6,7 +6,8 @@ import pytest
 import torch
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_pipeline import Executor, TensorSpec, make_schedule, split_layers
+from mt_pipeline import Executor, TensorSpec, make_schedule
+from mt_schedule import split_layers
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 CONFIG = gpt(**SIZES, ffn_size=24, max_sequence_length=24, window=6, init_std=0.3)
