@@ -123,9 +123,9 @@ def drawn(monkeypatch) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     original = GPTDataset.sample
 
-    def noting(self, index):
+    def noting(self, index, *part):
         found.append((Path(self.indexed.prefix).name, index))
-        return original(self, index)
+        return original(self, index, *part)
 
     monkeypatch.setattr(GPTDataset, "sample", noting)
     return found
