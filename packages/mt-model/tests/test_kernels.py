@@ -179,3 +179,35 @@ def test_rotation_takes_positions_of_each_row():
     rows = [rotary_table(row, 8, 100.0, dtype=torch.float64) for row in positions]
     by_row = [rotate(x[i : i + 1], rows[i]) for i in range(2)]
     assert torch.equal(rotate(x, table), torch.cat(by_row))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
+    from mt_model.activation import GATED_KERNELS
+    from mt_model.gemm import GEMM_KERNELS
+    from mt_model.kernels import kernel_for
+    from mt_model.norm import RMS_NORM_KERNELS
+    from mt_model.rotary import ROTATE_KERNELS
+
+    class On:
+        def __init__(self):
+            self.device = torch.device(device)
+
+    def names():
+        norm = kernel_for(RMS_NORM_KERNELS, On(), None, 0.0).name
+        gates = [kernel_for(GATED_KERNELS, On(), kind).name for kind in ("silu", "gelu")]
+        return [norm, *gates, kernel_for(ROTATE_KERNELS, On(), None).name]
+
+    norm = "cpu" if device == "cpu" else "torch"
+    assert names() == [norm, "swiglu", "reference", "eager"]
+    assert kernel_for(GEMM_KERNELS, torch.device(device)).name == norm
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert names() == ["reference"] * 4
+
+
+def test_without_a_kernel_that_serves_each_says_why():
+    from mt_model.kernels import Kernel, kernel_for
+
+    kernels = [Kernel(name, len, lambda _, name=name: f"not {name}") for name in ("a", "b")]
+    with pytest.raises(ValueError, match=r"no kernel serves this \(a: not a; b: not b\)"):
+        kernel_for(kernels, 3)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_model.kernels import Kernel, eager_obstacle, kernel_for, serves
+
 
 def activate(x: Tensor, kind: str) -> Tensor:
     """`silu`, `gelu` (erf), `gelu_tanh` or `relu2` (So et al., 2021) of every element."""
@@ -40,9 +42,11 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
     Shape:
         gate_up: [..., 2, F] -> [..., F].
     """
-    if kind != "silu" or torch.compiler.is_compiling():
-        return gated_reference(gate_up, kind)
-    return _SwiGLU.apply(gate_up)  # pyright: ignore[reportReturnType]
+    return kernel_for(GATED_KERNELS, gate_up, kind).run(gate_up, kind)
+
+
+def _swiglu_obstacle(gate_up: Tensor, kind: str) -> str | None:
+    return eager_obstacle(gate_up) or (None if kind == "silu" else f"activation {kind}")
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -64,3 +68,14 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grads[0], F.silu(gate) if activated is None else activated, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return out
+
+
+def _swiglu(gate_up: Tensor, kind: str) -> Tensor:
+    del kind
+    return _SwiGLU.apply(gate_up)  # pyright: ignore[reportReturnType]
+
+
+GATED_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("swiglu", _swiglu, _swiglu_obstacle),
+    Kernel("reference", gated_reference, serves),
+)

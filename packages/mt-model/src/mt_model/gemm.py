@@ -6,6 +6,8 @@ import torch
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
 
+from mt_model.kernels import Kernel, kernel_for, serves
+
 
 class CpuGemm(TorchGemm):
     """torch's products, with the bf16 weight gradient summed over blocks of tokens.
@@ -39,6 +41,16 @@ class CpuGemm(TorchGemm):
         return f"CpuGemm(block_size={self.block_size})"
 
 
+def _cpu_obstacle(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"device {device.type}"
+
+
+GEMM_KERNELS: tuple[Kernel[Gemm], ...] = (
+    Kernel("cpu", CpuGemm, _cpu_obstacle),
+    Kernel("torch", TorchGemm, serves),
+)
+
+
 def default_gemm(device: torch.device) -> Gemm:
-    """The fastest plain products for a device."""
-    return CpuGemm() if device.type == "cpu" else TorchGemm()
+    """Return the fastest plain products for a device."""
+    return kernel_for(GEMM_KERNELS, device).run()

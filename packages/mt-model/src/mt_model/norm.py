@@ -11,6 +11,13 @@ from torch.autograd.function import once_differentiable
 
 from mt_model.config import NormConfig
 from mt_model.initialization import start_from
+from mt_model.kernels import (
+    Kernel,
+    eager_accelerator_obstacle,
+    eager_cpu_obstacle,
+    kernel_for,
+    serves,
+)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,11 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shape:
         x: [..., n]; weight: [n]. Returns the shape of x.
     """
-    if torch.compiler.is_compiling():
-        return rms_norm_reference(x, weight, eps)
-    if x.device.type == "cpu":
-        return _CpuRMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return kernel_for(RMS_NORM_KERNELS, x, weight, eps).run(x, weight, eps)
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -68,6 +71,17 @@ class _CpuRMSNorm(torch.autograd.Function):
         coefficient = (rstd * rstd * rstd * dot).div_(-width).to(x.dtype)
         torch.mul(grad, weight, out=buffer)
         return buffer.mul_(r).addcmul_(x, coefficient), grad_weight, None
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+RMS_NORM_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("cpu", _CpuRMSNorm.apply, eager_cpu_obstacle),
+    Kernel("torch", _torch_rms_norm, eager_accelerator_obstacle),
+    Kernel("reference", rms_norm_reference, serves),
+)
 
 
 class RMSNorm(nn.Module):

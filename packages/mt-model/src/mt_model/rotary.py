@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_model.kernels import Kernel, eager_obstacle, kernel_for, serves
+
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float, *, dtype: torch.dtype) -> Tensor:
     """Cosine and sine of `position * theta^(-2i/head_dim)`, computed in fp64 and rounded once.
@@ -45,9 +47,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     Shape:
         x: [B, S, ..., D]; table: [2, S, D] or [2, B, S, D]. Returns the shape of x.
     """
-    if torch.compiler.is_compiling():
-        return rotate_reference(x, table)
-    return _Rotate.apply(x, table)  # pyright: ignore[reportReturnType]
+    return kernel_for(ROTATE_KERNELS, x, table).run(x, table)
 
 
 def _broadcast(table: Tensor, dims: int) -> tuple[Tensor, Tensor]:
@@ -69,3 +69,9 @@ class _Rotate(torch.autograd.Function):
         (table,) = ctx.saved_tensors
         cos, sin = _broadcast(table, grads[0].dim())
         return (grads[0] * cos).addcmul_(swap_halves(grads[0]), sin, value=-1), None
+
+
+ROTATE_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("eager", _Rotate.apply, eager_obstacle),
+    Kernel("reference", rotate_reference, serves),
+)
