@@ -7,7 +7,7 @@ import math
 import pickle
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from mt_files import (
@@ -61,6 +61,28 @@ class Model:
     name: str = "model"
     extra: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A base class with a usual kind."""
+
+    default_kind: ClassVar[str] = "quick"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickConfig(Part):
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowConfig(Part):
+    size: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    part: Part
 
 
 ATTENTION = {"type": "attention", "num_heads": 4}
@@ -155,6 +177,12 @@ def test_all_problems_come_in_one_pass_in_the_order_of_the_input() -> None:
 def test_what_is_right_in_itself_is_kept_beside_the_problems() -> None:
     bound = bind(Model, {"layers": [{"mixer": ATTENTION}], "tied": 3})
     assert bound.parts["layers[0]"] == Layer(mixer=AttentionConfig(num_heads=4))
+
+
+def test_a_base_class_may_have_a_usual_kind() -> None:
+    assert build(Engine, {"part": {}}).part == QuickConfig()
+    assert build(Engine, {"part": {"type": "slow"}}).part == SlowConfig()
+    assert to_plain(Engine(part=QuickConfig())) == {"part": {"type": "quick", "size": 1}}
 
 
 def test_text_without_quotes_takes_its_type_from_the_field() -> None:

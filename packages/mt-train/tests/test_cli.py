@@ -124,8 +124,8 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
         assert code == 0
         model = yaml.safe_load(out)["model"]
         missing = {name for name, value in model.items() if value is None}
-        off = {"window", "softcap", "attention_scale"}  # null is their default's meaning
-        assert missing <= {"preset", "vocab_size", "rope_theta", *off}
+        off = {"rope_theta", "window", "softcap", "attention_scale"}  # null says that there is none
+        assert missing <= {"preset", "vocab_size", *off}
         again = tmp_path / "again.yaml"
         again.write_text(out)
         before, after = load_config(TINY, [override]), load_config(again)
@@ -164,6 +164,73 @@ def test_a_pipe_that_is_closed_early_is_no_traceback() -> None:
     shell = ["sh", "-c", f'"{sys.executable}" -c "$1" | true', "sh", code]
     done = subprocess.run(shell, check=False, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_configuration_is_checked_without_torch() -> None:
+    heavy = ("torch", "sympy", "zarr", "tokenizers", "numpy", "matplotlib")
+    code = (
+        "import sys; from mt_train.cli import _main\n"
+        f"assert _main(['config', {str(TINY)!r}, 'pipeline.schedule=zb-h1']) == 0\n"
+        f"sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LAYERS = """\
+model:
+  hidden_size: 32
+  layers:
+    - mixer: {num_heads: 4, num_kv_heads: 2, head_dim: 8, rope_theta: 1e4}
+      feed_forward: {ffn_size: 48}
+      repeat: 2
+    - mixer: {type: attention, num_heads: 2, num_kv_heads: 2, head_dim: 16}
+data: {corpus: standard-library}
+training: {steps: 2, global_batch_size: 4, micro_batch_size: 2, sequence_length: 16}
+"""
+
+
+def test_a_list_of_layers_with_repeats_is_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(LAYERS)
+    loaded = load_config(path)
+    model = loaded.model(300)
+    assert [layer.feed_forward is None for layer in model.layers] == [False, False, True]
+    assert model.layers[0] == model.layers[1]
+    path.write_text(to_yaml(loaded.resolved()))
+    assert load_config(path).model(300) == model
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (
+            "num_kv_heads: 2, head_dim: 8",
+            "num_kv_head: 2, head_dim: 8",
+            "run.yaml:4: model.layers[0]",
+        ),
+        ("repeat: 2", "repeat: 0", "run.yaml:6: model.layers[0].repeat: 0 is too small"),
+        ("repeat: 2", "repeat: 4096", "model.layers: more than 4096 layers"),
+        (
+            "type: attention",
+            "type: atention",
+            "model.layers[1].mixer.type: 'atention' is not known",
+        ),
+        (
+            "hidden_size: 32",
+            "hidden_size: 32\n  num_layers: 3",
+            "model.num_layers: does not go with",
+        ),
+    ],
+)
+def test_a_wrong_list_of_layers_names_the_entry(
+    before: str, after: str, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(LAYERS.replace(before, after))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert expected in str(caught.value)
 
 
 def test_every_key_has_a_meaning_and_the_page_is_current() -> None:

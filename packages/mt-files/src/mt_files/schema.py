@@ -98,7 +98,7 @@ def build(cls: type[T], value: object, path: str = "") -> T:
     Args:
         cls: The dataclass; its fields may be scalars, Literals, tuples, mappings, dataclasses and
             unions of them. Of several dataclasses, or of the kinds of a base class, the key `type`
-            names the one.
+            names the one; a base class may have a `default_kind`.
         value: A mapping, as YAML or JSON gives it.
         path: Prefix of the paths in messages.
 
@@ -200,7 +200,8 @@ class _Binder:
             origin = typing.get_origin(option)
             if isinstance(value, Mapping):
                 if dataclasses.is_dataclass(option):
-                    return self._kind(_kinds(hint), value, path)
+                    usual = getattr(option, "default_kind", None)
+                    return self._kind(_kinds(hint), usual, value, path)
                 if isinstance(origin, type) and issubclass(origin, Mapping):
                     return self._mapping(typing.get_args(option)[1], value, path)
             elif isinstance(value, list | tuple) and origin is tuple:
@@ -212,12 +213,13 @@ class _Binder:
         self.add(path, _mismatch(hint, value))
         return None
 
-    def _kind(self, kinds: Mapping[str, type], value: Mapping[Any, Any], path: str) -> Any:
-        if len(kinds) == 1 and "type" not in value:
-            return self._dataclass(next(iter(kinds.values())), value, path)
-        if len(kinds) == 1 and "type" in hints_of(next(iter(kinds.values()))):
-            return self._dataclass(next(iter(kinds.values())), value, path)
-        kind = value.get("type")
+    def _kind(
+        self, kinds: Mapping[str, type], usual: str | None, value: Mapping[Any, Any], path: str
+    ) -> Any:
+        only = next(iter(kinds.values())) if len(kinds) == 1 else None
+        if only is not None and ("type" not in value or "type" in hints_of(only)):
+            return self._dataclass(only, value, path)
+        kind = value.get("type", usual)
         inner = f"{path}.type" if path else "type"
         if kind is None:
             self.add(inner, f"missing; add `type:` with one of {', '.join(kinds)}")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from mt_files import Checks, FieldError, FieldProblem, SchemaError, build, divisors, to_plain
 
@@ -77,6 +77,8 @@ class MixerConfig(EntryConfig):
     parallelism) and a `Pass`, and returns the same shape.
     """
 
+    default_kind: ClassVar[str] = "attention"
+
     @property
     def rotary(self) -> tuple[int, float] | None:
         """Width and base of the rotary table that the kind reads, if any."""
@@ -115,6 +117,8 @@ class FeedForwardConfig(EntryConfig):
 
     Its module is called with `x` and returns the same shape.
     """
+
+    default_kind: ClassVar[str] = "mlp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +261,7 @@ class ModelConfig:
         if sum(repeats) > MAX_LAYERS:
             text = f"{sum(repeats)} layers with their repeats; use at most {MAX_LAYERS}"
             raise SchemaError([FieldProblem("layers", text)])
-        config = build(cls, {**data, "layers": [_typed(entry) for entry in entries]})
+        config = build(cls, {**data, "layers": [_once(entry) for entry in entries]})
         pairs = zip(config.layers, repeats, strict=True)
         return replace(config, layers=tuple(layer for layer, n in pairs for _ in range(n)))
 
@@ -273,16 +277,11 @@ class _Repeat:
         checks.done()
 
 
-def _typed(entry: object) -> object:
-    """Return an entry of `layers` as `LayerConfig` takes it: without repeat, with its kinds."""
+def _once(entry: object) -> object:
+    """Return an entry of `layers` as `LayerConfig` takes it: without repeat."""
     if not isinstance(entry, Mapping):
         return entry
-    usual = {"mixer": "attention", "feed_forward": "mlp"}
-    plain = {key: value for key, value in entry.items() if key != "repeat"}
-    for name, kind in usual.items():
-        if isinstance(plain.get(name), Mapping):
-            plain[name] = {"type": kind, **plain[name]}
-    return plain
+    return {key: value for key, value in entry.items() if key != "repeat"}
 
 
 def validate_split(config: ModelConfig, tp: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, FieldError, divisors, shorten
-from mt_model import Activation, Positions, Recompute
+from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
@@ -23,14 +23,41 @@ _MAX_STEPS, _MAX_BATCH, _MAX_LENGTH, _MAX_RANKS = 10**9, 10**7, 1 << 27, 1 << 20
 _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
+_MAX_REPEAT = 4096
+# What a list of layers says layer by layer.
+_UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
+_UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
+_UNIFORM += ("window", "sinks", "softcap", "attention_scale")
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerEntry:
+    """One layer of a list, or several equal ones.
+
+    Attributes:
+        mixer: Attention, unless `type` says otherwise: `num_heads`, `num_kv_heads`, `head_dim` and
+            the other fields of mt-model's `AttentionConfig`.
+        feed_forward: An MLP: `ffn_size` and the other fields of `MLPConfig`; null for none.
+        repeat: How often the layer comes.
+    """
+
+    mixer: MixerConfig
+    feed_forward: FeedForwardConfig | None = None
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "repeat")
+        checks.at_most(_MAX_REPEAT, "repeat")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The model: a preset, single fields over it, or all fields without a preset.
+    """The model: a preset, single fields over it, all fields without a preset, or a list of layers.
 
     A field left at null comes from the preset, or else has the default that is named here.
 
@@ -63,6 +90,10 @@ class ModelSection:
         softcap: Scores of attention become `softcap * tanh(score / softcap)`; not by default.
         attention_scale: Of the scores of attention; `head_dim ** -0.5` by default.
         init_std: Standard deviation of the initial weights; 0.02 by default.
+        layers: Layers that differ, in order, instead of `num_layers` equal ones: a list of
+            `{mixer: {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's
+            `AttentionConfig` and `MLPConfig`. Only `hidden_size`, `vocab_size`, `norm`,
+            `norm_eps`, `positions`, `tied`, `dropout` and `init_std` go with it.
     """
 
     preset: str | None = None
@@ -89,6 +120,7 @@ class ModelSection:
     softcap: float | None = None
     attention_scale: float | None = None
     init_std: float | None = None
+    layers: tuple[LayerEntry, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -98,8 +130,15 @@ class ModelSection:
         checks.at_least(1, "ffn_size", "window")
         checks.above(0, "init_std", "rope_theta", "norm_eps", "softcap", "attention_scale")
         checks.fraction("dropout", "attention_dropout")
+        if self.layers and not checks.errors:
+            for name in _UNIFORM:
+                if getattr(self, name) is not None:
+                    checks.add(name, "does not go with model.layers; say it in the entries")
+            if sum(entry.repeat for entry in self.layers) > _MAX_REPEAT:
+                checks.add("layers", f"more than {_MAX_REPEAT} layers with their repeats")
         if self.preset is None:
-            for name in ("hidden_size", "num_layers", "num_heads"):
+            needed = ("hidden_size",) if self.layers else ("hidden_size", "num_layers", "num_heads")
+            for name in needed:
                 if getattr(self, name) is None:
                     checks.add(name, "missing; set it, or name a preset with model.preset")
         checks.done()

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, shorten, to_plain
-from mt_model import ModelConfig, gpt, gpt_arguments, preset, validate_context, validate_split
+from mt_model import (
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    gpt,
+    gpt_arguments,
+    preset,
+    validate_context,
+    validate_split,
+)
 
 from mt_train.config import ModelSection, ParallelSection, RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
@@ -71,8 +80,13 @@ class LoadedConfig:
         """
         model, section = self.model(planned_vocab_size(self)), self.config.model
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
-        arguments = gpt_arguments(model)
-        del arguments["max_sequence_length"]  # training.sequence_length
+        if section.layers:
+            shared = ("hidden_size", "positions", "tied", "dropout", "init_std")
+            arguments = {name: getattr(model, name) for name in shared}
+            arguments |= {"norm": model.norm.kind, "norm_eps": model.norm.eps}
+        else:
+            arguments = gpt_arguments(model)
+            del arguments["max_sequence_length"]  # training.sequence_length
         arguments["vocab_size"] = model.vocab_size if is_known else None
         filled = dataclasses.replace(section, **arguments)
         return dataclasses.replace(self.config, model=filled)
@@ -231,14 +245,26 @@ class _Paths:
 
 
 def build_model(section: ModelSection, vocab_size: int, sequence_length: int) -> ModelConfig:
-    """Turn the model section into a typed layer list."""
-    fields = {
-        name: value
-        for name, value in to_plain(section).items()
-        if value is not None and name != "preset"
-    }
+    """Turn the model section into a typed layer list.
+
+    Raises:
+        FieldError: Sizes that do not fit each other.
+    """
+    names = [item.name for item in dataclasses.fields(section) if item.name != "layers"]
+    fields = {name: getattr(section, name) for name in names}
+    fields = {name: value for name, value in fields.items() if value is not None}
     fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
-    return preset(section.preset, **fields) if section.preset is not None else gpt(**fields)
+    if section.layers:
+        norm = {"kind": fields.pop("norm", None), "eps": fields.pop("norm_eps", None)}
+        layers = [
+            LayerConfig(mixer=entry.mixer, feed_forward=entry.feed_forward)
+            for entry in section.layers
+            for _ in range(entry.repeat)
+        ]
+        given = {name: value for name, value in norm.items() if value is not None}
+        return ModelConfig(layers=tuple(layers), norm=NormConfig(**given), **fields)
+    chosen = fields.pop("preset", None)
+    return gpt(**fields) if chosen is None else preset(chosen, **fields)
 
 
 def planned_vocab_size(loaded: LoadedConfig) -> int:
