@@ -128,7 +128,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(tiny, tmp_path) -> 
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert process.returncode == 75
     assert b"ended at once; nothing is saved" in errors
 
 
@@ -145,7 +145,7 @@ def test_a_signal_while_the_data_is_built_ends_at_once(tiny, tmp_path, nproc) ->
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=100)
     assert time.monotonic() - started < 10
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 75
     assert b"no step was trained" in errors
     assert b"saved" not in output
     assert not (out / "checkpoints").exists()

@@ -200,7 +200,7 @@ def test_ctrl_c_twice(shell, nproc) -> None:
         start = time.monotonic()
         _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 10
-    assert process.returncode in (75, 128 + signal.SIGINT)
+    assert process.returncode == 75
     assert "Traceback" not in errors
     shell.type(f"{run} training.steps={max(shell.losses('runs/mine'), default=0) + 1}")
 

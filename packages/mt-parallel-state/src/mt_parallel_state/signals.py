@@ -27,8 +27,8 @@ STOP_SIGNALS = tuple(
 class StopSignals:
     """Whether this process was asked to stop, and what the next signal does.
 
-    Outside `deferred()` a signal ends the process at once, with exit code 128 + its number. Inside,
-    the first one is a request, and the second one ends the process at once.
+    Outside `deferred()` a signal ends the process at once. Inside, the first one is a request, and
+    the second one ends the process at once.
 
     Attributes:
         requested: Whether a stop was asked for; the program acts on it at its next safe point.
@@ -36,6 +36,7 @@ class StopSignals:
         note: One line about what is saved and what is not, said on stderr when a signal ends the
             process at once. Empty says nothing.
         answer: One line about what happens next, said on stderr when a signal asks.
+        exit_code: Of a process that a signal ends at once; None is 128 + the signal's number.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class StopSignals:
         self.reason = ""
         self.note = ""
         self.answer = ""
+        self.exit_code: int | None = None
         self._deferred = False
         self._asked = False
 
@@ -68,7 +70,7 @@ class StopSignals:
             _say(name, self.answer)
             return
         _say(name, self.note)
-        os._exit(128 + number)
+        os._exit(128 + number if self.exit_code is None else self.exit_code)
 
 
 def _say(name: str, text: str) -> None:

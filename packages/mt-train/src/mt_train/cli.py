@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from mt_train.session import Outcome
 
 _BAD_CONFIG = 2
-_STOPPED = 75  # EX_TEMPFAIL: the same command continues
+_STOPPED = os.EX_TEMPFAIL  # 75: the same command continues
+_RUNS = ("run", "quickstart")
 
 
 @dataclass(kw_only=True)
@@ -95,13 +97,17 @@ def _main(arguments: list[str]) -> int:
     # another program wants one of the cores. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _open_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until a run listens itself
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
         return _answer(_parse(arguments), arguments)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return _BAD_CONFIG
     except KeyboardInterrupt:
-        return 130
+        sys.stderr.write("mt-train: stopped by a signal before anything was done\n")
+        return _STOPPED if arguments and arguments[0] in _RUNS else 130
     except BrokenPipeError:  # `| head` has what it wanted
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         return 1
@@ -280,4 +286,7 @@ def _launch(loaded: LoadedConfig, arguments: list[str], nproc: int) -> int:
     from mt_parallel_state import launch
 
     loaded.check_world(nproc)
-    return launch("mt_train", arguments, nproc)
+    code = launch("mt_train", arguments, nproc)
+    # Ranks that a signal met before they could listen.
+    by_signal = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    return _STOPPED if code in by_signal else code

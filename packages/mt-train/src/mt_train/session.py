@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -94,6 +95,7 @@ def run(
     layout = loaded.layout(env.world_size)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
+        stop.exit_code = os.EX_TEMPFAIL  # the same command starts or continues it
         if env.rank == 0:
             stop.note = "no step was trained; what was saved before is as it was"
             stop.answer = "stopping after this step, and saving; once more ends it at once"
