@@ -6,6 +6,7 @@ have an environment of their own; the others run in the development environment 
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "
 # Without .pyc files `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
 for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
     os.environ.pop(variable, None)
+
+# A shell's background job is started with these ignored, and so would be the runs that tests stop.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @nox.session(python=False)

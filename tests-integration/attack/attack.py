@@ -163,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="only this case of the row")
     parser.add_argument("--out", type=Path, help="write the ledger there")
     options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored in a shell's background job
+        signal.signal(number, signal.SIG_DFL)
     cases = _chosen(options)
     tried = dict.fromkeys((case.row.name for case in cases), 0)
     bad = dict.fromkeys(tried, 0)
