@@ -69,9 +69,9 @@ def llama() -> nn.Module:
             f"{other}.self_attn.k_proj.weight": qkv[:, -2].flatten(0, 1),
             f"{other}.self_attn.v_proj.weight": qkv[:, -1].flatten(0, 1),
             f"{other}.self_attn.o_proj.weight": ours[f"{own}.mixer.out.weight"].flatten(1),
-            f"{other}.feed_forward.gate_proj.weight": gate,
-            f"{other}.feed_forward.up_proj.weight": up,
-            f"{other}.feed_forward.down_proj.weight": ours[f"{own}.feed_forward.down.weight"],
+            f"{other}.mlp.gate_proj.weight": gate,
+            f"{other}.mlp.up_proj.weight": up,
+            f"{other}.mlp.down_proj.weight": ours[f"{own}.feed_forward.down.weight"],
             f"{other}.input_layernorm.weight": ours[f"{own}.mixer_norm.weight"],
             f"{other}.post_attention_layernorm.weight": ours[f"{own}.feed_forward_norm.weight"],
         }
