@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import experimental_rules
 import import_rules
 import manifest_rules
 import text_rules
@@ -22,6 +23,7 @@ RULES = (
     manifest_rules.check_files,
     import_rules.check_imports,
     import_rules.check_public_names,
+    experimental_rules.check_experimental,
     text_rules.check_machine_paths,
     text_rules.check_hand_kept_lists,
     text_rules.check_links,

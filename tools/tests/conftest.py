@@ -117,8 +117,12 @@ class Tree:
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
     write(tmp_path / "pyproject.toml", ROOT_MANIFEST)
-    index = "".join(f"- [{name}]({name}.md)\n" for name in NEEDS)
+    index = "".join(f"- [{name}]({name}.md)\n" for name in [*NEEDS, "experimental"])
     write(tmp_path / "docs" / "README.md", f"# Pages\n\n{index}")
     for name in NEEDS:
         write_package(tmp_path, name)
+    from experimental_rules import page
+    from workspace import load
+
+    write(tmp_path / "docs" / "experimental.md", page(load(tmp_path)))
     return Tree(tmp_path)

@@ -12,6 +12,7 @@ from mt_pipeline import Bridge, Executor, Move, TensorSpec, batch_boxes, layout_
 from mt_schedule import Op, make_schedule
 from torch import nn
 
+pytestmark = pytest.mark.filterwarnings("ignore:mt_pipeline.Bridge is experimental")
 SEQUENCE, WIDTH = 3, 4
 
 

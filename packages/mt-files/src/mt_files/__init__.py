@@ -2,6 +2,7 @@
 
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError
+from mt_files.experimental import ExperimentalWarning, experimental
 from mt_files.field import (
     Checks,
     FieldError,
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_PROBLEMS",
     "Bound",
     "Checks",
+    "ExperimentalWarning",
     "FieldError",
     "FieldProblem",
     "FileError",
@@ -43,6 +45,7 @@ __all__ = [
     "describe",
     "did_you_mean",
     "divisors",
+    "experimental",
     "hints_of",
     "open_file",
     "parse_json",

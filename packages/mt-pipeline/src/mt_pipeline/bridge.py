@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from mt_files import experimental
 from mt_parallel_state import ParallelLayout
 from torch import Tensor
 
@@ -166,6 +167,7 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
     return tuple(sorted(moves, key=lambda m: (sorted((m.source, m.destination)), m.source)))
 
 
+@experimental(since="0.1", remove_in="0.3")
 class Bridge:
     """Moves activations from one layout to another, and their gradients back.
 
