@@ -311,3 +311,13 @@ def test_streams_that_are_closed_and_paths_that_are_no_text(
     assert done.returncode == code, errors
     assert "Traceback" not in errors
     assert said in errors
+
+
+def test_a_small_model_has_no_threads_that_wait_for_each_other(run, generate) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert generate(run)[0] == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
