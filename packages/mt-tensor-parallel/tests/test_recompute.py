@@ -39,6 +39,26 @@ def test_gradients_and_random_numbers_are_those_without_recomputation() -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_each_of_several_outputs_has_its_gradient(used: tuple[int, ...]) -> None:
+    linear = nn.Linear(8, 8).double()
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = F.dropout(linear(x), 0.5)
+        return y, y.square().sum(), x.exp().mean()
+
+    def gradients(how) -> list[Tensor]:
+        linear.zero_grad()
+        torch.manual_seed(2)
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+        outputs = how(function, x)
+        sum((3 + i) * outputs[i].sin().sum() for i in used).backward()
+        return [*(y.detach() for y in outputs), x.grad, *(p.grad for p in linear.parameters())]
+
+    for a, b in zip(gradients(recompute), gradients(lambda f, x: f(x)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
 def test_parameters_behind_a_frozen_input_get_their_gradients() -> None:
     linear, x = nn.Linear(4, 3), torch.ones(2, 4)
     recompute(linear, x).sum().backward()
@@ -126,6 +146,26 @@ def test_a_discarded_output_comes_back_for_backward(discards: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
+def test_a_discarded_output_comes_back_for_whichever_result_is_first(weights) -> None:
+    linear = nn.Linear(8, 4).double()
+
+    def gradient(discards: bool) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        activation = DiscardedOutput()
+        h = activation.run(torch.sin, x) if discards else x.sin()
+        y, other = linear(h), h.square().sum()
+        if discards:
+            activation.discard(y, other, torch.ones(1))
+            assert h.untyped_storage().size() == 0
+        results = zip(weights, (y.square().sum(), other), strict=True)
+        sum(weight * result for weight, result in results if weight).backward()
+        return x.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-13, atol=1e-13)
+
+
 def test_a_discarded_output_may_be_a_part_of_something_larger() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     activation = DiscardedOutput()
@@ -166,5 +206,9 @@ def test_misuse_of_a_discarded_output_is_named() -> None:
         once.discard(torch.ones(1))
     with pytest.raises(ValueError, match="needs at least one input"):
         recompute(lambda: x)
-    with pytest.raises(TypeError, match="returned tuple, and only one tensor"):
-        recompute(lambda x: (x, x), x)
+    with pytest.raises(TypeError, match="returned Tensor, int, and only a tensor or a tuple of"):
+        recompute(lambda x: (x, 3), x)
+    with pytest.raises(TypeError, match="returned an empty tuple"):
+        recompute(lambda x: (), x)
+    with pytest.raises(TypeError, match="returned tuple, not one tensor"):
+        DiscardedOutput().run(lambda x: (x, x), x)

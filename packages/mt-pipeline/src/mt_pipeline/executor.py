@@ -26,7 +26,7 @@ from torch import Tensor
 from mt_pipeline.batch import cut_batch
 from mt_pipeline.failure import share, share_failure, share_start
 from mt_pipeline.run import Goal, Place, Run
-from mt_pipeline.stage import SplitStage, Stage, StageError, naming
+from mt_pipeline.stage import Losses, SplitStage, Stage, StageError, naming
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
@@ -123,6 +123,7 @@ class Executor(Generic[M]):
         self._share_failures = share_failures
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
+        self._losses: list[Losses] = []
         links = None
         if group is not None:
             batched = device.type != "cpu" if batch_p2p is None else batch_p2p
@@ -150,7 +151,10 @@ class Executor(Generic[M]):
                 tensors, which is cut along dim 0 into as many, as equal as can be (the first ones
                 get a row more). Every rank passes its own copy of the same.
             objective: From the last stage's output and the micro-batch to the scalar whose
-                gradient is taken. Called on the last stage only. It is not averaged or scaled.
+                gradient is taken. It is not averaged or scaled. Called on the last stage; and on
+                another for each micro-batch for which that returned losses of its own, with these
+                in place of the output, so that one function weighs all losses, wherever they
+                arise: what is differentiated is the sum of what it returns.
                 Where the gradient comes from elsewhere (over a `Bridge`), it returns a function
                 instead: called without arguments when the micro-batch goes backward, that
                 returns the gradient of the output, which then is one tensor.
@@ -313,6 +317,7 @@ class Executor(Generic[M]):
         try:
             self._take_steps(run, schedule)
             self._spans = run.spans
+            self._losses = [run.losses[key] for key in sorted(run.losses)]
             self._raise_failure(run, schedule)
         except TransferError:
             if run.failure is not None:  # what failed here may be why the others went away
@@ -343,6 +348,14 @@ class Executor(Generic[M]):
             )
         if failure is not None:
             raise failure
+
+    @property
+    def inner_losses(self) -> list[dict[str, Tensor]]:
+        """The losses of this rank's stages before the last one in the latest run or evaluation.
+
+        One dict for each micro-batch and stage that returned some, detached, in this order.
+        """
+        return self._losses
 
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
         """When each rank took its actions in the latest run; every rank of the group calls it.

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mt_pipeline.backward import Pending, backward, backward_input
 from mt_pipeline.stage import (
     DefersWeightGradients,
+    Losses,
     SplitStage,
     Stage,
     StageError,
@@ -25,6 +26,8 @@ from mt_pipeline.stage import (
     naming,
     require_activation,
     require_scalar,
+    require_weighed,
+    split_output,
 )
 from mt_pipeline.transfer import Links, Mailbox, TensorSpec
 
@@ -33,6 +36,9 @@ Work = Generator[None, None, None]
 """A computation that pauses where another may take its turn."""
 Goal: TypeAlias = Tensor | Callable[[], Tensor]
 """What an objective returns: the number to differentiate, or what gives the output's gradient."""
+End: TypeAlias = tuple[Tensor, Tensor | Callable[[], Tensor] | None]
+"""A tensor that the backward of a stage starts from, and its gradient, or what gives it; None
+where the next stage sends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +64,13 @@ class Place(Generic[M]):
 
 @dataclass(kw_only=True)
 class _Part:
-    """The autograd graph of one part of a stage: leaves it starts from, edges it ends in."""
+    """The autograd graph of one part of a stage: leaves it starts from, edges it ends in.
+
+    An edge is None where it ends in a tensor without a graph.
+    """
 
     leaves: list[Tensor]
-    edges: list[GradientEdge]
+    edges: Sequence[GradientEdge | None]
 
 
 @dataclass(kw_only=True)
@@ -70,8 +79,8 @@ class _Kept:
 
     x: Tensor | None  # the stage's input
     parts: list[_Part] = field(default_factory=list)
-    # The gradient of what the last stage's backward begins at, or what gives it.
-    seed: Goal | None = None
+    # The gradients of the edges that the last part ends in, as in `End`.
+    seeds: list[Goal | None] = field(default_factory=list)
 
 
 class Run(Generic[M]):
@@ -82,6 +91,7 @@ class Run(Generic[M]):
 
     Attributes:
         outputs: Of the last stage, detached, by micro-batch.
+        losses: Of stages before the last one, detached, by micro-batch and stage.
         spans: The times of actions; None unless they are wanted.
         failure: What failed on this rank.
         mail: What is sent and received.
@@ -106,6 +116,7 @@ class Run(Generic[M]):
         objective: Callable[[Any, M], Goal] | None,
     ) -> None:
         self.outputs: dict[int, Any] = {}
+        self.losses: dict[tuple[int, int], Losses] = {}
         self.spans: list[Span] | None = None
         self.failure: StageError | None = None
         self.mail = Mailbox(schedule, links=place.links, device=place.device, specs=specs)
@@ -217,33 +228,45 @@ class Run(Generic[M]):
                 leaves = following
                 yield
             state = part(state)
-        end = self._end(action, kept, state)
+        if self._schedule.next_stage(action.stage) is None:
+            ends = self._end_last(action, state)
+        else:
+            state, ends = self._end_inner(action, state)
         if learns:
             # The edge leads to the graph without keeping the output itself: the memory of what
             # has been sent is free as soon as nothing in the graph needs it.
-            edges = [get_gradient_edge(end)] if end.requires_grad else []
+            edges = [get_gradient_edge(t) if t.requires_grad else None for t, _ in ends]
             kept.parts.append(_Part(leaves=leaves, edges=edges))
+            kept.seeds = [seed for _, seed in ends]
         return state
 
-    def _end(self, action: Action, kept: _Kept, output: Any) -> Any:
-        """What the backward begins at: what is handed on, or the objective."""
-        spec = None
-        if self._schedule.next_stage(action.stage) is not None:
-            remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
-            if remote and self._specs:
-                spec = self._specs[action.microbatch]
-            return require_activation(output, spec)
+    def _end_inner(self, action: Action, output: Any) -> tuple[Tensor, list[End]]:
+        """Part a stage's activation from its losses; the backward begins at both."""
+        remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
+        spec = self._specs[action.microbatch] if remote and self._specs else None
+        x, losses = split_output(output)
+        ends: list[End] = [(require_activation(x, spec), None)]
+        if losses:
+            self.losses[action.microbatch, action.stage] = detached(losses)
+        if losses and self._objective is not None:
+            where = f"the objective, called with the losses {', '.join(losses)} of this stage, "
+            with naming(action, self._place.rank, where=f"{where}raised "):
+                goal = self._objective(losses, self._microbatches[action.microbatch])
+            weighed = require_weighed(goal, losses)
+            ends.append((weighed, torch.ones_like(weighed)))
+        return x, ends
+
+    def _end_last(self, action: Action, output: Any) -> list[End]:
+        """Call the objective; the backward begins at what it returns."""
         if self._output_specs is not None:
-            spec = self._output_specs[action.microbatch]
-            return require_activation(output, spec, said_by="output()")
+            require_activation(output, self._output_specs[action.microbatch], said_by="output()")
         if self._objective is None:
-            return output
+            return []
         goal: Any = self._objective(output, self._microbatches[action.microbatch])
         if not callable(goal):
-            kept.seed = torch.ones_like(require_scalar(goal))
-            return goal
-        kept.seed = cast("Callable[[], Tensor]", goal)
-        return require_activation(output, None, said_by="the objective")
+            return [(require_scalar(goal), torch.ones_like(goal))]
+        seed = cast("Callable[[], Tensor]", goal)
+        return [(require_activation(output, None, said_by="the objective"), seed)]
 
     def _backward(self, action: Action) -> Work:
         key = action[1:]
@@ -251,13 +274,14 @@ class Run(Generic[M]):
         grad = None if is_last else self.mail.take(Action(Op.RECV_B, *key))
         self._start(action)
         kept = self._kept.pop(key)
-        grads = [kept.seed() if callable(kept.seed) else kept.seed] if is_last else [grad]
+        grads = [grad if s is None else s() if callable(s) else s for s in kept.seeds]
         weights: list[Pending] = []
         while kept.parts:
             part = kept.parts.pop()
-            pairs = [(e, g) for e, g in zip(part.edges, grads, strict=False) if g is not None]
-            if pairs:
-                roots, incoming = map(list, zip(*pairs, strict=True))
+            pairs = zip(part.edges, grads, strict=True)
+            given = [(e, g) for e, g in pairs if e is not None and g is not None]
+            if given:
+                roots, incoming = map(list, zip(*given, strict=True))
                 weights += self._differentiate(action, roots, incoming, part.leaves)
             grads = [leaf.grad for leaf in part.leaves]
             if kept.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mt_parallel_state import WgradStore
 from mt_schedule import Action, Op
@@ -13,6 +13,8 @@ from torch import Tensor
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 M_contra = TypeVar("M_contra", contravariant=True)
+Losses: TypeAlias = dict[str, Tensor]
+"""What a stage adds to the objective, by name: each a tensor with one number."""
 
 
 class Stage(Protocol[M_contra]):
@@ -28,7 +30,8 @@ class Stage(Protocol[M_contra]):
         Returns:
             On the last stage anything that the objective understands: a tensor, or a nest of
             dicts, lists and tuples with tensors in it. On others one tensor, as the activation
-            spec says.
+            spec says; or, with losses of its own, `(tensor, losses)`: a mapping from names to
+            numbers, which the objective is called with too.
         """
         ...
 
@@ -122,6 +125,43 @@ def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise StageError(action, rank, f"{where}{type(error).__name__}: {error}") from error
+
+
+def split_output(output: Any) -> tuple[Any, Losses]:
+    """Take what a stage before the last one returned apart: an activation, and its losses.
+
+    Raises:
+        TypeError: A loss is no number.
+    """
+    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], Mapping):
+        return output, {}
+    x, losses = output
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = type(loss).__name__
+            if isinstance(loss, Tensor):
+                got = f"a {tuple(loss.shape)} tensor of {loss.dtype}"
+            raise TypeError(
+                f"loss {name!r} of a stage must be a tensor with one floating-point number, got "
+                f"{got}; sum it over what it was computed from"
+            )
+    return x, dict(losses)
+
+
+def require_weighed(goal: Any, losses: Losses) -> Tensor:
+    """Return what an objective made of a stage's own losses where it can be, else TypeError."""
+    names = ", ".join(map(repr, losses))
+    if not isinstance(goal, Tensor) or goal.numel() != 1:
+        got = f"a {tuple(goal.shape)} tensor" if isinstance(goal, Tensor) else type(goal).__name__
+        raise TypeError(
+            f"the objective must return one number for a stage's own losses ({names}), got {got}"
+        )
+    if not goal.requires_grad and any(loss.requires_grad for loss in losses.values()):
+        raise TypeError(
+            f"the objective gives a stage's own losses ({names}) no gradient: weigh and add them, "
+            "without detach or item"
+        )
+    return goal
 
 
 def require_scalar(loss: Any) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from mt_parallel_state import Group, group_rank, group_size, start_all_gather
 from torch import Tensor
 
 __all__ = ["DiscardedOutput", "recompute"]
+
+Output = TypeVar("Output", Tensor, tuple[Tensor, ...])
 
 
 class _Surroundings:
@@ -31,7 +33,7 @@ class _Surroundings:
         else:
             torch.set_rng_state(self._state)
 
-    def run_again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def run_again(self, function: Callable[..., Output], *inputs: Tensor) -> Output:
         """Run the function as it ran then, recording its graph; afterwards all is as before."""
         now = _Surroundings(inputs[0].device)
         self.restore_randomness()
@@ -68,16 +70,19 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        function: Callable[..., Tensor],
+        function: Callable[..., Tensor | tuple[Tensor, ...]],
         group: Group,
         _: Tensor,
         *inputs: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.function = function
         ctx.surroundings = _Surroundings(inputs[0].device)
         ctx.first = _Shared(inputs[0], group)
         ctx.save_for_backward(ctx.first.share(inputs[0]), *inputs[1:])
-        return _one_tensor(function(*inputs))
+        output = function(*inputs)
+        _as_tensors(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -87,17 +92,19 @@ class _Recompute(torch.autograd.Function):
             x.detach().requires_grad_(needed)
             for x, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
         ]
-        output = ctx.surroundings.run_again(ctx.function, *inputs)
-        if output.requires_grad:
-            torch.autograd.backward(output, grads[0])
+        outputs = _as_tensors(ctx.surroundings.run_again(ctx.function, *inputs))
+        pairs = zip(outputs, grads, strict=True)
+        roots = [(y, grad) for y, grad in pairs if y.requires_grad and grad is not None]
+        if roots:
+            torch.autograd.backward([y for y, _ in roots], [grad for _, grad in roots])
         return (None, None, None, *(x.grad for x in inputs))
 
 
 def recompute(
-    function: Callable[..., Tensor],
+    function: Callable[..., Output],
     *inputs: Tensor,
     group: Group = None,
-) -> Tensor:
+) -> Output:
     """`function(*inputs)` that keeps its inputs only, and is run again in backward.
 
     Random numbers are drawn as in the first run: the default generator of the device is put back,
@@ -105,30 +112,33 @@ def recompute(
     gradients as usual (Chen et al. 2016), frozen inputs or not.
 
     Args:
-        function: Takes tensors and returns one; it depends on them and on random numbers only.
+        function: Takes tensors and returns one, or a tuple of them, each with its gradient; it
+            depends on them and on random numbers only.
         inputs: What the function takes; at least one.
         group: Ranks on which the first input is equal: each keeps its share, and backward gathers
             it (all-gather). `None` keeps it whole.
 
     Raises:
         ValueError: There is no input, or the group does not divide the first one.
-        TypeError: The function returns something else than one tensor.
+        TypeError: The function returns something else than a tensor or a tuple of tensors.
     """
     if not callable(function) or not all(isinstance(x, Tensor) for x in inputs):
         got = ", ".join(type(x).__name__ for x in (function, *inputs))
         raise TypeError(f"recompute() takes a function and tensors, got {got}")
     if not inputs:
         raise ValueError("recompute() needs at least one input tensor after the function")
-    return cast(Tensor, _Recompute.apply(function, group, _reach_backward(), *inputs))
+    return cast(Output, _Recompute.apply(function, group, _reach_backward(), *inputs))
 
 
-def _one_tensor(output: object) -> Tensor:
-    if not isinstance(output, Tensor):
+def _as_tensors(output: object) -> tuple[Tensor, ...]:
+    outputs = output if isinstance(output, tuple) else (output,)
+    if not outputs or not all(isinstance(y, Tensor) for y in outputs):
+        got = ", ".join(type(y).__name__ for y in outputs) or "an empty tuple"
         raise TypeError(
-            f"the function returned {type(output).__name__}, and only one tensor can be computed "
-            "again; return one, or wrap the parts that make each"
+            f"the function returned {got}, and only a tensor or a tuple of tensors can be computed "
+            "again"
         )
-    return output
+    return cast("tuple[Tensor, ...]", outputs)
 
 
 def _reach_backward() -> Tensor:
@@ -144,8 +154,8 @@ class DiscardedOutput:
 
     Keeping the input of a norm or an activation *and* its output is wasteful: the output is kept
     only because the next layer's backward reads it. Run the function through this object, use the
-    output, then call `discard` with what came of it: its backward first runs the function
-    again, into the same memory.
+    output, then call `discard` with all that came of it: the first backward of these runs the
+    function again, into the same memory.
 
     Example:
         >>> x = torch.ones(2, 4, requires_grad=True)
@@ -178,19 +188,20 @@ class DiscardedOutput:
         self._output = output
         return output
 
-    def discard(self, result: Tensor) -> None:
-        """Free the output; the backward of `result` makes it again.
+    def discard(self, *results: Tensor) -> None:
+        """Free the output; the backward of the results makes it again.
 
         Args:
-            result: Computed from the output; its gradient arrives before the output is read.
+            results: All that was computed from the output: the gradient of one of them arrives
+                before the output is read.
 
         Raises:
             RuntimeError: `run` was not called.
-            ValueError: `result` needs no gradient, so nothing would bring the output back.
+            ValueError: No result needs a gradient, so nothing would bring the output back.
         """
         if self._output is None or self._again is None:
             raise RuntimeError("discard() before run(): there is no output to free")
-        if not result.requires_grad:
+        if not any(result.requires_grad for result in results):
             raise ValueError(
                 "result needs no gradient, so backward could not bring the output back"
             )
@@ -199,13 +210,17 @@ class DiscardedOutput:
         output.untyped_storage().resize_(0)
 
         def restore(_: Tensor) -> None:
-            # Through an alias: autograd takes a write to the tensor for a change of what it saved.
             storage = output.untyped_storage()
+            if storage.size() == size:  # another result's gradient came first
+                return
+            # Through an alias: autograd takes a write to the tensor for a change of what it saved.
             storage.resize_(size)
             same = output.new_empty(0).set_(storage, 0, output.shape, output.stride())
             same.copy_(again().detach())
 
-        result.register_hook(restore)
+        for result in results:
+            if result.requires_grad:
+                result.register_hook(restore)
         self._output = None
 
 
@@ -219,7 +234,10 @@ class _Discarded(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         ctx.owner = owner
-        return _one_tensor(function(*inputs)).clone(memory_format=torch.contiguous_format)
+        output = function(*inputs)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the function returned {type(output).__name__}, not one tensor")
+        return output.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
