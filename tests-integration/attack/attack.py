@@ -2,7 +2,7 @@
 
     python tests-integration/attack/attack.py                         # everything: tens of minutes
     python tests-integration/attack/attack.py --sample                # a few cases of every row
-    python tests-integration/attack/attack.py --row 'bit flips' --case 7   # one case again
+    python tests-integration/attack/attack.py --row signals --case 7       # one case again
 
 A case is bad if it hangs, eats memory, ends in a traceback or an untyped exception, prints a
 message that nobody reads to its end, or lets damage pass. Every case runs in its own process.
@@ -176,6 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bad[case.row.name] += 1
                 again = f"--seed {options.seed} --row {case.row.name!r} --case {case.number}"
                 print(f"BAD {again}\n{problem.rstrip()}\n", flush=True)
+            if tried[case.row.name] % 50 == 0:
+                print(
+                    f"{sum(tried.values())} of {len(cases)} cases, {sum(bad.values())} bad; "
+                    f"now {case.row.name}",
+                    flush=True,
+                )
     text = ledger(tried, bad, options.seed)
     print(text)
     if options.out is not None:
