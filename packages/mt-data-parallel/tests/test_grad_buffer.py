@@ -190,7 +190,9 @@ def test_fp64_and_bf16_parameters_get_a_buffer_each():
         "c": nn.Parameter(torch.ones(4, dtype=torch.float64)),
     }
     buffer = GradBuffer(params.items(), group=None)
-    assert {dtype: [p.name for p in layout.params] for dtype, layout in buffer.layouts.items()} == {
+    assert {
+        key.grad_dtype: [p.name for p in layout.params] for key, layout in buffer.layouts.items()
+    } == {
         torch.float64: ["c", "a"],
         torch.float32: ["b"],
     }

@@ -1,17 +1,31 @@
-"""Bucketed gradient reduction that overlaps with backward."""
+"""Bucketed gradient reduction that overlaps with backward, and parameters sharded the same way."""
 
+from mt_data_parallel.bucket import BufferKey
 from mt_data_parallel.buffer import DEFAULT_BUCKET_SIZE, GradBuffer
 from mt_data_parallel.grad import grad_of
-from mt_data_parallel.layout import BucketRange, BufferLayout, ParamRange, plan_buckets
+from mt_data_parallel.layout import (
+    BucketRange,
+    BufferLayout,
+    ParamRange,
+    plan_buckets,
+    plan_whole,
+)
 from mt_data_parallel.partial import reduce_partial_grads
+from mt_data_parallel.piece import Piece, pieces_of
+from mt_data_parallel.reduction import Reduction
 
 __all__ = [
     "DEFAULT_BUCKET_SIZE",
     "BucketRange",
+    "BufferKey",
     "BufferLayout",
     "GradBuffer",
     "ParamRange",
+    "Piece",
+    "Reduction",
     "grad_of",
+    "pieces_of",
     "plan_buckets",
+    "plan_whole",
     "reduce_partial_grads",
 ]

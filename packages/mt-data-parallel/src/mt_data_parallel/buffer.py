@@ -1,46 +1,27 @@
-"""Flat gradient buffers whose buckets are reduced while backward is still running."""
+"""Flat buffers whose buckets are reduced while backward is still running."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import GradSink
-from torch import Tensor
+from mt_parallel_state import GradSink, sharding_of
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mt_data_parallel.bucket import Bucket, BufferKey, Slot, allocate, plan
 from mt_data_parallel.grad import MAIN_GRAD
-from mt_data_parallel.layout import BufferLayout, plan_buckets
+from mt_data_parallel.layout import BufferLayout
+from mt_data_parallel.piece import Piece
+from mt_data_parallel.reduction import GroupChoice, reduction_of
 
 # 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.
 DEFAULT_BUCKET_SIZE = 25 * 2**20 // 4
-
-
-@dataclass(slots=True, eq=False)
-class _Bucket:
-    """One slice of a flat buffer: what a single all-reduce covers."""
-
-    grads: Tensor
-    slots: list[_Slot] = field(default_factory=list)
-    pending: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One parameter, its view into the flat buffer and what arrived since `start`."""
-
-    name: str
-    param: Tensor
-    main_grad: Tensor
-    bucket: _Bucket
-    accumulated: int = 0
-    expected: int = 1
 
 
 class _Sink:
@@ -49,7 +30,7 @@ class _Sink:
     Every gradient counts as one of the backwards that `start` announced.
     """
 
-    def __init__(self, buffer: GradBuffer, slot: _Slot) -> None:
+    def __init__(self, buffer: GradBuffer, slot: Slot) -> None:
         self._buffer, self._slot = buffer, slot
 
     def begin(self) -> tuple[Tensor, bool]:
@@ -68,27 +49,36 @@ class _Sink:
 class GradBuffer:
     """Gradients of many parameters in flat buffers, summed over a group bucket by bucket.
 
-    Every parameter gets ``param.main_grad``, a view into one flat buffer per gradient dtype, in
-    reversed parameter order. A post-accumulate-grad hook adds each new ``param.grad`` into it
-    (the first one is copied, so nothing is zeroed) and drops ``param.grad``. A bucket whose
-    parameters have all seen their `start` number of backwards is all-reduced (SUM) at once,
-    asynchronously, while backward goes on. Buckets are always launched in buffer order, so ranks
+    Every parameter gets `param.main_grad`, a view into one flat buffer per gradient dtype, in
+    reversed parameter order. A post-accumulate-grad hook adds each new `param.grad` into it
+    (the first one is copied, so nothing is zeroed) and drops `param.grad`. A bucket whose
+    parameters have all seen their `start` number of backwards is reduced (SUM) at once,
+    asynchronously, while backward goes on: this count is the only sign that a bucket is complete.
+    Buckets are always launched in buffer order, so ranks
     whose parameters become ready in different orders still agree. The sum is never divided:
     divide the loss by the global token count instead.
 
-    After `finish`, ``param.main_grad`` holds the sum over the group, and ``param.grad`` is the
-    same tensor where the dtypes are equal (so torch.optim and torch's clip_grad_norm_ work) and
-    None elsewhere. A parameter that got no gradient has a zero one.
+    After `finish`, an optimizer steps `pieces()`: parameters, or under a reduction with shards
+    this rank's ranges of them, each with the sum over the group as its gradient
+    (`mt_data_parallel.grad_of`; also `.grad`, where it has the parameter's dtype, so
+    torch.optim works). `gather_params()` then fetches what other ranks stepped. Without shards
+    pieces are the parameters, and there is nothing to fetch.
+    A parameter that got no gradient has a zero one.
 
     Args:
-        named_params: Pairs of name and parameter in model order, as ``module.named_parameters()``
-            gives them; those with ``requires_grad=False`` are left out. The same on all ranks of
-            the group. All on one device.
-        group: Ranks that hold replicas of these parameters; None for one rank: no communication.
+        named_params: Pairs of name and parameter in model order, as `module.named_parameters()`
+            gives them; those with `requires_grad=False` are left out. The same on all ranks of
+            the group. All on one device. Those of a reduction with shards become views of a flat
+            buffer and row-major.
+        group: Over whom: a process group of ranks that hold replicas, which is an all-reduce; a
+            `Reduction`; None for one rank: no communication; or a function of name and parameter
+            that returns one of these, where they differ (experts).
         bucket_size: Elements after which a bucket closes; None puts everything in one bucket,
             which leaves nothing to overlap.
         grad_dtype: Dtype of the buffer; by default fp64 for fp64 parameters, else fp32.
         overlap: Launch a bucket from inside backward; otherwise everything waits for `finish`.
+        whole: Says by name and parameter which ones are never cut into ranges but owned whole by
+            one rank, balanced by the cost of orthogonalising them (Muon).
 
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
@@ -110,47 +100,60 @@ class GradBuffer:
         self,
         named_params: Iterable[tuple[str, Tensor]],
         *,
-        group: dist.ProcessGroup | None,
+        group: GroupChoice,
         bucket_size: int | None = DEFAULT_BUCKET_SIZE,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        whole: Callable[[str, Tensor], bool] | None = None,
     ) -> None:
         if grad_dtype is not None and not isinstance(grad_dtype, torch.dtype):
             raise TypeError(f"grad_dtype must be a torch.dtype or None, got {grad_dtype!r:.60}")
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group must be a ProcessGroup or None (one rank), got {group!r:.60}")
         if grad_dtype is not None and not grad_dtype.is_floating_point:
             raise ValueError(f"grad_dtype must be a floating-point dtype, got {grad_dtype}")
+        if whole is not None and not callable(whole):
+            raise TypeError(f"whole must be a function or None, got {whole!r:.60}")
         params = _checked(named_params)
-        self._group = group if group is not None and group.size() > 1 else None
         self._overlap = overlap
-        self._slots: dict[str, _Slot] = {}
-        self._layouts: dict[torch.dtype, BufferLayout] = {}
-        self._buckets = self._allocate(params, bucket_size, grad_dtype)
-        self._closed = False
-        self._started = False
+        self._layouts: dict[BufferKey, BufferLayout] = {}
+        self._buckets = self._allocate(params, _keys(params, group, grad_dtype, whole), bucket_size)
+        slots = {slot.name: slot for bucket in self._buckets for slot in bucket.slots}
+        self._slots = {name: slots[name] for name in params}
+        self._closed = self._started = self._agreed = False
         self._next = 0
-        self._agreed = self._group is None
-        self._works: list[dist.Work] = []
+        self._works: list[tuple[Bucket, dist.Work | None]] = []
         self._hooks: list[RemovableHandle] = []
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                setattr(slot.param, MAIN_GRAD, slot.main_grad)
-                hook = partial(self._accumulate, slot)
-                self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+        for slot in self._slots.values():
+            hook = partial(self._accumulate, slot)
+            self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
 
     @property
-    def layouts(self) -> dict[torch.dtype, BufferLayout]:
-        """Where every parameter lies, per gradient dtype."""
+    def layouts(self) -> dict[BufferKey, BufferLayout]:
+        """Where every parameter lies, per flat buffer."""
         return dict(self._layouts)
 
     @property
     def num_buckets(self) -> int:
-        """How many all-reduces one `start` to `finish` takes."""
+        """How many reductions one `start` to `finish` takes."""
         return len(self._buckets)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameters are stepped in parts, and have to be fetched afterwards."""
+        return any(bucket.params is not None for bucket in self._buckets)
+
+    def pieces(self) -> list[Piece]:
+        """Return what this rank steps, in model order; under shards it may be nothing at all."""
+        return [piece for slot in self._slots.values() if (piece := slot.piece)]
+
+    def gather_params(self) -> None:
+        """Fetch the parts of the parameters that other ranks stepped; every rank calls it."""
+        works = [bucket.gather() for bucket in self._buckets]
+        for work in works:
+            if work is not None:
+                work.wait()
+
     def sink(self, param: Tensor) -> GradSink:
-        """Where a layer adds `param`'s gradients itself, straight into ``main_grad``.
+        """Where a layer adds `param`'s gradients itself, straight into `main_grad`.
 
         A matrix product that accumulates needs no temporary gradient then
         (`mt_tensor_parallel.sum_weight_gradients`). Autograd may go on adding as well.
@@ -215,30 +218,38 @@ class GradBuffer:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
         while self._next < len(self._buckets):
             self._launch()
-        for work in self._works:
-            work.wait()
+        for first in (True, False):
+            works = self._works
+            self._works = []
+            for bucket, work in works:
+                if work is not None:
+                    work.wait()
+                if first:
+                    self._works.append((bucket, bucket.launch_replicas()))
         self._works.clear()
         self._started = False
         for slot in self._slots.values():
-            if slot.main_grad.dtype == slot.param.dtype:
-                slot.param.grad = slot.main_grad
+            if slot.piece is not None and slot.main_grad.dtype == slot.param.dtype:
+                slot.piece.param.grad = slot.piece.grad
 
     def close(self) -> None:
-        """Remove the hooks and ``main_grad``, and let go of the group.
+        """Remove the hooks and `main_grad`, and let go of the group.
 
-        The parameters are plain again. Call it before ``destroy_process_group``: a gloo group that
+        The parameters are plain again. Call it before `destroy_process_group`: a gloo group that
         somebody still holds keeps its threads, which can abort the process when Python exits.
         """
         self._closed = True
-        self._group = None
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         for slot in self._slots.values():
             if getattr(slot.param, MAIN_GRAD, None) is slot.main_grad:
                 delattr(slot.param, MAIN_GRAD)
+        for bucket in self._buckets:
+            bucket.slots.clear()  # a cycle would keep the group until it is collected
         self._slots.clear()
         self._buckets.clear()
+        self._layouts.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -252,57 +263,38 @@ class GradBuffer:
         self.close()
 
     def _allocate(
-        self, params: dict[str, Tensor], bucket_size: int | None, grad_dtype: torch.dtype | None
-    ) -> list[_Bucket]:
+        self,
+        params: dict[str, Tensor],
+        keys: dict[str, BufferKey],
+        bucket_size: int | None,
+    ) -> list[Bucket]:
         """Allocate the flat buffers and return their buckets in launch order."""
-        world_size = 1 if self._group is None else self._group.size()
-        by_dtype: dict[torch.dtype, dict[str, int]] = {}
-        for name, param in params.items():
-            dtype = grad_dtype or _default_grad_dtype(param.dtype)
-            by_dtype.setdefault(dtype, {})[name] = param.numel()
         # A bucket is complete when its earliest parameter (in model order) is.
         position = {name: i for i, name in enumerate(params)}
-        buckets: list[tuple[int, _Bucket]] = []
-        for dtype, numels in by_dtype.items():
-            layout = plan_buckets(numels, bucket_size=bucket_size, world_size=world_size)
-            self._layouts[dtype] = layout
-            device = params[next(iter(numels))].device
-            flat = torch.zeros(layout.numel, dtype=dtype, device=device)
-            made = [_Bucket(grads=flat[b.start : b.end]) for b in layout.buckets]
-            for place in layout.params:
-                param = params[place.name]
-                # In the parameter's own order of memory, which fused optimizers rely on.
-                strides = torch.empty_like(param, device="meta").stride()
-                view = flat.as_strided(param.shape, strides, place.start)
-                bucket = made[place.bucket]
-                slot = _Slot(name=place.name, param=param, main_grad=view, bucket=bucket)
-                self._slots[place.name] = slot
-                bucket.slots.append(slot)
-            buckets += [(position[b.slots[-1].name], b) for b in made]
-        buckets.sort(key=lambda pair: pair[0], reverse=True)
-        return [bucket for _, bucket in buckets]
+        buckets: list[Bucket] = []
+        for key in dict.fromkeys(keys.values()):
+            own = {name: param for name, param in params.items() if keys[name] == key}
+            # What two pipeline stages share has to be cut at the same places on both.
+            alone = [name for name, param in own.items() if _is_shared(param)]
+            layout = plan(own, key, bucket_size=bucket_size, alone=alone)
+            self._layouts[key] = layout
+            buckets += allocate(own, key, layout)
+        earliest = {b: min(position[slot.name] for slot in b.slots) for b in buckets}
+        return sorted(buckets, key=lambda bucket: earliest[bucket], reverse=True)
 
     def _agree(self) -> None:
         """Before the first step: compare the layouts of all ranks, which are summed by position."""
-        if self._agreed or self._group is None or not self._slots:
+        if self._agreed:
             return
-        own = repr([(name, slot.main_grad.shape) for name, slot in self._slots.items()])
-        own += repr([(bucket.grads.numel(), bucket.grads.dtype) for bucket in self._buckets])
-        digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
-        device = self._buckets[0].grads.device
-        found = torch.zeros(self._group.size(), dtype=torch.int64, device=device)
-        mine = torch.tensor([digest], device=device)
-        dist.all_gather_into_tensor(found, mine, group=self._group)
-        others = [rank for rank, other in enumerate(found.tolist()) if other != digest]
-        if others:
-            raise ValueError(
-                f"ranks {others} of the group have other parameters than this one (names, order, "
-                "shapes, dtypes) or another bucket_size; give every rank the same"
-            )
+        for reduction in dict.fromkeys(bucket.reduction for bucket in self._buckets):
+            own = [bucket for bucket in self._buckets if bucket.reduction == reduction]
+            for group in (reduction.shards, reduction.replicas):
+                if group is not None:
+                    _compare(own, group)
         self._agreed = True
 
-    def _accumulate(self, slot: _Slot, param: Tensor) -> None:
-        """Move a fresh ``param.grad`` into the buffer (runs inside backward)."""
+    def _accumulate(self, slot: Slot, param: Tensor) -> None:
+        """Move a fresh `param.grad` into the buffer (runs inside backward)."""
         grad = param.grad
         if grad is None:
             return
@@ -319,7 +311,7 @@ class GradBuffer:
         out.add_(grad.detach()) if accumulate else out.copy_(grad.detach())
         self._end(slot)
 
-    def _begin(self, slot: _Slot) -> tuple[Tensor, bool]:
+    def _begin(self, slot: Slot) -> tuple[Tensor, bool]:
         """Return where a gradient goes, and whether to add it there."""
         if not self._started:
             raise RuntimeError(
@@ -333,7 +325,7 @@ class GradBuffer:
             )
         return slot.main_grad, slot.accumulated > 0
 
-    def _end(self, slot: _Slot) -> None:
+    def _end(self, slot: Slot) -> None:
         """Count a gradient, and launch the buckets that are complete with it."""
         slot.accumulated += 1
         if slot.accumulated == slot.expected:
@@ -346,16 +338,50 @@ class GradBuffer:
                 self._launch()
 
     def _launch(self) -> None:
-        """Start the all-reduce of the next bucket."""
+        """Start the reduction of the next bucket."""
         bucket = self._buckets[self._next]
         self._next += 1
-        for slot in bucket.slots:
-            if slot.accumulated == 0:
-                slot.main_grad.zero_()
-        if self._group is not None:
-            work = dist.all_reduce(bucket.grads, group=self._group, async_op=True)
-            if work is not None:
-                self._works.append(work)
+        self._works.append((bucket, bucket.launch()))
+
+
+def _compare(buckets: list[Bucket], group: dist.ProcessGroup) -> None:
+    """Raise ValueError where another rank of the group has another layout."""
+    own = repr([(slot.name, slot.param.shape) for bucket in buckets for slot in bucket.slots])
+    own += repr([(bucket.grads.numel(), bucket.grads.dtype) for bucket in buckets])
+    digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
+    device = buckets[0].grads.device
+    found = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(found, torch.tensor([digest], device=device), group=group)
+    others = [rank for rank, other in enumerate(found.tolist()) if other != digest]
+    if others:
+        raise ValueError(
+            f"ranks {others} of the group have other parameters than this one (names, order, "
+            "shapes, dtypes) or another bucket_size; give every rank the same"
+        )
+
+
+def _keys(
+    params: Mapping[str, Tensor],
+    group: GroupChoice,
+    grad_dtype: torch.dtype | None,
+    whole: Callable[[str, Tensor], bool] | None,
+) -> dict[str, BufferKey]:
+    """Return the flat buffer that each parameter belongs to."""
+    keys: dict[str, BufferKey] = {}
+    for name, param in params.items():
+        reduction = reduction_of(group, name, param)
+        sharded = reduction.shards is not None
+        keys[name] = BufferKey(
+            grad_dtype=grad_dtype or _default_grad_dtype(param.dtype),
+            param_dtype=param.dtype if sharded else None,
+            reduction=reduction,
+            whole=sharded and whole is not None and bool(whole(name, param)),
+        )
+    return keys
+
+
+def _is_shared(param: Tensor) -> bool:
+    return isinstance(param, nn.Parameter) and "embedding" in sharding_of(param).partial_grad
 
 
 def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:

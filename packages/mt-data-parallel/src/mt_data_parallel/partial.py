@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from mt_parallel_state import ParallelState, sharding_of
 from torch import Tensor, nn
 
 from mt_data_parallel.grad import grad_of
+from mt_data_parallel.piece import Piece, pieces_of
 
 # Not axes of the layout but pairs of pipeline ranks: those of tied embeddings, and those that hold
 # the same stages under a bidirectional schedule.
@@ -17,21 +19,22 @@ PAIRS = ("embedding", "mirror")
 
 
 def reduce_partial_grads(
-    named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelState
+    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState
 ) -> None:
-    """Sum every gradient over the axes named in its ``ParamSharding.partial_grad``, in place.
+    """Sum every gradient over the axes named in its `ParamSharding.partial_grad`, in place.
 
     Norm weights under sequence parallelism see a part of the sequence on each tensor-parallel
     rank; a tied embedding sees its lookup on the first pipeline stage and its head on the last.
     Their gradients are partial sums, and which axes miss is written on the parameter, so this
     function knows no layer. Gradients with the same axes and dtype travel in one all-reduce, in
     the gradient's dtype. Frozen parameters are left alone. Call it after `GradBuffer.finish`;
-    without a GradBuffer it reads and writes ``param.grad``. Where a gradient is missing it becomes
+    without a GradBuffer it reads and writes `param.grad`. Where a gradient is missing it becomes
     zero first, because the other ranks count on this one.
 
     Args:
-        named_params: This rank's names and parameters. Ranks of one group hold parameters of
-            equal names with these axes; parameters of other stages do not matter.
+        named_params: This rank's names and parameters, or pieces (`GradBuffer.pieces()`). Ranks
+            of one group hold the same pieces of parameters of equal names with these axes;
+            parameters of other stages do not matter.
         state: Process groups of the axes.
 
     Raises:
@@ -39,21 +42,20 @@ def reduce_partial_grads(
     """
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
-    pieces: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
-    for name, param in named_params:
-        grad_of(param)  # refuses what is no parameter
-        if not param.requires_grad:
+    grads_of: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
+    for piece in pieces_of(named_params):
+        if not piece.source.requires_grad:
             continue
-        for axes in _reductions(param, state):
-            grad = _present_grad(param)
+        for axes in _reductions(cast("nn.Parameter", piece.source), state):
+            grad = _present_grad(piece.param)
             key = (axes in PAIRS, axes, str(grad.dtype))
-            pieces.setdefault(key, []).append((name, grad))
+            grads_of.setdefault(key, []).append((piece.name, grad))
     # Sorted, so that all ranks of a group issue their collectives in the same order; the mesh
     # axes come first, then the pairs, in which not all pipeline ranks take part.
-    for key in sorted(pieces):
+    for key in sorted(grads_of):
         group = state.group(key[1])
         if group is not None:
-            grads = [grad for _, grad in sorted(pieces[key], key=lambda item: item[0])]
+            grads = [grad for _, grad in sorted(grads_of[key], key=lambda item: item[0])]
             _all_reduce_coalesced(grads, group)
 
 
@@ -78,6 +80,6 @@ def _all_reduce_coalesced(grads: list[Tensor], group: dist.ProcessGroup) -> None
         return
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     dist.all_reduce(flat, group=group)
-    pieces = flat.split([grad.numel() for grad in grads])
-    for grad, piece in zip(grads, pieces, strict=True):
-        grad.copy_(piece.view(grad.shape))
+    parts = flat.split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view(grad.shape))

@@ -1,0 +1,73 @@
+"""Pieces: the parts of parameters that this rank steps, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mt_data_parallel.grad import grad_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """What one rank steps of one parameter: all of it, or a range of its elements.
+
+    `param` is a leaf tensor with a gradient of its own, so any optimizer takes it as a parameter.
+    Writing into it writes into the model's parameter. An optimizer keeps state for pieces only,
+    so its state is sharded like them.
+
+    Attributes:
+        name: The parameter's name.
+        source: The model's parameter, for everything that is decided by parameter: its sharding
+            record, its number of dims, its attributes.
+        param: What is stepped: `source` itself where nothing is sharded, else a view of this
+            rank's part of it, in the parameter's shape where it is whole and flat where it is not.
+        start: First element of the flattened (row-major) parameter that `param` holds.
+        end: One past the last one.
+        replica: This rank's place among those that step the same piece; None where no buffer
+            knows, which is taken for the place among data-parallel ranks.
+    """
+
+    name: str
+    source: Tensor
+    param: Tensor
+    start: int
+    end: int
+    replica: int | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of `param`, in its shape; None if there is none yet (it counts as zero)."""
+        return grad_of(self.param)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the parameter (as far as this rank holds it)."""
+        return self.end - self.start == self.source.numel()
+
+
+def pieces_of(named_params: Iterable[tuple[str, Tensor] | Piece]) -> list[Piece]:
+    """Return pieces, of which parameters with names are whole ones.
+
+    Args:
+        named_params: Pairs of name and parameter, as `module.named_parameters()` gives them, or
+            pieces, as `GradBuffer.pieces()` does.
+
+    Raises:
+        TypeError: Something is neither.
+    """
+    pieces: list[Piece] = []
+    for item in named_params:
+        if isinstance(item, Piece):
+            pieces.append(item)
+            continue
+        if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Tensor):
+            raise TypeError(
+                f"expected a piece or a pair of name and parameter, got {item!r:.60} "
+                f"({type(item).__name__}); pass module.named_parameters() or GradBuffer.pieces()"
+            )
+        name, param = item
+        pieces.append(Piece(name=name, source=param, param=param, start=0, end=param.numel()))
+    return pieces

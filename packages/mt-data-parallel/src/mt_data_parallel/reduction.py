@@ -1,0 +1,79 @@
+"""Over whom a gradient is summed, and who keeps which part of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How the gradients of some parameters become sums.
+
+    Only `replicas`: an all-reduce, after which every rank has the whole sum. Only `shards`: a
+    reduce-scatter, after which every rank has its part (ZeRO). Both: a reduce-scatter inside of
+    `shards`, and an all-reduce of the parts over `replicas` (hybrid sharding: shards inside of a
+    node, replicas between nodes). Neither: one rank, no communication.
+
+    Attributes:
+        replicas: Ranks that keep the same part of the sum.
+        shards: Ranks that keep different parts of it, in the order of their rank in the group.
+    """
+
+    replicas: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "shards"):
+            group = getattr(self, name)
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(f"{name} must be a ProcessGroup or None, got {group!r:.60}")
+            if group is not None and group.size() == 1:
+                object.__setattr__(self, name, None)
+
+    @property
+    def num_shards(self) -> int:
+        """How many ranks keep different parts."""
+        return 1 if self.shards is None else self.shards.size()
+
+    @property
+    def shard(self) -> int:
+        """Which part this rank keeps."""
+        return 0 if self.shards is None else self.shards.rank()
+
+    @property
+    def replica(self) -> int:
+        """This rank's place among those that keep the same part."""
+        return 0 if self.replicas is None else self.replicas.rank()
+
+
+GroupLike = dist.ProcessGroup | Reduction | None
+GroupChoice = GroupLike | Callable[[str, Tensor], GroupLike]
+
+
+def reduction_of(choice: GroupChoice, name: str, param: Tensor) -> Reduction:
+    """Return the reduction that `choice` stands for: a plain group is one of replicas.
+
+    Raises:
+        TypeError: It is none of what a GradBuffer takes as its group.
+    """
+    if choice is None or isinstance(choice, dist.ProcessGroup | Reduction):
+        found = choice
+    elif callable(choice):
+        found = choice(name, param)
+    else:
+        raise TypeError(
+            f"group must be a ProcessGroup, a Reduction, None (one rank), or a function of name "
+            f"and parameter that returns one of these; got {choice!r:.60}"
+        )
+    if found is None or isinstance(found, dist.ProcessGroup):
+        return Reduction(replicas=found)
+    if not isinstance(found, Reduction):
+        raise TypeError(
+            f"group returned {found!r:.60} for parameter {name!r}; return a ProcessGroup, a "
+            "Reduction or None (one rank)"
+        )
+    return found
