@@ -10,10 +10,14 @@ from mt_ckpt import (
     CheckpointError,
     TensorShard,
     load_checkpoint,
+    param_shards,
+    range_boxes,
     save_checkpoint,
     verify_checkpoint,
 )
 from mt_ckpt.grid import Box, chunk_indices, plan_chunks
+from mt_parallel_state import ParallelLayout, PartitionSpec, shard_param
+from torch import nn
 
 FEW = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -148,3 +152,55 @@ def test_cuts_without_a_common_size_are_refused():
         CheckpointError, match=r"cut so unevenly that only chunks of shape .1,. fit"
     ):
         plan_chunks("w", (2**22 + 2**21 + 4,), 4, boxes)
+
+
+@FEW
+@given(data=st.data())
+def test_a_range_is_boxes_that_follow_one_another(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    end = data.draw(st.integers(0, numbers.numel()))
+    start = data.draw(st.integers(0, end))
+    boxes = range_boxes(shape, start, end)
+    found = [numbers[region(box.offsets, box.shape)].reshape(-1) for box in boxes]
+    expected = numbers.reshape(-1)[start:end]
+    assert torch.equal(torch.cat(found) if found else numbers.new_empty(0), expected)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_range_outside_of_the_array_is_refused():
+    with pytest.raises(ValueError, match=r"the range 3:9 does not lie within shape \(2, 4\)"):
+        range_boxes((2, 4), 3, 9)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("tp"), PartitionSpec(None, "tp")])
+def test_ranges_of_sharded_parameters_read_back(tmp_path, spec):
+    whole = torch.randn(6, 8)
+    save_checkpoint(tmp_path, 1, [TensorShard("model/w", whole)], {})
+    layout = ParallelLayout(tp=2, dp=2)
+    for rank in range(4):
+        local = spec.local_shape((6, 8), layout)
+        offsets = spec.offsets((6, 8), layout, layout.coordinates(rank))
+        param = shard_param(nn.Parameter(torch.zeros(local)), spec)
+        expected = whole[region(offsets, local)].reshape(-1)
+        half = param.numel() // 2
+        for start, end in ((0, half - 3), (half - 3, param.numel())):
+            part = torch.zeros(end - start)
+            shards = param_shards(
+                [("w", part)],
+                layout,
+                rank,
+                prefix="model",
+                params={"w": param},
+                ranges={"w": (start, end)},
+            )
+            load_checkpoint(tmp_path, shards)
+            assert torch.equal(part, expected[start:end])
+
+
+def test_whole_tensors_of_shared_out_parameters_are_written_by_whoever_has_them():
+    layout, param = ParallelLayout(tp=2, dp=2), nn.Parameter(torch.zeros(4))
+    for rank in range(4):
+        given = {"prefix": "model", "peers": {"w": layout.group_of("dp", rank)}}
+        (shard,) = param_shards([("w", param)], layout, rank, **given)
+        assert shard.write == (layout.coordinates(rank)["tp"] == 0)

@@ -2,17 +2,19 @@
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.error import CheckpointError, Problem
+from mt_ckpt.grid import Box
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.load import inspect_checkpoint, load_checkpoint, read_metadata, verify_checkpoint
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
 from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
 from mt_ckpt.save import save_checkpoint
-from mt_ckpt.shard import TensorShard, param_shards
+from mt_ckpt.shard import TensorShard, param_shards, range_boxes
 from mt_ckpt.state import load, save
 
 __all__ = [
     "ArraySpec",
+    "Box",
     "CheckpointError",
     "Manifest",
     "Problem",
@@ -27,6 +29,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "param_shards",
+    "range_boxes",
     "read_metadata",
     "save",
     "save_checkpoint",

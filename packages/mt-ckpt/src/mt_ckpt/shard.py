@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
 import torch
-from mt_parallel_state import ParallelLayout, sharding_of
+from mt_parallel_state import ParallelLayout, is_owner, sharding_of
 from torch.nn import Parameter
 
 from mt_ckpt.dtype import dtype_name, dtype_names
 from mt_ckpt.error import check_type
+from mt_ckpt.grid import Box
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_.@+=,-]{1,200}")
 _RESERVED = ("zarr.json", "mt-manifest.json")
@@ -90,10 +92,54 @@ class TensorShard:
             ) from None
 
 
-def _is_writer(axes: frozenset[str], coords: Mapping[str, int]) -> bool:
-    """Whether the rank at `coords` is the first of those that hold the same box."""
-    view = ("etp", "ep", "edp") if axes & {"etp", "ep", "edp"} else ("tp", "cp", "dp")
-    return all(coords[axis] == 0 for axis in view if axis not in axes)
+def range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Cut a range of a flattened (row-major) array into boxes of the array.
+
+    A sharded optimizer steps ranges, and a checkpoint holds boxes. The boxes follow one another
+    in the range, so each is a slice of it, in the box's shape.
+
+    Args:
+        shape: Of the array.
+        start: First element.
+        end: One past the last.
+
+    Returns:
+        At most `2 * len(shape) - 1` boxes.
+
+    Raises:
+        ValueError: The range does not lie within the array.
+
+    Example:
+        >>> [str(box) for box in range_boxes((4, 3), 2, 10)]
+        ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
+    """
+    sizes = tuple(operator.index(size) for size in shape)
+    if not 0 <= start <= end <= math.prod(sizes):
+        raise ValueError(f"the range {start}:{end} does not lie within shape {sizes}")
+    if start == end:
+        return []
+    if not sizes:
+        return [Box(offsets=(), shape=())]
+    inner = math.prod(sizes[1:])
+    first, last = -(-start // inner), end // inner
+    if first > last:  # within one row
+        return _in_row(last, sizes, start - last * inner, end - last * inner)
+    boxes = []
+    if start < first * inner:
+        boxes += _in_row(first - 1, sizes, start - (first - 1) * inner, inner)
+    if first < last:
+        zeros = (0,) * len(sizes[1:])
+        boxes.append(Box(offsets=(first, *zeros), shape=(last - first, *sizes[1:])))
+    if last * inner < end:
+        boxes += _in_row(last, sizes, 0, end - last * inner)
+    return boxes
+
+
+def _in_row(row: int, shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    return [
+        Box(offsets=(row, *box.offsets), shape=(1, *box.shape))
+        for box in range_boxes(shape[1:], start, end)
+    ]
 
 
 def param_shards(
@@ -103,12 +149,14 @@ def param_shards(
     *,
     prefix: str,
     params: Mapping[str, torch.Tensor] | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    peers: Mapping[str, Sequence[int]] | None = None,
 ) -> list[TensorShard]:
     """The shards of parameters, or of optimizer tensors shaped like parameters.
 
     Sharding is read from the record that `shard_param` left on each parameter. Of the ranks that
-    hold the same box, the one with coordinate 0 on every axis that does not cut the parameter
-    writes it; copies of a parameter that another pipeline stage owns are never written.
+    hold the same box, `mt_parallel_state.is_owner` writes it; copies of a parameter that another
+    pipeline stage owns are never written.
 
     Args:
         named_tensors: Global name and local tensor.
@@ -117,12 +165,18 @@ def param_shards(
         prefix: Group of the arrays: `model`, `optimizer/exp_avg` ...
         params: Name to parameter, where the tensors are not the parameters themselves (moments)
             and so carry no record of their own. A tensor that every rank holds whole is its own.
+        ranges: Name to start and end, where the tensor is only a range of the flattened (row-major)
+            parameter, as a sharded optimizer has it: one shard per box of it. Ranges are for
+            loading; for saving, bring the parts of a tensor together on one of `peers` first, as
+            ranges end anywhere and Zarr's chunks don't.
+        peers: Name to the ranks of the layout that share the parameter out among them. The tensor
+            that is given is written, whichever of them this rank is.
 
     Raises:
         ValueError: Nothing says how a tensor is split.
     """
     check_type("layout", layout, ParallelLayout)
-    shards = []
+    shards: list[TensorShard] = []
     coords = layout.coordinates(rank)
     for name, tensor in named_tensors:
         check_type(f"{name!r}", tensor, torch.Tensor)
@@ -133,15 +187,30 @@ def param_shards(
                 "params={name: its parameter, ...}, or the tensor itself if all ranks hold it whole"
             )
         sharding = sharding_of(cast("Parameter", record))
-        spec = sharding.spec
-        shape = spec.global_shape(tuple(tensor.shape), layout)
-        shards.append(
-            TensorShard(
-                f"{prefix}/{name}",
-                tensor,
-                global_shape=shape,
-                offsets=spec.offsets(shape, layout, coords),
-                write=not sharding.is_copy and _is_writer(spec.axes, coords),
+        others = () if peers is None else peers.get(name, ())
+        write = is_owner(sharding, layout, rank, peers=others)
+        local = tuple(tensor.shape)
+        parts = [(Box(offsets=(0,) * len(local), shape=local), tensor)]
+        if ranges is not None and name in ranges:
+            local, write = tuple(record.shape), False
+            parts = _parts(tensor, local, *ranges[name])
+        shape = sharding.spec.global_shape(local, layout)
+        offsets = sharding.spec.offsets(shape, layout, coords)
+        for box, part in parts:
+            at = tuple(o + p for o, p in zip(offsets, box.offsets, strict=True))
+            shards.append(
+                TensorShard(f"{prefix}/{name}", part, global_shape=shape, offsets=at, write=write)
             )
-        )
     return shards
+
+
+def _parts(
+    tensor: torch.Tensor, shape: tuple[int, ...], start: int, end: int
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a range with the views of `tensor`, which holds it, that fill them."""
+    flat = tensor.view(-1)
+    if flat.numel() != end - start:
+        raise ValueError(f"the range {start}:{end} is given by a tensor of {flat.numel()} elements")
+    boxes = range_boxes(shape, start, end)
+    parts = flat.split([math.prod(box.shape) for box in boxes])
+    return [(box, part.view(box.shape)) for box, part in zip(boxes, parts, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_data_parallel.grad import MAIN_GRAD
-from mt_data_parallel.layout import BufferLayout, ParamRange, plan_buckets, plan_whole
+from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
 from mt_data_parallel.piece import Piece
 from mt_data_parallel.reduction import Reduction
 
@@ -148,50 +147,55 @@ def allocate(params: Mapping[str, Tensor], key: BufferKey, layout: BufferLayout)
         flat = torch.zeros(numel, dtype=key.param_dtype, device=device) if sharded else None
         buckets.append(Bucket(reduction=key.reduction, grads=grads, params=flat))
     for place in layout.params:
-        bucket = buckets[place.bucket]
+        bucket, param = buckets[place.bucket], params[place.name]
         start = place.start - layout.buckets[place.bucket].start
-        slot = _slot(params[place.name], place, start, bucket)
-        setattr(slot.param, MAIN_GRAD, slot.main_grad)
+        if bucket.params is None:
+            slot = _plain_slot(param, place.name, start, bucket)
+        else:
+            part = layout.part_of(place.name, key.reduction.shard, key.reduction.num_shards)
+            slot = _sharded_slot(param, place.name, (start, part), bucket, bucket.params)
+        setattr(param, MAIN_GRAD, slot.main_grad)
         bucket.slots.append(slot)
     return buckets
 
 
-def _slot(param: Tensor, place: ParamRange, start: int, bucket: Bucket) -> Slot:
-    end = start + param.numel()
-    if bucket.params is None:
-        # In the parameter's own order of memory, which fused optimizers rely on.
-        strides = torch.empty_like(param, device="meta").stride()
-        main_grad = bucket.grads.as_strided(param.shape, strides, start)
-        piece = Piece(
-            name=place.name,
-            source=param,
-            param=param,
-            start=0,
-            end=param.numel(),
-            replica=bucket.reduction.replica,
-        )
-        return Slot(place.name, param, main_grad, piece, bucket)
-    view = bucket.params[start:end].view(param.shape)
+def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket) -> Slot:
+    # In the parameter's own order of memory, which fused optimizers rely on.
+    strides = torch.empty_like(param, device="meta").stride()
+    main_grad = bucket.grads.as_strided(param.shape, strides, start)
+    piece = Piece(name=name, source=param, param=param, start=0, end=param.numel())
+    return Slot(name, param, main_grad, piece, bucket)
+
+
+def _sharded_slot(
+    param: Tensor,
+    name: str,
+    place: tuple[int, tuple[int, int] | None],
+    bucket: Bucket,
+    params: Tensor,
+) -> Slot:
+    """Move a parameter into the flat one, and make a piece of our part of it."""
+    start, part = place
+    inside = slice(start, start + param.numel())
+    view = params[inside].view(param.shape)
     view.copy_(param.detach())
     param.data = view
-    main_grad = bucket.grads[start:end].view(param.shape)
-    first, last = max(start, bucket.bounds[0]), min(end, bucket.bounds[1])
-    piece = None
-    if first < last:
-        piece = _part(place.name, param, bucket.params, bucket.grads, (start, first, last))
-        piece = dataclasses.replace(piece, replica=bucket.reduction.replica)
-    return Slot(place.name, param, main_grad, piece, bucket)
-
-
-def _part(
-    name: str, param: Tensor, params: Tensor, grads: Tensor, where: tuple[int, int, int]
-) -> Piece:
-    """Return the piece of a parameter that starts at `start`, of which `first:last` is ours."""
-    start, first, last = where
-    shape = param.shape if last - first == param.numel() else (last - first,)
-    part = nn.Parameter(params[first:last].view(shape))
-    setattr(part, MAIN_GRAD, grads[first:last].view(shape))
-    return Piece(name=name, source=param, param=part, start=first - start, end=last - start)
+    main_grad = bucket.grads[inside].view(param.shape)
+    if part is None:
+        return Slot(name, param, main_grad, None, bucket)
+    shape = param.shape if part == (0, param.numel()) else (part[1] - part[0],)
+    own = nn.Parameter(view.view(-1)[slice(*part)].view(shape))
+    setattr(own, MAIN_GRAD, main_grad.view(-1)[slice(*part)].view(shape))
+    piece = Piece(
+        name=name,
+        source=param,
+        param=own,
+        start=part[0],
+        end=part[1],
+        peers=bucket.reduction.peers,
+        replica=bucket.reduction.replica,
+    )
+    return Slot(name, param, main_grad, piece, bucket)
 
 
 def _step_cost(param: Tensor) -> float:

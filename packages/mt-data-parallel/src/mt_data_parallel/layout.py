@@ -62,6 +62,24 @@ class BufferLayout:
         """Elements of the flat buffer, padding included."""
         return self.buckets[-1].end if self.buckets else 0
 
+    def part_of(self, name: str, shard: int, num_shards: int) -> tuple[int, int] | None:
+        """Return which elements of a parameter lie in one of the equal parts of its bucket.
+
+        Args:
+            name: The parameter.
+            shard: Which part.
+            num_shards: Of how many.
+
+        Returns:
+            Start and end within the flattened parameter; None where it has none there.
+        """
+        place = next(param for param in self.params if param.name == name)
+        bucket = self.buckets[place.bucket]
+        size = (bucket.end - bucket.start) // num_shards
+        first = max(place.start, bucket.start + shard * size)
+        last = min(place.end, bucket.start + (shard + 1) * size)
+        return (first - place.start, last - place.start) if first < last else None
+
 
 def plan_buckets(
     numels: Mapping[str, int],

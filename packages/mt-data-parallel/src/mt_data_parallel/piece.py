@@ -26,8 +26,9 @@ class Piece:
             rank's part of it, in the parameter's shape where it is whole and flat where it is not.
         start: First element of the flattened (row-major) parameter that `param` holds.
         end: One past the last one.
-        replica: This rank's place among those that step the same piece; None where no buffer
-            knows, which is taken for the place among data-parallel ranks.
+        peers: Global ranks that step the other parts, this one among them; empty where the
+            parameter is not cut.
+        replica: This rank's place among groups of peers that step the same.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Piece:
     param: Tensor
     start: int
     end: int
-    replica: int | None = None
+    peers: tuple[int, ...] = ()
+    replica: int = 0
 
     @property
     def grad(self) -> Tensor | None:

@@ -45,6 +45,11 @@ class Reduction:
         return 0 if self.shards is None else self.shards.rank()
 
     @property
+    def peers(self) -> tuple[int, ...]:
+        """Return the global ranks of `shards`; none where nothing is cut."""
+        return () if self.shards is None else tuple(dist.get_process_group_ranks(self.shards))
+
+    @property
     def replica(self) -> int:
         """This rank's place among those that keep the same part."""
         return 0 if self.replicas is None else self.replicas.rank()

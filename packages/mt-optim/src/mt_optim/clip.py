@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from mt_data_parallel import grad_of
-from mt_parallel_state import ParallelState, sharding_of
+from mt_data_parallel import Piece, pieces_of
+from mt_parallel_state import ParallelState, is_owner, sharding_of
 from torch import Tensor, nn
 
 from mt_optim.group import check_number
@@ -17,25 +18,27 @@ from mt_optim.group import check_number
 # elements is off by 1e-4 on CPUs; rows of this length keep 1e-7 at about the same speed.
 _ROW = 512
 
-_DENSE = ("tp", "pp")
-_EXPERT = ("etp", "ep", "pp")
+_WORLD = "tp-cp-dp-pp"
 
 
-def grad_norm(named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelState) -> float:
+def grad_norm(
+    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState
+) -> float:
     """Return the L2 norm of the whole model's gradient.
 
-    Which elements this rank answers for is read from each parameter's sharding record: shards are
-    added over the axes that split them, a parameter that an axis replicates counts on that axis's
-    first rank only, pipeline stages hold different parameters, and copies owned by another stage
-    (``is_copy``) are left out. Data- and context-parallel ranks hold equal gradients and do not
-    talk: call it after those are reduced. Communicates once over tp and pp, and once more over
-    etp, ep and pp where those groups consist of other ranks.
+    Which elements this rank answers for follows from each parameter's sharding record and the
+    piece of it that the rank steps (`mt_parallel_state.is_owner`): shards are added over the axes
+    that split them, a parameter that an axis replicates counts on that axis's first rank only,
+    ranges of a sharded optimizer count where they are stepped, pipeline stages hold different
+    parameters, and copies owned by another stage (`is_copy`) are left out. Call it after the
+    gradients are reduced. It communicates once, over all ranks of the layout.
 
     Squares are summed in fp32 rows and then fp64 (all in fp64 for fp64 gradients), so the norm
     depends on how parameters are cut by about 1e-7 relative only. Every rank gets the same bits.
 
     Args:
-        named_params: This rank's names and parameters; gradients are read by
+        named_params: This rank's names and parameters, or pieces (`GradBuffer.pieces()`), which it
+            has to be where a reduction has shards; gradients are read by
             `mt_data_parallel.grad_of`, a missing one counts as zero.
         state: Process groups and this rank's place in them.
 
@@ -43,55 +46,44 @@ def grad_norm(named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelS
         The norm; inf or nan if some gradient is not finite.
 
     Raises:
-        ValueError: A parameter is split over an axis that is not part of the model (dp, cp, edp),
-            or listed twice.
+        ValueError: A parameter is listed twice.
         TypeError: `state` is no ParallelState, or something is not a parameter.
     """
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
-    dense: list[Tensor] = []
-    expert: list[Tensor] = []
+    grads: list[Tensor] = []
     names: dict[int, str] = {}
-    for name, param in named_params:
-        grad = grad_of(param)
-        if names.setdefault(id(param), name) != name:
+    for piece in pieces_of(named_params):
+        grad = piece.grad
+        if names.setdefault(id(piece.param), piece.name) != piece.name:
             raise ValueError(
-                f"parameter {name!r} is listed twice, also as {names[id(param)]!r}; list a shared "
-                "parameter once, as module.named_parameters() does"
+                f"parameter {piece.name!r} is listed twice, also as {names[id(piece.param)]!r}; "
+                "list a shared parameter once, as module.named_parameters() does"
             )
-        axes = sharding_of(param).spec.axes
-        is_expert = bool(axes & {"etp", "ep", "edp"})
-        model_axes = _EXPERT if is_expert else _DENSE
-        if not axes <= set(model_axes):
-            raise ValueError(
-                f"parameter {name!r} is split over {', '.join(sorted(axes))}; a gradient norm is "
-                f"summed over {'-'.join(model_axes)}"
-            )
-        if grad is not None and _counts_here(param, model_axes, state):
-            (expert if is_expert else dense).append(grad)
-    if state.ranks("-".join(_DENSE)) == state.ranks("-".join(_EXPERT)):
-        total = _sum_over(_squared_sum(dense + expert, state), state.group("-".join(_DENSE)))
-    else:
-        total = _sum_over(_squared_sum(dense, state), state.group("-".join(_DENSE)))
-        total += _sum_over(_squared_sum(expert, state), state.group("-".join(_EXPERT)))
-    return math.sqrt(total)
+        if grad is not None and _counts_here(piece, state):
+            grads.append(grad)
+    total = _squared_sum(grads, state)
+    group = state.group(_WORLD)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return math.sqrt(total.item())
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    named_params: Iterable[tuple[str, nn.Parameter]], state: ParallelState, max_norm: float
+    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState, max_norm: float
 ) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    Gradients are multiplied in place by ``max_norm / (norm + 1e-6)`` if that is below 1 (the rule
+    Gradients are multiplied in place by `max_norm / (norm + 1e-6)` if that is below 1 (the rule
     of torch.nn.utils.clip_grad_norm_). If the norm is inf or nan they are left as they are, and
     since all ranks get the same norm they can all skip the step:
-    ``if math.isfinite(norm): optimizer.step()``.
+    `if math.isfinite(norm): optimizer.step()`.
 
     Args:
-        named_params: This rank's names and parameters.
+        named_params: This rank's names and parameters, or pieces.
         state: Process groups and this rank's place in them.
-        max_norm: Largest norm to let through; ``math.inf`` only measures.
+        max_norm: Largest norm to let through; `math.inf` only measures.
 
     Returns:
         The norm before clipping.
@@ -101,23 +93,20 @@ def clip_grad_norm(
     """
     if not check_number("max_norm", max_norm) > 0:
         raise ValueError(f"max_norm must be positive (math.inf never clips), got {max_norm}")
-    named = list(named_params)
-    norm = grad_norm(named, state)
+    pieces = pieces_of(named_params)
+    norm = grad_norm(pieces, state)
     scale = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and scale < 1:
-        grads = [grad for _, param in named if (grad := grad_of(param)) is not None]
+        grads = [grad for piece in pieces if (grad := piece.grad) is not None]
         torch._foreach_mul_(grads, scale)
     return norm
 
 
-def _counts_here(param: nn.Parameter, model_axes: Sequence[str], state: ParallelState) -> bool:
-    """Whether this rank answers for its part of the parameter."""
-    sharding = sharding_of(param)
-    return not sharding.is_copy and all(
-        state.index(axis) == 0
-        for axis in model_axes
-        if axis != "pp" and axis not in sharding.spec.axes
-    )
+def _counts_here(piece: Piece, state: ParallelState) -> bool:
+    """Whether this rank answers for its piece of the parameter."""
+    sharding = sharding_of(cast("nn.Parameter", piece.source))
+    peers = [peer - state.offset for peer in piece.peers]
+    return is_owner(sharding, state.layout, state.rank, peers=peers, replica=piece.replica)
 
 
 def _squared_sum(grads: Sequence[Tensor], state: ParallelState) -> Tensor:
@@ -135,9 +124,3 @@ def _squared_sum(grads: Sequence[Tensor], state: ParallelState) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=state.device)
     return torch.cat([norm.double() for norm in norms]).square().sum()
-
-
-def _sum_over(value: Tensor, group: dist.ProcessGroup | None) -> float:
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    return value.item()

@@ -30,6 +30,7 @@ from mt_parallel_state.groups import twin_group
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
 from mt_parallel_state.options import GroupOptions
+from mt_parallel_state.owner import is_owner
 from mt_parallel_state.randomness import (
     fill_normal_,
     hash_key,
@@ -95,6 +96,7 @@ __all__ = [
     "hash_key",
     "init_process_group",
     "initialize_",
+    "is_owner",
     "is_peer_loss",
     "joined",
     "launch",
