@@ -21,14 +21,14 @@ from mt_context_parallel import (
     context_parallel_attention,
     shard,
 )
-from mt_parallel_state import ParallelLayout, ParallelState, sharding_of
-from mt_tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    exchange_kv_groups,
+from mt_parallel_state import (
+    ParallelLayout,
+    ParallelState,
     gather_from_group,
     scatter_to_group,
+    sharding_of,
 )
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
 
 BATCH, LENGTH, HIDDEN, HEADS, HEAD_DIM = 2, 64, 16, 32, 8

@@ -7,10 +7,16 @@ from typing import NamedTuple
 
 import torch
 from mt_model import GPT, gpt
-from mt_parallel_state import ParallelLayout, ParallelState, all_gather, sharding_of
+from mt_parallel_state import (
+    ParallelLayout,
+    ParallelState,
+    all_gather,
+    gather_from_group,
+    sharding_of,
+)
 from mt_pipeline import Executor, TensorSpec, make_schedule
 from mt_schedule import split_layers
-from mt_tensor_parallel import Gemm, TorchGemm, choose_gemms, gather_from_group
+from mt_tensor_parallel import Gemm, TorchGemm, choose_gemms
 from torch import nn
 
 F64, BLOCK, MICROBATCHES = torch.float64, 16, 3

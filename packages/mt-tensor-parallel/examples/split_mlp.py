@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from mt_parallel_state import leave_process_group
-from mt_tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_group,
-    scatter_to_group,
-)
+from mt_parallel_state import gather_from_group, leave_process_group, scatter_to_group
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 

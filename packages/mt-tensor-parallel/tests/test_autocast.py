@@ -8,16 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from mt_parallel_state import WgradStore
+from mt_parallel_state import WgradStore, copy_to_group, gather_from_group, scatter_to_group
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    copy_to_group,
     defer_weight_gradients,
-    gather_from_group,
     linear_cross_entropy,
     linear_cross_entropy_reference,
-    scatter_to_group,
     sum_weight_gradients,
 )
 from torch import Tensor, nn

@@ -8,13 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_tensor_parallel import (
-    VocabParallelEmbedding,
-    copy_to_group,
-    gather_from_group,
-    parallel_linear,
-    vocab_parallel_cross_entropy,
-)
+from mt_parallel_state import copy_to_group, gather_from_group
+from mt_tensor_parallel import VocabParallelEmbedding, parallel_linear, vocab_parallel_cross_entropy
 from torch import Tensor
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import PartitionSpec, sharding_of
-from mt_tensor_parallel import VocabParallelEmbedding, gather_from_group, scatter_to_group
+from mt_parallel_state import PartitionSpec, gather_from_group, scatter_to_group, sharding_of
+from mt_tensor_parallel import VocabParallelEmbedding
 
 VOCAB, HIDDEN = 24, 6
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import sharding_of
+from mt_parallel_state import gather_from_group, scatter_to_group, sharding_of
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    gather_from_group,
-    scatter_to_group,
+    choose_gemms,
+    defer_weight_gradients,
+    sum_weight_gradients,
 )
 from torch import Tensor, nn
 
@@ -60,8 +61,8 @@ def test_a_fused_projection_keeps_a_dim_per_part(ranks) -> None:
         group, rank = dist.group.WORLD, dist.get_rank()
         torch.manual_seed(0)
         up, down = nn.Linear(4, 16, dtype=F64), nn.Linear(16, 4, bias=False, dtype=F64)
-        column = ColumnParallelLinear.from_linear(up, out_features=(2, 8), shard_dim=1, group=group)
-        row = RowParallelLinear.from_linear(down, in_features=(2, 8), shard_dim=1, group=group)
+        column = ColumnParallelLinear.from_linear(up, sizes=(2, 8), shard_dim=1, group=group)
+        row = RowParallelLinear.from_linear(down, sizes=(2, 8), shard_dim=1, group=group)
         x = torch.randn(1, 3, 4, dtype=F64)
         dist.broadcast(x, 0)
         own = up(x).unflatten(-1, (2, 8)).chunk(2, -1)[rank]
@@ -110,10 +111,10 @@ def test_what_cannot_be_split_is_named(ranks) -> None:
         for wrong in (None, nn.Conv1d(1, 1, 1), made(2, 2)):
             with pytest.raises(TypeError, match=r"from_linear takes a torch\.nn\.Linear, got"):
                 made.from_linear(wrong)
-    with pytest.raises(ValueError, match=r"out_features=\(3, 2\) must multiply to the 8 of Linear"):
-        ColumnParallelLinear.from_linear(nn.Linear(4, 8), out_features=(3, 2))
-    with pytest.raises(ValueError, match=r"in_features=5 must multiply to the 4 of Linear"):
-        RowParallelLinear.from_linear(nn.Linear(4, 8), in_features=5)
+    with pytest.raises(ValueError, match=r"sizes=\(3, 2\) must multiply to the 8 out_features"):
+        ColumnParallelLinear.from_linear(nn.Linear(4, 8), sizes=(3, 2))
+    with pytest.raises(ValueError, match=r"sizes=5 must multiply to the 4 in_features"):
+        RowParallelLinear.from_linear(nn.Linear(4, 8), sizes=5)
     with pytest.raises(TypeError, match=r"from_embedding takes a torch\.nn\.Embedding, got Linear"):
         VocabParallelEmbedding.from_embedding(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has padding_idx=0, which a split table does not do"):
@@ -133,3 +134,9 @@ def test_biases_are_there_by_default_as_in_torch() -> None:
     for layer in (ColumnParallelLinear(4, 4), RowParallelLinear(4, 4), nn.Linear(4, 4)):
         assert torch.equal(layer(x)[0], layer.bias)
         assert (F.linear(x, layer.weight) == 0).all()
+
+
+@pytest.mark.parametrize("change", [choose_gemms, defer_weight_gradients, sum_weight_gradients])
+def test_what_changes_layers_names_what_is_no_module(change) -> None:
+    with pytest.raises(TypeError, match=r"module must be an nn\.Module, got NoneType"):
+        change(None, None)

@@ -6,15 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import PartitionSpec, sharding_of
+from mt_parallel_state import PartitionSpec, gather_from_group, scatter_to_group, sharding_of
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     Gemm,
     RowParallelLinear,
     functional,
-    gather_from_group,
     parallel_linear,
-    scatter_to_group,
 )
 from torch import Tensor, nn
 

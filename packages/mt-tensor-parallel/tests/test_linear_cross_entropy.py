@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mt_parallel_state import copy_to_group
 from mt_tensor_parallel import (
-    copy_to_group,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     vocab_parallel_cross_entropy,

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import sharding_of
+from mt_parallel_state import gather_from_group, sharding_of
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     LoraLinear,
     RowParallelLinear,
     add_lora,
-    gather_from_group,
     lora_state,
     recompute,
     save_lora,

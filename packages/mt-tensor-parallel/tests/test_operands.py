@@ -9,20 +9,22 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from mt_parallel_state import WgradStore
+from mt_parallel_state import (
+    WgradStore,
+    all_gather,
+    copy_to_group,
+    gather_from_group,
+    scatter_to_group,
+)
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     Gemm,
     RowParallelLinear,
     TorchGemm,
-    all_gather,
     choose_gemms,
-    copy_to_group,
     defer_weight_gradients,
-    gather_from_group,
     linear_cross_entropy,
     recompute,
-    scatter_to_group,
     sum_weight_gradients,
 )
 from torch import Tensor, nn

@@ -26,8 +26,6 @@ from mt_context_parallel.local import LocalAttention
 from mt_context_parallel.splits import Segment, Split, document_bounds, segments
 from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
 
-__all__ = ["Algorithm", "HierarchicalGroups", "context_parallel_attention", "default_kernels"]
-
 Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
 

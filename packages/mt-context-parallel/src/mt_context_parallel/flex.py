@@ -11,8 +11,6 @@ from torch import Tensor
 from mt_context_parallel.kernels import TileGrads
 from mt_context_parallel.tiles import Tile
 
-__all__ = ["FlexKernel"]
-
 
 class FlexKernel:
     """torch's `flex_attention`, compiled: every mask, no dropout.

@@ -14,8 +14,6 @@ from mt_context_parallel.gathered import gathered_backward, gathered_forward
 from mt_context_parallel.local import LocalAttention, Partial
 from mt_context_parallel.ring import ring_backward, ring_forward
 
-__all__ = ["SplitAttention"]
-
 Triple = tuple[Tensor, Tensor, Tensor]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from mt_context_parallel.local import LocalAttention, Partial
 from mt_context_parallel.splits import Segment, index_of, on_device
 
-__all__ = ["gathered_backward", "gathered_forward", "order_of", "sorted_runs"]
-
 Runs = Sequence[Sequence[Segment]]
 
 

@@ -13,16 +13,6 @@ from torch import Tensor
 
 from mt_context_parallel.tiles import Tile
 
-__all__ = [
-    "CudnnKernel",
-    "FlashKernel",
-    "Kernel",
-    "ReferenceKernel",
-    "SdpaCpuKernel",
-    "TileGrads",
-    "kernel_for",
-]
-
 
 class TileGrads(NamedTuple):
     """Gradients of one tile's queries, keys and values."""

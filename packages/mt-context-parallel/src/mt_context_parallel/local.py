@@ -12,8 +12,6 @@ from mt_context_parallel.kernels import Kernel, TileGrads, kernel_for
 from mt_context_parallel.splits import Segment
 from mt_context_parallel.tiles import Tile, blocks_of, tiles_of
 
-__all__ = ["LocalAttention", "Partial", "merge"]
-
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the attention over each.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mt_context_parallel.local import LocalAttention, Partial
 
-__all__ = ["ring_backward", "ring_forward"]
-
 
 class _Hop:
     """A tensor on its way to the next rank, and another on its way here from the previous."""

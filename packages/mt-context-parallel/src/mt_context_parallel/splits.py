@@ -12,8 +12,6 @@ import torch.distributed as dist
 from mt_parallel_state import group_rank, group_size
 from torch import Tensor
 
-__all__ = ["Segment", "Split", "pad_length", "positions", "segments", "shard", "unshard"]
-
 Split = Literal["zigzag", "contiguous"]
 _LONGEST = 1 << 32
 Group = dist.ProcessGroup | None

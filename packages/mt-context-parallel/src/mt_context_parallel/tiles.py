@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mt_context_parallel.splits import Segment
 
-__all__ = ["AttentionDropout", "AttentionMask", "Tile", "tiles_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMask:

@@ -13,26 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "Group",
-    "Pending",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_rows",
-    "apply_outside_graph",
-    "copy_to_group",
-    "gather_from_group",
-    "group_rank",
-    "group_size",
-    "reduce_from_group",
-    "reduce_scatter",
-    "scatter_to_group",
-    "shard_size",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-]
-
 Group = dist.ProcessGroup | None
 
 

@@ -5,17 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mt_parallel_state import (
-    all_gather,
-    all_to_all,
-    all_to_all_rows,
-    copy_to_group,
-    gather_from_group,
-    reduce_from_group,
-    reduce_scatter,
-    scatter_to_group,
-)
-
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
@@ -52,24 +41,16 @@ __all__ = [
     "TorchGemm",
     "VocabParallelEmbedding",
     "add_lora",
-    "all_gather",
-    "all_to_all",
-    "all_to_all_rows",
     "choose_gemms",
-    "copy_to_group",
     "defer_weight_gradients",
     "exchange_kv_groups",
-    "gather_from_group",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "lora_state",
     "parallel_linear",
     "pick_overlap",
     "recompute",
-    "reduce_from_group",
-    "reduce_scatter",
     "save_lora",
-    "scatter_to_group",
     "sum_weight_gradients",
     "vocab_parallel_cross_entropy",
 ]

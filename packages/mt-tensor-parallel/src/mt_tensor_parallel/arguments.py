@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["check_labels", "check_number", "check_tensor", "check_volume", "positive_int"]
-
 _LARGEST = 1 << 36
 
 

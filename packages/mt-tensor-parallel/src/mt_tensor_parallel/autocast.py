@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_autocast", "check_dtypes"]
-
 
 def as_autocast(x: Tensor) -> Tensor:
     """`x` in autocast's dtype; outside of autocast, or where its rule leaves it alone, `x`.

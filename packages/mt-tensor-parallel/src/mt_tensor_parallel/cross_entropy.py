@@ -13,8 +13,6 @@ from mt_tensor_parallel.arguments import check_labels, check_tensor
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
-__all__ = ["vocab_parallel_cross_entropy"]
-
 
 def _rows_per_block(logits: Tensor) -> int:
     """Rows whose fp32 copy stays in cache on a CPU; an accelerator takes larger bites."""

@@ -22,8 +22,6 @@ from torch.autograd.function import once_differentiable
 from mt_tensor_parallel.arguments import check_labels, check_volume, positive_int
 from mt_tensor_parallel.shards import take_part
 
-__all__ = ["VocabParallelEmbedding"]
-
 
 class _Lookup(torch.autograd.Function):
     """`F.embedding` whose backward accumulates low precision in fp32 on a CPU too.

@@ -35,8 +35,6 @@ from mt_tensor_parallel.overlap import (
 )
 from mt_tensor_parallel.wgrad import defer
 
-__all__ = ["parallel_linear"]
-
 
 def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
     return grad_y.flatten(0, -2).sum(0) if needed else None

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from mt_parallel_state import start_all_gather
 from torch import Tensor
 
-__all__ = ["SEQUENCE_DIM", "Gemm", "Operand", "Role", "TorchGemm", "checked_gemm"]
-
 SEQUENCE_DIM = 1
 
 Operand: TypeAlias = Any

@@ -6,8 +6,6 @@ import torch
 from mt_parallel_state import Group, all_to_all, group_size
 from torch import Tensor
 
-__all__ = ["exchange_kv_groups"]
-
 
 def exchange_kv_groups(qkv: Tensor, group: Group) -> Tensor:
     """Turn a split of `head_dim` into a split of the query heads, each with its key and value.

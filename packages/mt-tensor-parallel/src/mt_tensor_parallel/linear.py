@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod, sqrt
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from mt_parallel_state import (
@@ -24,14 +25,6 @@ from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.shards import take_part
-
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "choose_gemms",
-    "defer_weight_gradients",
-    "sum_weight_gradients",
-]
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -71,49 +64,134 @@ def _spec(dim: int, axis: str, group: Group) -> PartitionSpec:
 
 
 class _ParallelLinear(nn.Module):
+    """What the two layers share: they differ in which of their features are split."""
+
     weight: nn.Parameter
     bias: nn.Parameter | None
+    _split: ClassVar[str]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
         self,
+        in_features: int | tuple[int, ...],
+        out_features: int | tuple[int, ...],
         *,
-        group: Group,
-        axis: str,
-        sequence_parallel: bool,
-        gemm: Gemm | None,
-        communicate: bool,
-        overlap: Overlap | None,
+        shard_dim: int = 0,
+        group: Group = None,
+        axis: str = "tp",
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gemm: Gemm | None = None,
+        communicate: bool = True,
+        overlap: Overlap | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.overlap = overlap
         if sequence_parallel and not communicate:
             raise ValueError(
                 "sequence_parallel=True needs communicate=True: the layer gathers and scatters"
             )
-        self.group = group
-        self.communicate = communicate
+        column = self._split == "out_features"
+        if bias and not column and not communicate:
+            raise ValueError(
+                "bias=True with communicate=False would be added on every rank, before the sum "
+                "over the group; use bias=False and add one after that sum"
+            )
+        self.group, self.axis = group, axis
+        self.communicate, self.sequence_parallel = communicate, sequence_parallel
+        self.overlap = overlap
+        self.gemm: Gemm = checked_gemm(gemm)
         self.wgrad_store: WgradStore | None = None
         self.grad_sink: GradSink | None = None
-        self.axis = axis
-        self.sequence_parallel = sequence_parallel
-        self.gemm: Gemm = checked_gemm(gemm)
+        sizes = _features(out_features if column else in_features, self._split)
+        whole = in_features if column else out_features
+        whole = positive_int(whole, "in_features" if column else "out_features")
+        if not isinstance(shard_dim, int) or not 0 <= shard_dim < len(sizes):
+            allowed = f"0 to {len(sizes) - 1} for {sizes}"
+            raise ValueError(f"shard_dim must be {allowed}, got {shard_dim}")
+        local = shard_size(sizes[shard_dim], group, what=f"{self._split}[{shard_dim}] of {sizes}")
+        self._local = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
+        bound = 1 / sqrt(whole if column else prod(sizes))
+        make = partial(_own_part, bound=bound, dtype=dtype, device=device)
+        shape, dim = ((*sizes, whole), shard_dim) if column else ((whole, *sizes), shard_dim + 1)
+        self.weight = shard_param(make(shape, dim, group=group), _spec(dim, axis, group))
+        self.bias = None
+        if bias and column:
+            part = make(sizes, shard_dim, group=group)
+            self.bias = shard_param(part, _spec(shard_dim, axis, group))
+        elif bias:
+            partial_grad = (axis,) if sequence_parallel and group is not None else ()
+            own = make((whole,), 0, group=None)
+            self.bias = shard_param(own, PartitionSpec(), partial_grad=partial_grad)
 
-    def _take_over(self, linear: nn.Linear) -> None:
-        """Replace the parameters by copies of this rank's parts of a linear layer's."""
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        sizes: int | tuple[int, ...] | None = None,
+        shard_dim: int = 0,
+        group: Group = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+    ) -> Self:
+        """Split a `torch.nn.Linear`: this rank's part of its weight and bias.
+
+        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
+        rank of the group has the same layer.
+
+        Args:
+            linear: The whole layer.
+            sizes: The features that are split (the output's of a column-parallel layer, the
+                input's of a row-parallel one) as several dims; `None` is one dim.
+            shard_dim: Which of them is split.
+            group: As for the constructor; `None` copies the whole layer.
+            axis: As for the constructor.
+            sequence_parallel: As for the constructor.
+
+        Raises:
+            TypeError: `linear` is no `torch.nn.Linear`.
+            ValueError: As of the constructor, or the sizes are not those of `linear`.
+
+        Example:
+            >>> from torch import nn
+            >>> from mt_tensor_parallel import ColumnParallelLinear
+            >>> ColumnParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
+            torch.Size([8, 4])
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"{cls.__name__}.from_linear takes a torch.nn.Linear, got {type(linear).__name__}"
+            )
+        features = {"in_features": linear.in_features, "out_features": linear.out_features}
+        whole = features[cls._split]
+        split = _features(whole if sizes is None else sizes, "sizes")
+        if prod(split) != whole:
+            raise ValueError(f"sizes={sizes} must multiply to the {whole} {cls._split} of {linear}")
+        layer = cls(
+            **{**features, cls._split: split},
+            shard_dim=shard_dim,
+            group=group,
+            axis=axis,
+            bias=linear.bias is not None,
+            sequence_parallel=sequence_parallel,
+            dtype=linear.weight.dtype,
+            device="meta",
+        )
         for name in ("weight", "bias"):
-            own, whole = getattr(self, name), getattr(linear, name)
+            own, given = getattr(layer, name), getattr(linear, name)
             if own is not None:
-                setattr(self, name, take_part(own, whole, self.group))
-        self.train(linear.training)
+                setattr(layer, name, take_part(own, given, group))
+        return layer.train(linear.training)
 
     def _apply_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str, *, own_weight: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, own_weight: bool
     ) -> Tensor:
         return parallel_linear(
             x,
             weight,
             bias,
-            mode="column" if mode == "column" else "row",
+            mode="column" if self._split == "out_features" else "row",
             group=self.group if self.communicate else None,
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
@@ -164,98 +242,7 @@ class ColumnParallelLinear(_ParallelLinear):
             each other.
     """
 
-    def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
-        self,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        *,
-        shard_dim: int = 0,
-        group: Group = None,
-        axis: str = "tp",
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        gemm: Gemm | None = None,
-        communicate: bool = True,
-        overlap: Overlap | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            group=group,
-            axis=axis,
-            sequence_parallel=sequence_parallel,
-            gemm=gemm,
-            communicate=communicate,
-            overlap=overlap,
-        )
-        out = _features(out_features, "out_features")
-        shard_dim = _shard_dim(shard_dim, out)
-        local = shard_size(out[shard_dim], group, what=f"out_features[{shard_dim}] of {out}")
-        self.shard_dim = shard_dim
-        self.local_out = (*out[:shard_dim], local, *out[shard_dim + 1 :])
-        bound = 1 / sqrt(positive_int(in_features, "in_features"))
-        spec = _spec(shard_dim, axis, group)
-        weight = _own_part((*out, in_features), shard_dim, bound, group, dtype=dtype, device=device)
-        self.weight = shard_param(weight, spec)
-        self.bias = None
-        if bias:
-            part = _own_part(out, shard_dim, bound, group, dtype=dtype, device=device)
-            self.bias = shard_param(part, spec)
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        out_features: int | tuple[int, ...] | None = None,
-        shard_dim: int = 0,
-        group: Group = None,
-        axis: str = "tp",
-        sequence_parallel: bool = False,
-    ) -> Self:
-        """Split a `torch.nn.Linear`: this rank's rows of its weight and bias.
-
-        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
-        rank of the group has the same layer.
-
-        Args:
-            linear: The whole layer.
-            out_features: Its output as several dims, as for the constructor; `None` is one dim.
-            shard_dim: Which of them is split.
-            group: As for the constructor; `None` copies the whole layer.
-            axis: As for the constructor.
-            sequence_parallel: As for the constructor.
-
-        Raises:
-            TypeError: `linear` is no `torch.nn.Linear`.
-            ValueError: As of the constructor, or the sizes are not those of `linear`.
-
-        Example:
-            >>> from torch import nn
-            >>> from mt_tensor_parallel import ColumnParallelLinear
-            >>> ColumnParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
-            torch.Size([8, 4])
-        """
-        linear = _check_linear(linear, cls)
-        out = linear.out_features if out_features is None else out_features
-        sizes = _features(out, "out_features")
-        if prod(sizes) != linear.out_features:
-            raise ValueError(
-                f"out_features={out} must multiply to the {linear.out_features} of {linear!r}"
-            )
-        layer = cls(
-            linear.in_features,
-            sizes,
-            shard_dim=shard_dim,
-            group=group,
-            axis=axis,
-            bias=linear.bias is not None,
-            sequence_parallel=sequence_parallel,
-            dtype=linear.weight.dtype,
-            device="meta",
-        )
-        layer._take_over(linear)
-        return layer
+    _split = "out_features"
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Apply the layer; see the class for shapes.
@@ -265,13 +252,12 @@ class ColumnParallelLinear(_ParallelLinear):
             weight: Used in place of the layer's own, for example a tied embedding's.
         """
         own_weight = weight is None
-        weight = self.weight if weight is None else weight
-        several = len(self.local_out) > 1
-        bias = self.bias
+        weight, bias = self.weight if weight is None else weight, self.bias
+        several = len(self._local) > 1
         if several:
             weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        y = self._apply_linear(x, weight, bias, "column", own_weight=own_weight)
-        return y.unflatten(-1, self.local_out) if several else y
+        y = self._apply_linear(x, weight, bias, own_weight=own_weight)
+        return y.unflatten(-1, self._local) if several else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -306,103 +292,7 @@ class RowParallelLinear(_ParallelLinear):
             options exclude each other.
     """
 
-    def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
-        self,
-        in_features: int | tuple[int, ...],
-        out_features: int,
-        *,
-        shard_dim: int = 0,
-        group: Group = None,
-        axis: str = "tp",
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        gemm: Gemm | None = None,
-        communicate: bool = True,
-        overlap: Overlap | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            group=group,
-            axis=axis,
-            sequence_parallel=sequence_parallel,
-            gemm=gemm,
-            communicate=communicate,
-            overlap=overlap,
-        )
-        if bias and not communicate:
-            raise ValueError(
-                "bias=True with communicate=False would be added on every rank, before the sum "
-                "over the group; use bias=False and add one after that sum"
-            )
-        sizes = _features(in_features, "in_features")
-        shard_dim = _shard_dim(shard_dim, sizes)
-        local = shard_size(sizes[shard_dim], group, what=f"in_features[{shard_dim}] of {sizes}")
-        self.local_in = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
-        bound = 1 / sqrt(prod(sizes))
-        shape = (positive_int(out_features, "out_features"), *sizes)
-        weight = _own_part(shape, shard_dim + 1, bound, group, dtype=dtype, device=device)
-        self.weight = shard_param(weight, _spec(shard_dim + 1, axis, group))
-        self.bias = None
-        if bias:
-            whole = _own_part((out_features,), 0, bound, None, dtype=dtype, device=device)
-            partial = (axis,) if sequence_parallel and group is not None else ()
-            self.bias = shard_param(whole, PartitionSpec(), partial_grad=partial)
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        in_features: int | tuple[int, ...] | None = None,
-        shard_dim: int = 0,
-        group: Group = None,
-        axis: str = "tp",
-        sequence_parallel: bool = False,
-    ) -> Self:
-        """Split a `torch.nn.Linear`: this rank's columns of its weight, and its whole bias.
-
-        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
-        rank of the group has the same layer.
-
-        Args:
-            linear: The whole layer.
-            in_features: Its input as several dims, as for the constructor; `None` is one dim.
-            shard_dim: Which of them is split.
-            group: As for the constructor; `None` copies the whole layer.
-            axis: As for the constructor.
-            sequence_parallel: As for the constructor.
-
-        Raises:
-            TypeError: `linear` is no `torch.nn.Linear`.
-            ValueError: As of the constructor, or the sizes are not those of `linear`.
-
-        Example:
-            >>> from torch import nn
-            >>> from mt_tensor_parallel import RowParallelLinear
-            >>> RowParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
-            torch.Size([8, 4])
-        """
-        linear = _check_linear(linear, cls)
-        given = linear.in_features if in_features is None else in_features
-        sizes = _features(given, "in_features")
-        if prod(sizes) != linear.in_features:
-            raise ValueError(
-                f"in_features={given} must multiply to the {linear.in_features} of {linear!r}"
-            )
-        layer = cls(
-            sizes,
-            linear.out_features,
-            shard_dim=shard_dim,
-            group=group,
-            axis=axis,
-            bias=linear.bias is not None,
-            sequence_parallel=sequence_parallel,
-            dtype=linear.weight.dtype,
-            device="meta",
-        )
-        layer._take_over(linear)
-        return layer
+    _split = "in_features"
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Apply the layer; see the class for shapes.
@@ -413,23 +303,15 @@ class RowParallelLinear(_ParallelLinear):
         """
         own_weight = weight is None
         weight = self.weight if weight is None else weight
-        if len(self.local_in) > 1:
-            x, weight = x.flatten(-len(self.local_in)), weight.flatten(1)
-        return self._apply_linear(x, weight, self.bias, "row", own_weight=own_weight)
+        if len(self._local) > 1:
+            x, weight = x.flatten(-len(self._local)), weight.flatten(1)
+        return self._apply_linear(x, weight, self.bias, own_weight=own_weight)
 
 
-def _check_linear(linear: object, cls: type) -> nn.Linear:
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(
-            f"{cls.__name__}.from_linear takes a torch.nn.Linear, got {type(linear).__name__}"
-        )
-    return linear
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[str, _ParallelLinear]]:
-    return (
-        (name, each) for name, each in module.named_modules() if isinstance(each, _ParallelLinear)
-    )
+def _linears(module: nn.Module) -> list[tuple[str, _ParallelLinear]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, _ParallelLinear)]
 
 
 def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
@@ -447,7 +329,7 @@ def choose_gemms(module: nn.Module, gemm_for: Callable[[str], Gemm]) -> None:
 
     A strategy that is an `nn.Module` becomes the layer's submodule `gemm`, with its state.
     """
-    for name, layer in list(_linears(module)):
+    for name, layer in _linears(module):
         del layer.gemm  # a module does not give way to a plain attribute
         layer.gemm = gemm_for(name)
 
@@ -464,9 +346,3 @@ def sum_weight_gradients(
     """
     for _, layer in _linears(module):
         layer.grad_sink = sink_of(layer.weight) if layer.weight.requires_grad else None
-
-
-def _shard_dim(shard_dim: int, sizes: tuple[int, ...]) -> int:
-    if not isinstance(shard_dim, int) or not 0 <= shard_dim < len(sizes):
-        raise ValueError(f"shard_dim must be 0 to {len(sizes) - 1} for {sizes}, got {shard_dim}")
-    return shard_dim

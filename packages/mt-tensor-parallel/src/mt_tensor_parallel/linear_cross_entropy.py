@@ -17,8 +17,6 @@ from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
-__all__ = ["IGNORE_INDEX", "linear_cross_entropy", "linear_cross_entropy_reference"]
-
 IGNORE_INDEX = -100
 
 

@@ -31,8 +31,6 @@ from mt_tensor_parallel.arguments import check_number, check_volume
 from mt_tensor_parallel.gemm import SEQUENCE_DIM
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["LoraLinear", "add_lora", "lora_state", "save_lora"]
-
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 Export = Callable[[str, Tensor, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
 _PREFIX = "base_model.model."

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mt_tensor_parallel.arguments import check_number
 
-__all__ = ["LossTerms", "over_ranks"]
-
 
 def over_ranks(
     group: dist.ProcessGroup, lse: Tensor, target: Tensor, sums: Tensor | None

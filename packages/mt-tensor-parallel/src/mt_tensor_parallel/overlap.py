@@ -18,8 +18,6 @@ from torch import Tensor
 
 from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand
 
-__all__ = ["Overlap", "Product", "check_overlap", "gather_and", "pick_overlap", "scatter_after"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:

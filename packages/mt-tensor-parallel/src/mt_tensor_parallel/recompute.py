@@ -9,8 +9,6 @@ import torch
 from mt_parallel_state import Group, group_rank, group_size, start_all_gather
 from torch import Tensor
 
-__all__ = ["DiscardedOutput", "recompute"]
-
 Output = TypeVar("Output", Tensor, tuple[Tensor, ...])
 
 

@@ -6,8 +6,6 @@ import torch
 from mt_parallel_state import Group, group_rank, group_size, shard_param, sharding_of
 from torch import Tensor, nn
 
-__all__ = ["take_part"]
-
 
 def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:
     """Copy the part of `whole` that `own` stands for, with `own`'s sharding record.

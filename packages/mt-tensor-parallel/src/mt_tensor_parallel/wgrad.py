@@ -9,8 +9,6 @@ import torch
 from mt_parallel_state import WgradStore
 from torch import Tensor
 
-__all__ = ["defer"]
-
 
 def defer(store: WgradStore, weight: Tensor, compute: Callable[[], Tensor]) -> None:
     """Put off the gradient of `weight`, a parameter or a view of one.
