@@ -3,8 +3,14 @@
 import pytest
 import torch
 from mt_optim import (
+    SGD,
     AdamW,
+    Lion,
     LRSchedule,
+    OptimizerConfig,
+    StepGuard,
+    TorchRule,
+    build_optimizer,
     clip_grad_norm,
     default_decay_filter,
     fused_obstacle,
@@ -19,6 +25,12 @@ SCHEDULE = {"kind": "wsd", "max_lr": 1.0, "warmup": 2, "decay": 9, "wsd_anneal":
 GOOD = [
     (AdamW, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
     (AdamW, {"params": NAMED, "decay_filter": default_decay_filter, "engine": "auto"}),
+    (SGD, {"params": NAMED, "momentum": 0.9, "dampening": 0.0, "nesterov": True}),
+    (Lion, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    (OptimizerConfig, {"name": "adamw", "lr": 1e-3, "max_norm": 1.0, "skip_above": 2.0}),
+    (build_optimizer, {"model": NAMED, "config": OptimizerConfig(lr=1.0), "state": STATE}),
+    (StepGuard, {"named_params": NAMED, "state": STATE, "max_norm": 1.0, "max_value": 1.0}),
+    (TorchRule, {"class_name": "RAdam", "options": {"eps": 1e-8}}),
     (AdamW(NAMED).step, {"closure": None, "lr": 1e-3}),
     (AdamW(NAMED).load_state_dict, {"state_dict": AdamW(NAMED).state_dict()}),
     (LRSchedule, {**SCHEDULE, "min_lr": 0.1, "init_lr": 0.0, "wsd_shape": "linear"}),

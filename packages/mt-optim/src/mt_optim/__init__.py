@@ -1,14 +1,36 @@
-"""AdamW over fp32 masters, layout-independent gradient norms, learning-rate schedules."""
+"""Optimizers over full-precision masters, layout-independent gradient norms, schedules."""
 
-from mt_optim.adamw import AdamW, fused_obstacle
+from mt_optim.adamw import AdamW, AdamWRule, fused_obstacle
 from mt_optim.clip import clip_grad_norm, grad_norm
+from mt_optim.config import OptimizerConfig
+from mt_optim.factory import build_optimizer
 from mt_optim.group import DecayFilter, default_decay_filter
+from mt_optim.guard import StepGuard
+from mt_optim.lion import Lion, LionRule
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.result import StepResult
+from mt_optim.rule import Batch, Rule
 from mt_optim.schedule import LRSchedule
+from mt_optim.sgd import SGD, SGDRule
+from mt_optim.torch_rule import TorchRule
 
 __all__ = [
+    "SGD",
     "AdamW",
+    "AdamWRule",
+    "Batch",
     "DecayFilter",
     "LRSchedule",
+    "Lion",
+    "LionRule",
+    "NamedOptimizer",
+    "OptimizerConfig",
+    "Rule",
+    "SGDRule",
+    "StepGuard",
+    "StepResult",
+    "TorchRule",
+    "build_optimizer",
     "clip_grad_norm",
     "default_decay_filter",
     "fused_obstacle",

@@ -1,4 +1,4 @@
-"""What AdamW takes as parameters: read, named and checked."""
+"""What an optimizer takes as parameters: read, named and checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ MASTER_DTYPES = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.float32,
 }
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
 # `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
-_KEYS = ("params", "param_names", *OPTIONS, "initial_lr", "name")
+_KEYS = ("initial_lr", "name", "rule")
 LARGEST_LR = torch.finfo(torch.float32).max  # of more an fp32 weight becomes infinite
 
 
@@ -39,7 +38,7 @@ def default_decay_filter(name: str, param: Tensor) -> bool:
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the groups that AdamW's first argument stands for, none of them checked yet.
+    """Return the groups that an optimizer's first argument stands for, none of them checked yet.
 
     Raises:
         TypeError: It is not an iterable of parameters, of pairs or of groups.
@@ -58,12 +57,15 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
     return items if isinstance(items[0], Mapping) else [{"params": items}]
 
 
-def read_group(group: Any, first: int) -> tuple[dict[str, Any], list[tuple[str, Tensor]], bool]:
+def read_group(
+    group: Any, first: int, keys: tuple[str, ...]
+) -> tuple[dict[str, Any], list[tuple[str, Tensor]], bool]:
     """Read one group.
 
     Args:
         group: A mapping with `params` and any of the options.
         first: Number of the group's first parameter, which names those that come without a name.
+        keys: The options that it may have.
 
     Returns:
         The group without its parameters; these with their names; and whether they came with names.
@@ -74,11 +76,12 @@ def read_group(group: Any, first: int) -> tuple[dict[str, Any], list[tuple[str, 
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"expected a group as the ones before it, a dict; got {_kind(group)}")
+    known = ("params", "param_names", *keys, *_KEYS)
     for key in group:
-        if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"a group has no key {key!r}.{hint} Its keys: {', '.join(_KEYS)}")
+            raise ValueError(f"a group has no key {key!r}.{hint} Its keys: {', '.join(known)}")
     if "params" not in group:
         raise ValueError("a group needs 'params', the parameters that its options are for")
     given = group["params"]
@@ -106,7 +109,7 @@ def read_group(group: Any, first: int) -> tuple[dict[str, Any], list[tuple[str, 
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Check learning rate, betas, eps and weight decay of a group.
+    """Check learning rate and weight decay of a group.
 
     Raises:
         TypeError: One of them is not a number.
@@ -117,14 +120,18 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"lr must be 0 or more and finite, got {lr}")
     if lr > LARGEST_LR:
         raise ValueError(f"lr is {lr}, which fp32 weights cannot hold; use a smaller one")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not all(0 <= check_number("betas", beta) < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    for what in ("eps", "weight_decay"):
-        if not 0 <= check_number(what, group[what]) <= LARGEST_LR:
-            raise ValueError(f"{what} must be 0 or more and finite, got {group[what]}")
+    check_size("weight_decay", group["weight_decay"])
+
+
+def check_size(what: str, value: Any) -> None:
+    """Check a number that is 0 or more.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is negative, or fp32 cannot hold it.
+    """
+    if not 0 <= check_number(what, value) <= LARGEST_LR:
+        raise ValueError(f"{what} must be 0 or more and finite, got {value}")
 
 
 def check_number(what: str, value: Any) -> float:
@@ -158,7 +165,7 @@ def _pair(item: Any, name: str, *, is_named: bool) -> tuple[str, Tensor]:
         )
     if param.dtype not in MASTER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
-        raise TypeError(f"parameter {name!r} is {param.dtype}; AdamW takes {allowed}")
+        raise TypeError(f"parameter {name!r} is {param.dtype}; an optimizer takes {allowed}")
     return name, param
 
 

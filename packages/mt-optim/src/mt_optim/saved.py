@@ -1,4 +1,4 @@
-"""What AdamW takes from a state dict: read and checked before anything changes."""
+"""What an optimizer takes from a state dict: read and checked before anything changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_optim.group import check_number, check_options
+from mt_optim.group import check_number
 
 # Options of torch's AdamW: what ours always does, and what changes no number.
 _ALWAYS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -53,20 +53,22 @@ def _options(index: int, group: Any, own: Mapping[str, Any]) -> dict[str, Any]:
                 "the parameters in the same order"
             )
     for key, value in _ALWAYS.items():
-        if bool(group.get(key, value)) != value:
+        if key not in own and bool(group.get(key, value)) != value:
             raise ValueError(f"the state is of an optimizer with {key}={group[key]}, unlike this")
     kept = {key: value for key, value in group.items() if key not in _LEFT_OUT}
-    check_options({**own, **kept})
     return copy.deepcopy(kept)
 
 
-def read_state(name: str, given: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_state(
+    name: str, given: Any, own: Mapping[str, Tensor], *, makes_more: bool = False
+) -> dict[str, Tensor]:
     """Return the values of one parameter's state.
 
     Args:
         name: The parameter's name.
         given: Its entry in the state dict, None where there is none.
         own: The tensors that are to get the values.
+        makes_more: Whether the rule makes tensors while it runs: those are taken as they are.
 
     Raises:
         ValueError: A value is missing or has another shape.
@@ -85,4 +87,6 @@ def read_state(name: str, given: Any, own: Mapping[str, Tensor]) -> dict[str, Te
                 f"{tuple(tensor.shape)} here"
             )
         values[key] = value
+    if makes_more:
+        values |= {k: v for k, v in given.items() if k not in own and isinstance(v, Tensor)}
     return values

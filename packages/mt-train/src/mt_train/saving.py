@@ -116,17 +116,17 @@ def _is_finite(trainer: Trainer) -> bool:
 
 
 def _shards(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
-    """List the fp32 (fp64) weights of this rank, and both moments, in model space."""
+    """List the fp32 (fp64) weights of this rank, and the moments, in model space."""
     optimizer, layout, rank = trainer.optimizer, trainer.state.layout, trainer.state.rank
     params = dict(trainer.named_parameters)
-    tensors = {RunFolder.WEIGHTS: optimizer.master}
+    named = [(RunFolder.WEIGHTS, name, optimizer.master(name)) for name in params]
     if moments:
-        tensors |= {
-            f"{RunFolder.OPTIMIZER}/exp_avg": optimizer.exp_avg,
-            f"{RunFolder.OPTIMIZER}/exp_avg_sq": optimizer.exp_avg_sq,
-        }
+        named += [
+            (f"{RunFolder.OPTIMIZER}/{key}", name, optimizer.moment(name, key))
+            for name in params
+            for key in optimizer.moments(name)
+        ]
     shards: list[TensorShard] = []
-    for prefix, tensor_of in tensors.items():
-        named = [(name, tensor_of(name)) for name in params]
-        shards += param_shards(named, layout, rank, prefix=prefix, params=params)
+    for prefix, name, tensor in named:
+        shards += param_shards([(name, tensor)], layout, rank, prefix=prefix, params=params)
     return shards

@@ -1,0 +1,67 @@
+"""Everything that makes an optimizer, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_optim.group import check_number, check_size
+
+NAMES = ("adamw", "adam", "sgd", "lion")
+TORCH = "torch.optim."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What `build_optimizer` builds.
+
+    Attributes:
+        name: adamw, adam, sgd, lion, or a class of torch such as `torch.optim.RAdam`.
+        lr: Learning rate; a schedule sets it anew for each step.
+        weight_decay: Of matrices; biases, norms and other vectors have none.
+        betas: Decay rates of adamw and adam (default 0.9 and 0.999) and lion (0.9 and 0.99).
+        eps: Added to the root of the second moment of adamw and adam.
+        momentum: Of sgd.
+        nesterov: Whether sgd looks ahead.
+        options: Further arguments of a class of torch.
+        max_norm: Largest norm of the whole model's gradient; None never clips.
+        max_value: Largest magnitude of a gradient's element; None for any.
+        skip_above: A step with a larger norm is skipped; None skips what is not finite.
+
+    Raises:
+        ValueError: A field is out of range, or not for this optimizer.
+        TypeError: A field is of another type.
+    """
+
+    name: str = "adamw"
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float = 1e-8
+    momentum: float = 0.9
+    nesterov: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_norm: float | None = None
+    max_value: float | None = None
+    skip_above: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string, got {self.name!r:.60}")
+        if self.name not in NAMES and not self.name.startswith(TORCH):
+            raise ValueError(
+                f"name must be one of {', '.join(NAMES)}, or a class such as torch.optim.RAdam; "
+                f"got {self.name[:60]!r}"
+            )
+        check_size("lr", self.lr)
+        check_size("weight_decay", self.weight_decay)
+        for what in ("max_norm", "max_value", "skip_above"):
+            limit = getattr(self, what)
+            if limit is not None and not check_number(what, limit) > 0:
+                raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
+        if self.options and not self.name.startswith(TORCH):
+            raise ValueError(
+                f"options {sorted(self.options)} are for classes of torch, and name is "
+                f"{self.name!r}; its settings are fields of their own"
+            )

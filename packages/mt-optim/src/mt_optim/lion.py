@@ -1,0 +1,71 @@
+"""Lion: the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mt_optim.group import DecayFilter
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.rule import Batch, Rule, check_betas
+
+
+class LionRule(Rule):
+    """Chen et al., arXiv 2302.06675.
+
+    With `m` the moment: the update is `sign(b1 m + (1 - b1) g)`, then `m = b2 m + (1 - b2) g`.
+
+    Args:
+        betas: Default rates of the interpolation and of the moment.
+    """
+
+    name: ClassVar[str] = "lion"
+    moments = ("exp_avg",)
+
+    def __init__(self, *, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        self.options = {"betas": betas}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check betas."""
+        check_betas(group["betas"])
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Update with foreach kernels."""
+        moments, (first, second) = batch.moment("exp_avg"), group["betas"]
+        updates = torch._foreach_lerp(moments, batch.grads, 1 - first)
+        torch._foreach_sign_(updates)
+        torch._foreach_mul_(batch.masters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(batch.masters, updates, alpha=-group["lr"])
+        torch._foreach_lerp_(moments, batch.grads, 1 - second)
+        batch.count()
+
+
+class Lion(NamedOptimizer):
+    """Lion (Chen et al., arXiv 2302.06675) with masters and named state.
+
+    Args:
+        params: As of `NamedOptimizer`; a group may set `betas`.
+        lr: Learning rate; a third to a tenth of AdamW's.
+        betas: Rates of the interpolation and of the moment.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        decay_filter: As of `NamedOptimizer`.
+
+    Raises:
+        ValueError: As from `NamedOptimizer`.
+        TypeError: As from `NamedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        decay_filter: DecayFilter | None = None,
+    ) -> None:
+        rule = LionRule(betas=betas)
+        super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)

@@ -1,0 +1,395 @@
+"""An optimizer whose state has names and full precision, whatever its rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from mt_data_parallel import grad_of
+from torch import Tensor
+
+from mt_optim.group import (
+    MASTER_DTYPES,
+    DecayFilter,
+    check_options,
+    read_group,
+    read_groups,
+)
+from mt_optim.guard import StepGuard
+from mt_optim.result import StepResult
+from mt_optim.rule import Batch, Rule
+from mt_optim.saved import read_options, read_state
+
+RuleFilter = Callable[[str, Tensor], str]
+
+
+class NamedOptimizer(torch.optim.Optimizer):
+    """A torch.optim.Optimizer that runs rules over masters, with state that has names.
+
+    bf16 parameters have an fp32 master copy that is updated and rounded back; fp32 and fp64
+    parameters are their own master. State is allocated at once: a checkpoint is loaded by
+    `load_state_dict`, or by writing into `master` and `moment`, setting `step_count` and calling
+    `sync_params`. Weights loaded into bf16 parameters themselves are taken over by `sync_masters`.
+
+    Gradients are read through `mt_data_parallel.grad_of`; a missing one counts as zero, as it would
+    inside a GradBuffer (torch.optim skips such a parameter instead). Parameters with
+    `requires_grad=False` are left out.
+
+    Args:
+        params: Parameters, pairs of name and parameter, or a list of groups: dicts with `params`
+            and options of their own. Parameters without names are named by their number: `"0"`,
+            `"1"` and so on.
+        rules: The rule of all parameters, or several.
+        lr: Learning rate.
+        weight_decay: What it means is the rule's.
+        decay_filter: Called with name and parameter, says whether weight decay applies. Those of
+            a group that it refuses become a group of their own with weight_decay 0. None: it
+            applies to all, as in torch. `default_decay_filter` spares biases and vectors.
+        rule_filter: Called with name and parameter, gives the name of its rule; for several rules.
+            Each rule's parameters become groups of their own.
+        guard: Asked by every step whether it may be taken; None takes each.
+
+    Attributes:
+        param_groups: The groups with their options, which may be changed between steps.
+
+    Raises:
+        ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
+            is to be trained.
+        TypeError: Something is not a parameter, or not bf16, fp32 or fp64.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rules: Rule | Sequence[Rule],
+        *,
+        lr: float,
+        weight_decay: float,
+        decay_filter: DecayFilter | None = None,
+        rule_filter: RuleFilter | None = None,
+        guard: StepGuard | None = None,
+    ) -> None:
+        for what, given in (("decay_filter", decay_filter), ("rule_filter", rule_filter)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{what} must be a function or None, got {given!r:.60}")
+        several = [rules] if isinstance(rules, Rule) else list(rules)
+        self._rules = {rule.name: rule for rule in several}
+        self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
+        self._params: dict[str, Tensor] = {}
+        self._guard = guard
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        for rule in several:
+            defaults |= rule.options
+        check_options(defaults)
+        for rule in several:
+            rule.check(defaults)
+        super().__init__(read_groups(params), defaults)
+        if not self._params:
+            raise ValueError(
+                "there is no parameter to train: each has requires_grad=False; set it before"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, such as layers that are trained from now on.
+
+        Args:
+            param_group: `params`, and any of the options; the optimizer's own are the default.
+
+        Raises:
+            ValueError: As from the constructor; also where these have names and the others none.
+            TypeError: As from the constructor.
+        """
+        options, pairs, is_named = read_group(param_group, len(self._params), tuple(self.defaults))
+        forced = options.pop("rule", None)
+        if forced is not None and forced not in self._rules:
+            raise ValueError(f"rule must be one of {', '.join(self._rules)}; got {forced!r:.60}")
+        if self.param_groups and is_named != ("param_names" in self.param_groups[0]):
+            raise ValueError("some groups have parameters with names and some without: give all")
+        pairs = [(name, param) for name, param in pairs if param.requires_grad]
+        self._check_new(pairs)
+        parts: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
+        for name, param in pairs:
+            decays = self._decays is None or bool(self._decays(name, param))
+            parts.setdefault((forced or self._rule_of(name, param), decays), []).append(
+                (name, param)
+            )
+        if not parts:  # all are frozen: the group keeps its place
+            parts[forced or next(iter(self._rules)), True] = []
+        for rule, decays in sorted(parts, key=lambda key: not key[1]):
+            given = options if decays else {**options, "weight_decay": 0.0}
+            group = self._new_group(rule, given, parts[rule, decays], is_named=is_named)
+            self.param_groups.append(group)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names, in the order of the groups."""
+        return tuple(self._params)
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; set it after loading the moments of a checkpoint."""
+        return max(int(self.state[param]["step"]) for param in self._params.values())
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"step_count must be a whole number, got {value!r:.60}")
+        if value < 0:
+            raise ValueError(f"step_count must be 0 or more, got {value}")
+        for param in self._params.values():
+            self.state[param]["step"].fill_(float(value))
+
+    def master(self, name: str) -> Tensor:
+        """Return the full-precision parameter: the parameter itself, or its fp32 copy for bf16.
+
+        Shape:
+            The parameter's. Writing into it changes the state; call `sync_params` afterwards.
+        """
+        param = self._param(name)
+        return self.state[param].get("master", param).detach()
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors of the parameter's shape that its rule keeps."""
+        param = self._param(name)
+        return next(
+            self._rule(group).moments
+            for group in self.param_groups
+            if any(param is own for own in group["params"])
+        )
+
+    def moment(self, name: str, key: str) -> Tensor:
+        """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
+
+        Shape:
+            The parameter's. Writing into it changes the state.
+        """
+        state = self.state[self._param(name)]
+        if key not in self.moments(name):
+            raise KeyError(
+                f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
+            )
+        return state[key]
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has overloads)
+        self, closure: Callable[[], Any] | None = None, *, lr: float | None = None
+    ) -> StepResult:
+        """Update every parameter from its gradient.
+
+        Args:
+            closure: Called first, with gradients enabled, where it is given.
+            lr: Learning rate of all groups, from now on; by default each keeps its own.
+
+        Returns:
+            What was done; `loss` is what the closure returned.
+
+        Raises:
+            ValueError: An option of a group is out of range; no parameter has changed then.
+            TypeError: An option is not a number, or the closure not a function.
+        """
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure must be a function; for a learning rate write lr={closure!r}")
+        groups = self.param_groups
+        for group in groups:
+            self._check_group(self._rule(group), group if lr is None else {**group, "lr": lr})
+        for group in groups if lr is not None else ():
+            group["lr"] = lr
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = StepResult() if self._guard is None else self._guard.admit()
+        if result.stepped:
+            for group in groups:
+                if group["params"]:
+                    self._rule(group).update(self._batch(group["params"]), group)
+            self.sync_params()
+        return replace(result, loss=loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
+        """Forget the gradients.
+
+        A gradient that a GradBuffer holds is set to zero; `GradBuffer.start` does without that.
+
+        Args:
+            set_to_none: Whether `.grad` becomes None rather than zero.
+        """
+        zeroed: list[Tensor] = []
+        for param in self._params.values():
+            grad = grad_of(param)
+            if grad is not None and not (set_to_none and grad is param.grad):
+                zeroed.append(grad.detach())
+            if set_to_none:
+                param.grad = None
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave: moments, masters, steps and the groups' options.
+
+        Values are copied into the tensors that are there, and bf16 parameters become their masters,
+        rounded. State of torch.optim.AdamW is taken too, where parameters are their own masters.
+
+        Args:
+            state_dict: What `state_dict` of an optimizer with the same groups gave.
+
+        Raises:
+            ValueError: It is of other groups, parameters or shapes, or lacks something; nothing has
+                changed then.
+            TypeError: It is not such a dict.
+        """
+        given: Any = state_dict
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+            raise TypeError("expected what state_dict() gave: a dict with state and param_groups")
+        given = dict(given)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = hook(self, given) or given
+        options = read_options(given["param_groups"], self.param_groups)
+        for group, read in zip(self.param_groups, options, strict=True):
+            self._check_group(self._rule(group), {**group, **read})
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        names = {param: name for name, param in self._params.items()}
+        states: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        for group in self.param_groups:
+            makes_more = self._rule(group).makes_more
+            for param, number in zip(group["params"], numbers, strict=False):
+                own = self.state[param]
+                found = given["state"].get(number)
+                states.append((own, read_state(names[param], found, own, makes_more=makes_more)))
+        with torch.no_grad():
+            for state, values in states:
+                for key, value in values.items():
+                    if key in state:
+                        state[key].copy_(value)
+                    else:
+                        state[key] = value.clone()
+        for group, read in zip(self.param_groups, options, strict=True):
+            group.update(read)
+        self.sync_params()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def non_finite(self) -> list[str]:
+        """Name the parameters whose weights or moments are not all finite.
+
+        Weights that an absurd learning rate made infinite give a loss that is not finite, whatever
+        comes later: ask before they are written to disk. It reads the state once and waits for the
+        device. It does not communicate: each rank answers for what it holds.
+
+        Returns:
+            The names, in order; empty where all is well.
+        """
+        found: list[tuple[str, Tensor]] = []
+        for name, param in self._params.items():
+            if param.numel():
+                state = self.state[param]
+                values = [state.get("master", param)]
+                values += [value for key, value in state.items() if key not in ("step", "master")]
+                # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
+                found += [(name, torch.linalg.vector_norm(v, math.inf).double()) for v in values]
+        if not found:
+            return []
+        largest = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
+        pairs = zip(found, largest, strict=True)
+        return list(dict.fromkeys(name for (name, _), value in pairs if not math.isfinite(value)))
+
+    @torch.no_grad()
+    def sync_params(self) -> None:
+        """Set every bf16 parameter to its master, rounded to nearest even; others are theirs."""
+        copies = self._copies()
+        if copies:
+            torch._foreach_copy_(list(copies), list(copies.values()))
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Set every master to its bf16 parameter, after weights were loaded into the model."""
+        copies = self._copies()
+        if copies:
+            torch._foreach_copy_(list(copies.values()), list(copies))
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_rules": self._rules, "_decays": self._decays, "_params": self._params}
+        own |= {"_rule_of": self._rule_of, "_guard": self._guard}
+        return {**super().__getstate__(), **own}
+
+    def _new_group(
+        self,
+        rule_name: str,
+        options: Mapping[str, Any],
+        pairs: Sequence[tuple[str, Tensor]],
+        *,
+        is_named: bool,
+    ) -> dict[str, Any]:
+        """Make a group of one rule, and the state of its parameters."""
+        rule = self._rules[rule_name]
+        keys = ("lr", "weight_decay", *rule.options)
+        kept = {key: value for key, value in options.items() if key not in self.defaults}
+        group: dict[str, Any] = {"params": [param for _, param in pairs]}
+        group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
+        self._check_group(rule, group)
+        if len(self._rules) > 1:
+            group["rule"] = rule_name
+        if is_named:
+            group["param_names"] = [name for name, _ in pairs]
+        for name, param in pairs:
+            self._params[name] = param
+            self.state[param] = self._new_state(name, param, rule)
+        return group
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return self._rules[group["rule"]] if "rule" in group else next(iter(self._rules.values()))
+
+    def _check_group(self, rule: Rule, group: Mapping[str, Any]) -> None:
+        check_options(group)
+        rule.check(group)
+
+    def _batch(self, params: list[Tensor]) -> Batch:
+        states = [self.state[param] for param in params]
+        masters = [s.get("master", p) for s, p in zip(states, params, strict=True)]
+        grads = [_gradient(p, master) for p, master in zip(params, masters, strict=True)]
+        return Batch(params, masters, grads, states)
+
+    def _new_state(self, name: str, param: Tensor, rule: Rule) -> dict[str, Tensor]:
+        dtype = MASTER_DTYPES[param.dtype]
+        master = param if param.dtype == dtype else param.detach().to(dtype)
+        try:
+            state = rule.new_state(param, master)
+        except ValueError as error:
+            raise ValueError(f"parameter {name!r}: {error}") from None
+        return state if master is param else {**state, "master": master}
+
+    def _copies(self) -> dict[Tensor, Tensor]:
+        """Return the parameters that are not their own masters, with these."""
+        states = ((param, self.state[param]) for param in self._params.values())
+        return {param: state["master"] for param, state in states if "master" in state}
+
+    def _param(self, name: str) -> Tensor:
+        try:
+            return self._params[name]
+        except (KeyError, TypeError):
+            raise KeyError(
+                f"no parameter {name!r} in this optimizer; it has {', '.join(self._params)}"
+            ) from None
+
+    def _check_new(self, pairs: list[tuple[str, Tensor]]) -> None:
+        params = dict(self._params)
+        names = {param: name for name, param in params.items()}
+        for name, param in pairs:
+            if name in params or param in names:
+                raise ValueError(
+                    f"parameter {name!r} is listed twice (first as {names.get(param, name)!r})"
+                )
+            params[name], names[param] = param, name
+
+
+def _gradient(param: Tensor, master: Tensor) -> Tensor:
+    """Return the gradient in the master's dtype, in memory order as the fused kernel reads it."""
+    grad = grad_of(param)
+    if grad is None:
+        return torch.zeros_like(master)
+    return grad.to(master.dtype).contiguous()

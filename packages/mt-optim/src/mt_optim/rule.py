@@ -1,0 +1,119 @@
+"""What an update rule is: a pure function over parameters, gradients and states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mt_optim.group import check_number
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters that are updated together: they have one rule and the same options.
+
+    Attributes:
+        params: The model's own tensors, which carry the sharding records; not to be written.
+        masters: What is updated, in full precision; the parameter itself where that has it.
+        grads: In the masters' dtype and shape.
+        states: By name the step, and the moments in the masters' dtype; updated in place.
+    """
+
+    params: list[Tensor]
+    masters: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Tensor]]
+
+    def moment(self, key: str) -> list[Tensor]:
+        """Return one tensor of each state."""
+        return [state[key] for state in self.states]
+
+    def pick(self, indices: list[int]) -> Batch:
+        """Return a part of it."""
+        return Batch(
+            *([of[i] for i in indices] for of in (self.params, self.masters, self.grads)),
+            states=[self.states[i] for i in indices],
+        )
+
+    def count(self) -> None:
+        """Add one to the steps."""
+        if self.states:
+            torch._foreach_add_(self.moment("step"), 1)
+
+
+class Rule(ABC):
+    """One optimizer's arithmetic, without parameters, memory or communication of its own.
+
+    Attributes:
+        name: What a group calls it.
+        is_elementwise: Whether any flat range of a parameter can be stepped alone. A rule that is
+            not needs whole matrices.
+        makes_more: Whether it adds tensors to a state while it runs.
+        moments: Names of the tensors of the parameter's shape that it keeps.
+        options: What a group may set beside `lr` and `weight_decay`, with the defaults.
+    """
+
+    name: ClassVar[str]
+    is_elementwise: ClassVar[bool] = True
+    makes_more: ClassVar[bool] = False
+    moments: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check the options of a group that are this rule's.
+
+        Raises:
+            TypeError: One of them is not of its type.
+            ValueError: One of them is out of range.
+        """
+
+    def new_state(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
+        """Return the state before the first step, without the master."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for key in self.moments:
+            state[key] = torch.zeros_like(master, requires_grad=False)
+        return state
+
+    @abstractmethod
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Update masters and states of a batch in place, and count the step."""
+
+
+def check_fraction(what: str, value: Any) -> None:
+    """Check a decay rate.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not in [0, 1).
+    """
+    if not 0 <= check_number(what, value) < 1:
+        raise ValueError(f"{what} must be a number in [0, 1), got {value}")
+
+
+def check_betas(betas: Any) -> None:
+    """Check a pair of decay rates.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: They are not two, or one is not in [0, 1).
+    """
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+    if not all(0 <= check_number("betas", beta) < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+
+
+def check_bool(what: str, value: Any) -> None:
+    """Check a switch.
+
+    Raises:
+        TypeError: It is no bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, got {value!r:.60}")

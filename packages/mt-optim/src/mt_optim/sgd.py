@@ -1,0 +1,113 @@
+"""SGD with momentum, through torch's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from mt_optim.group import DecayFilter
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.rule import Batch, Rule, check_bool, check_fraction
+
+
+class SGDRule(Rule):
+    """The SGD of torch.optim: weight decay is added to the gradient.
+
+    Args:
+        momentum: Default decay rate of the sum of gradients; 0 keeps none at all, and cannot be
+            raised later.
+        dampening: Default of what the gradient is dampened by after the first step.
+        nesterov: Whether the next gradient is looked ahead for.
+    """
+
+    name: ClassVar[str] = "sgd"
+
+    def __init__(
+        self, *, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
+    ) -> None:
+        self.options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        self.moments = ("momentum_buffer",) if momentum else ()
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check momentum, dampening and nesterov."""
+        momentum = group["momentum"]
+        check_fraction("momentum", momentum)
+        check_fraction("dampening", group["dampening"])
+        check_bool("nesterov", group["nesterov"])
+        if momentum and not self.moments:
+            raise ValueError(
+                f"momentum is {momentum}, and the optimizer was made without; make it with momentum"
+            )
+        if group["nesterov"] and (not momentum or group["dampening"]):
+            raise ValueError(
+                f"nesterov needs a momentum above 0 and dampening 0, got {momentum} and "
+                f"{group['dampening']}"
+            )
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Run torch's foreach kernels; the first step of a parameter sets its momentum."""
+        if not group["momentum"]:
+            _sgd(batch, [None] * len(batch.params), group)
+        else:
+            first = [i for i, state in enumerate(batch.states) if not state["step"]]
+            later = [i for i, state in enumerate(batch.states) if state["step"]]
+            if later:
+                part = batch.pick(later)
+                _sgd(part, part.moment("momentum_buffer"), group)
+            if first:
+                part = batch.pick(first)
+                made: list[Any] = [None] * len(first)  # torch's sgd sets each
+                _sgd(part, made, group)
+                torch._foreach_copy_(part.moment("momentum_buffer"), made)
+        batch.count()
+
+
+def _sgd(batch: Batch, buffers: Any, group: Mapping[str, Any]) -> None:
+    sgd(
+        batch.masters,
+        batch.grads,
+        buffers,
+        foreach=True,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=False,
+    )
+
+
+class SGD(NamedOptimizer):
+    """SGD with masters and named state; arguments and results are those of torch.optim.SGD.
+
+    Args:
+        params: As of `NamedOptimizer`; a group may set `momentum`, `dampening` and `nesterov`.
+        lr: Learning rate.
+        momentum: Decay rate of the sum of gradients.
+        dampening: What the gradient is dampened by after the first step.
+        weight_decay: Times the weight, added to the gradient.
+        nesterov: Whether the next gradient is looked ahead for.
+        decay_filter: As of `NamedOptimizer`.
+
+    Raises:
+        ValueError: As from `NamedOptimizer`; also for Nesterov without momentum or with dampening.
+        TypeError: As from `NamedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        decay_filter: DecayFilter | None = None,
+    ) -> None:
+        rule = SGDRule(momentum=momentum, dampening=dampening, nesterov=nesterov)
+        super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)
