@@ -1,6 +1,7 @@
 """Splitting the model over ranks or stages changes no number: fp64, to 1e-10."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from mt_parallel_state import (
     shardings,
 )
 from mt_tensor_parallel import LoraLinear, add_lora
+from routed import RoutedConfig
 
 TINY = {
     "vocab_size": 48,
@@ -39,7 +41,18 @@ VARIANTS = {
         "bias": True,
         "dropout": 0.1,
     },
+    "losses": {"num_kv_heads": 2},
 }
+
+
+def config_of(variant):
+    """With "losses" the second and third of three layers return losses of their own."""
+    config = gpt(**{**TINY, **VARIANTS[variant]})
+    if variant != "losses":
+        return config
+    first, *others = config.layers
+    routed = [replace(layer, feed_forward=RoutedConfig(width=24)) for layer in others]
+    return replace(config, layers=(first, *routed))
 
 
 def batch():
@@ -69,17 +82,27 @@ def build(config, state, **rest):
 
 
 def gradients(config, state, stages, **rest):
+    """Each loss, in the order of its weights, the count and the models with gradients."""
     models = [build(config, state, layers=layers, **rest) for layers in stages]
-    data, received, sent = batch(), [None], []
+    data, received, sent, losses, weights = batch(), [None], [], [], config.loss_weights
     for model in models:
-        sent.append(model(received[-1], data))
-        if isinstance(sent[-1], torch.Tensor):
-            received.append(sent[-1].detach().requires_grad_())
-    loss = sent[-1]["lm"]
-    loss.backward()
-    for out, next_in in zip(sent[-2::-1], received[:0:-1], strict=True):
-        out.backward(next_in.grad)
-    return loss.detach(), int(sent[-1]["tokens"]), models
+        output = model(received[-1], data)
+        if isinstance(output, dict):
+            losses.append(output)
+            continue
+        x, inner = output if isinstance(output, tuple) else (output, {})
+        losses.append(inner)
+        sent.append(x)
+        received.append(x.detach().requires_grad_())
+    for named, x, next_in in zip(
+        losses[::-1], [None, *sent[::-1]], [None, *received[:0:-1]], strict=True
+    ):
+        weighed = [weights[name] * value for name, value in named.items() if name in weights]
+        roots = [*weighed, *([] if x is None else [x])]
+        grads = [*map(torch.ones_like, weighed), *([] if x is None else [next_in.grad])]
+        torch.autograd.backward(roots, grads)
+    values = [sum(named[n].detach() for named in losses if n in named) for n in weights]
+    return torch.stack(values), int(losses[-1]["tokens"]), models
 
 
 def finish(models, state):
@@ -105,7 +128,7 @@ def on_context_rank(variant, tp, cp, algorithms):
     """One rank of tp x cp: loss, count and gradients summed over the context group."""
     state = ParallelState(ParallelLayout(tp=tp, cp=cp))
     loss, tokens, models = gradients(
-        gpt(**{**TINY, **VARIANTS[variant]}),
+        config_of(variant),
         state,
         [range(3)],
         sequence_parallel=tp > 1,
@@ -122,7 +145,7 @@ def on_context_rank(variant, tp, cp, algorithms):
 def on_rank(variant, tp, stages, sequence_parallel, recompute="none"):
     state = ParallelState(ParallelLayout(tp=tp))
     loss, tokens, models = gradients(
-        gpt(**{**TINY, **VARIANTS[variant]}),
+        config_of(variant),
         state,
         stages,
         sequence_parallel=sequence_parallel,
@@ -151,7 +174,7 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2"])
+@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):
@@ -162,12 +185,14 @@ def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence
 def compiled_differences(variant, sequence_parallel):
     """Of the compiled model's loss and gradients from the eager one's, relative to the largest."""
     state = ParallelState(ParallelLayout(tp=2))
-    config = gpt(**{**TINY, **VARIANTS[variant], "num_layers": 1})
+    config = config_of(variant)
+    config = replace(config, layers=config.layers[-1:])
     model = build(config, state, sequence_parallel=sequence_parallel)
     results = []
     for module in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
-        loss = module(None, batch())["lm"]
+        losses, weights = module(None, batch()), config.loss_weights
+        loss = sum(weight * losses[name] for name, weight in weights.items())
         loss.backward()
         results.append([loss.detach(), *(param.grad for param in model.parameters())])
     return max(
@@ -179,7 +204,8 @@ def compiled_differences(variant, sequence_parallel):
 # Dynamo itself looks at .grad where a graph breaks.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
-    ("variant", "sequence_parallel"), [("gqa", False), ("gqa", True), ("one_kv_head", True)]
+    ("variant", "sequence_parallel"),
+    [("gqa", False), ("gqa", True), ("one_kv_head", True), ("losses", True)],
 )
 def test_compiled_ranks_compute_what_eager_ones_compute(ranks, variant, sequence_parallel):
     assert max(ranks(2, compiled_differences, variant, sequence_parallel, timeout=300)) < 1e-12

@@ -23,9 +23,10 @@ from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
     from mt_model.cache import KVCache
-    from mt_model.decoder import GPT, LossOutput
+    from mt_model.decoder import GPT
     from mt_model.dtype import DTYPES
     from mt_model.lora import export_lora
+    from mt_model.losses import Losses
 
 __all__ = [
     "DTYPES",
@@ -37,7 +38,7 @@ __all__ = [
     "FeedForwardConfig",
     "KVCache",
     "LayerConfig",
-    "LossOutput",
+    "Losses",
     "MLPConfig",
     "MixerConfig",
     "ModelConfig",
@@ -60,7 +61,7 @@ _HOMES = {
     "DTYPES": "dtype",
     "GPT": "decoder",
     "KVCache": "cache",
-    "LossOutput": "decoder",
+    "Losses": "losses",
     "export_lora": "lora",
     "keep_freed_memory": "allocator",
 }

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from mt_files import Checks, FieldError, FieldProblem, SchemaError, build, divisors, to_plain
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 Sizes: TypeAlias = tuple[int, ...]
 
+# What is reported under a name like those of losses, and so is the name of none in a layer.
+_RESERVED = ("lm", "tokens", "total", "val")
 # Above these no parameter's size fits 64 bits, or a list of layers no memory.
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27
 MAX_LAYERS = 4096  # above the deepest networks published
@@ -68,13 +71,22 @@ class EntryConfig(ABC):
         del tp
         return ()
 
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """What the losses that its module returns weigh in the objective, by name.
+
+        With any, the module returns `(output, losses)`: for each name a scalar in fp32 or fp64,
+        the sum over the tokens of its own input.
+        """
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig(EntryConfig):
     """What mixes tokens. A kind is a dataclass below this one.
 
     Its module is called with `(x, shared)`: [B, S, hidden] (S / tp tokens under sequence
-    parallelism) and a `Pass`, and returns the same shape.
+    parallelism) and a `Pass`, and returns the same shape, with losses as `loss_weights` says.
     """
 
     default_kind: ClassVar[str] = "attention"
@@ -115,7 +127,7 @@ class MixerConfig(EntryConfig):
 class FeedForwardConfig(EntryConfig):
     """What works on each token alone. A kind is a dataclass below this one.
 
-    Its module is called with `x` and returns the same shape.
+    Its module is called with `x` and returns the same shape, with losses as `loss_weights` says.
     """
 
     default_kind: ClassVar[str] = "mlp"
@@ -135,6 +147,11 @@ class LayerConfig:
     def entries(self) -> tuple[EntryConfig, ...]:
         """The mixer, and the feed-forward where there is one."""
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What the layer's losses weigh, by name; both entries may add to the same one."""
+        return {name: weight for e in self.entries for name, weight in e.loss_weights.items()}
 
 
 def runs(layers: Iterable[LayerConfig]) -> Iterator[tuple[LayerConfig, int]]:
@@ -198,6 +215,30 @@ class ModelConfig:
                 "use positions='rope'.",
             )
         checks.done()
+        self._check_losses()
+
+    def _check_losses(self) -> None:
+        weights: dict[str, float] = {}
+        for layer, _ in runs(self.layers):
+            for entry in layer.entries:
+                for name, weight in entry.loss_weights.items():
+                    if not name.isidentifier() or name in _RESERVED:
+                        text = f"a loss is called {name!r}; use a word other than {_RESERVED}"
+                        raise FieldError({"layers": text}, "ModelConfig")
+                    if weights.setdefault(name, weight) != weight or not isfinite(weight):
+                        text = (
+                            f"the loss {name!r} has the weights {weights[name]} and {weight}; use "
+                            "one finite number in all layers, or another name for the others"
+                        )
+                        raise FieldError({"layers": text}, "ModelConfig")
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each loss of the model weighs in the objective, by name: `lm` 1, then layers'."""
+        weights = {"lm": 1.0}
+        for layer, _ in runs(self.layers):
+            weights |= layer.loss_weights
+        return weights
 
     @property
     def num_layers(self) -> int:

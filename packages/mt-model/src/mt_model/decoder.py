@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from mt_context_parallel import Algorithm
@@ -37,24 +37,13 @@ from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
-from mt_model.layer import TransformerLayer
+from mt_model.layer import Step, TransformerLayer
+from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Placement
 from mt_model.rotary import rotary_table
 
 Batch: TypeAlias = Mapping[str, Any]
-
-
-class LossOutput(TypedDict):
-    """What the last stage returns: sums, to be divided by the global count once, by the trainer.
-
-    Attributes:
-        lm: sum of the per-token cross entropies, fp32 (fp64 for an fp64 model).
-        tokens: number of labels that are not -100.
-    """
-
-    lm: Tensor
-    tokens: Tensor
 
 
 class GPT(nn.Module):
@@ -172,12 +161,17 @@ class GPT(nn.Module):
         *,
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
-    ) -> Tensor | LossOutput:
+    ) -> Tensor | Losses | tuple[Tensor, Losses]:
         """Run the model, or one stage of it.
 
         `model(tokens)` returns logits and `model(tokens, labels=labels)` the losses. A stage of an
         `mt_pipeline` is called with `(x, batch)` instead: the activation of the stage before, and
         a mapping with the rest. The last stage returns losses where there are labels, else logits.
+
+        Losses are sums over this rank's tokens, to be divided by the global count of labels once,
+        by the trainer: `lm` of the cross entropies, those of this stage's layers by their names
+        (`ModelConfig.loss_weights`), and `tokens`, the number of labels. They are fp32 (fp64 for
+        an fp64 model), and equal on all ranks of a tensor-parallel group.
 
         Args:
             x: int64 tokens; with a batch the activation of the stage before, None on the first.
@@ -189,8 +183,9 @@ class GPT(nn.Module):
             sample_ids: unique per training sample; needed with dropout in training.
 
         Returns:
-            The activation for the next stage or, on the last stage, losses or logits: of all
-            tokens this rank holds and the whole vocabulary, which is gathered over the
+            The activation for the next stage, with the losses of the layers where they have
+            some: `(x, losses)`; in generation it comes alone. On the last stage losses or logits:
+            of all tokens this rank holds and the whole vocabulary, which is gathered over the
             tensor-parallel group and has gradients.
 
         Shape:
@@ -208,16 +203,36 @@ class GPT(nn.Module):
         elif labels is not None or sample_ids is not None:
             raise ValueError("give labels and sample_ids in the batch, or tokens without a batch")
         check_batch(batch)
-        own = self.placement.context.own
         x, shared = self.begin(x, batch)
-        x = self.run_layers(x, shared)
-        if batch.get("cache") is not None:
-            batch["cache"].length += x.shape[1]
-        if not self.has_head:
-            return x
-        if batch.get("labels") is not None:
-            return self.loss(x, own(batch["labels"]))
-        return self.scores(x[:, -1:] if batch.get("cache") is not None else x)
+        x, losses = self.run_layers(x, shared)
+        return self.finish(x, losses, batch)
+
+    def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
+        """The same pass in parts, for overlapped pairs (`mt_pipeline.SplitStage`).
+
+        The embedding, the mixer and the feed-forward of each layer, and the head. Modules are
+        called below the layers, so hook and compile mixers and feed-forwards.
+        """
+        check_batch(batch)
+
+        def begin(x: Tensor | None) -> tuple[Tensor, Losses, Pass]:
+            x, shared = self.begin(x, batch)
+            return x, {}, shared
+
+        def through(step: Step) -> Callable[[Any], Any]:
+            def part(state: tuple[Tensor, Losses, Pass]) -> tuple[Tensor, Losses, Pass]:
+                x, losses, shared = state
+                x, more = step(x, shared)
+                return x, add_losses(losses, more), shared
+
+            return part
+
+        def finish(state: tuple[Tensor, Losses, Pass]) -> Any:
+            x, losses, _ = state
+            return self.finish(x, self._whole(losses), batch)
+
+        steps = [step for layer in self.stage_layers() for step in layer.parts()]
+        return [begin, *map(through, steps), finish]
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, Pass]:
         """Return the activation that enters this stage's layers, and what they share."""
@@ -251,11 +266,35 @@ class GPT(nn.Module):
             x = x + self.position_embedding(self._between(positions, dim=-1))
         return self.embedding_dropout(x, shared.hidden_index)
 
-    def run_layers(self, x: Tensor, shared: Pass) -> Tensor:
-        """Apply this stage's layers in order."""
+    def run_layers(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+        """Apply this stage's layers in order, and sum their losses over them and their tokens.
+
+        Under sequence parallelism the losses are summed over the tensor-parallel group in one
+        all-reduce (backward identity), as each rank has its own tokens.
+        """
+        losses: Losses = {}
         for layer in self.stage_layers():
-            x = layer(x, shared)
-        return x
+            x, more = layer(x, shared)
+            losses = add_losses(losses, more)
+        return x, self._whole(losses)
+
+    def _whole(self, losses: Losses) -> Losses:
+        return sum_losses(
+            losses, self.placement.group if self.placement.sequence_parallel else None
+        )
+
+    def finish(
+        self, x: Tensor, losses: Losses, batch: Batch
+    ) -> Tensor | Losses | tuple[Tensor, Losses]:
+        """Return what the stage returns, from the output and the losses of its layers."""
+        generates = batch.get("cache") is not None
+        if generates:
+            batch["cache"].length += x.shape[1]
+        if not self.has_head:
+            return (x, losses) if losses and not generates else x
+        if batch.get("labels") is not None:
+            return {**self.loss(x, self.placement.context.own(batch["labels"])), **losses}
+        return self.scores(x[:, -1:] if generates else x)
 
     @torch.no_grad()
     def logits(
@@ -291,7 +330,7 @@ class GPT(nn.Module):
             x, shared = self.begin(None, batch)
         finally:
             self.training = was_training
-        x = self.run_layers(x, shared)
+        x, _ = self.run_layers(x, shared)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.scores(x[:, -1:] if last_only else x)
@@ -448,8 +487,12 @@ class GPT(nn.Module):
         )
         return gather_from_group(scores, group, dim=-1)
 
-    def loss(self, x: Tensor, labels: Tensor) -> LossOutput:
-        """Norm the last layer's output, and sum its cross entropies with this rank's labels."""
+    def loss(self, x: Tensor, labels: Tensor) -> Losses:
+        """Norm the last layer's output, and sum its cross entropies with this rank's labels.
+
+        Returns:
+            `lm`, the sum, and `tokens`, the number of labels that are not -100.
+        """
         group, hidden = self.placement.group, self.final_norm(x)
         if self.placement.sequence_parallel:
             hidden = all_gather(hidden, group, dim=1)

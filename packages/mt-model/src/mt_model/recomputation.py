@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from mt_tensor_parallel import DiscardedOutput
 from torch import Tensor
 
+Output = TypeVar("Output", bound=Tensor | tuple[Tensor, Mapping[str, Tensor]])
+
 
 def discard_between(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Output], x: Tensor
+) -> Output:
     """`second(first(x))` that frees the output of `first` and makes it again in backward.
 
     Args:
         first: cheap, such as a norm or an activation.
-        second: keeps its input for backward, as a linear layer does.
+        second: keeps its input for backward, as a linear layer does; may return losses too.
         x: input of `first`.
     """
     if not torch.is_grad_enabled():
         return second(first(x))
     between = DiscardedOutput()
     y = second(between.run(first, x))
-    between.discard(y)
+    if isinstance(y, Tensor):
+        between.discard(y)
+    else:
+        between.discard(y[0], *y[1].values())
     return y

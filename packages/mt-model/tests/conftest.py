@@ -1,0 +1,6 @@
+"""Lets the tests import `routed.py`, which lies beside them, in every import mode of pytest."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
