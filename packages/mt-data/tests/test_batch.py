@@ -254,7 +254,7 @@ def test_window_arguments_are_checked():
     windows = SequentialWindows(Stream(9), 4)
     with pytest.raises(IndexError, match="window 2 does not exist; there are 2"):
         windows[2]
-    for options in ({"rows": 0}, {"rows": 1, "dp_rank": 1}, {"rows": 1, "limit": 0}):
+    for options in ({"size": 0}, {"size": 1, "dp_rank": 1}, {"size": 1, "limit": 0}):
         with pytest.raises(DataError, match="must be at least 1"):
             next(windows.batches(**options))
 

@@ -1,6 +1,6 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
-from mt_data.batch import BatchSampler, MicroBatch, count_labels
+from mt_data.batch import BatchSampler, MicroBatch, Packing, Rows, count_labels
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
 from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import (
@@ -40,8 +40,10 @@ __all__ = [
     "IndexedWriter",
     "MicroBatch",
     "MissingExtraError",
+    "Packing",
     "Permutation",
     "Prefetcher",
+    "Rows",
     "SequentialWindows",
     "Tokenizer",
     "blend_order",

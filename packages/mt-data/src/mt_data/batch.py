@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal, NotRequired, Protocol, TypedDict, cast
+from dataclasses import dataclass
+from typing import Literal, NotRequired, Protocol, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +30,103 @@ class PartialSamples(Samples, Protocol):
         ...
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Number of the document of each token of a sample."""
+        """A number for the document of each token of a sample; `PADDING` where there is none."""
         ...
 
 
 class MicroBatch(TypedDict):
-    """Rows for one forward pass.
+    """Rows for one forward pass; P are the tokens of a row that this rank holds, of S.
 
     Shape:
-        - tokens: [B, S]; labels: [B, S], -100 where no loss is due; sample_ids: [B]; all int64
-        - documents: [B, S] int64, number of each token's document in its row, from 0; only with
-          `packing="documents"`
+        - tokens: [B, P]; labels: [B, P], -100 where no loss is due; sample_ids: [B]; all int64
+        - documents: [B, S] int64, equal for tokens of one document; positions: [B, P] int64, places
+          of the tokens in their documents; both only with `packing="documents"`
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
     documents: NotRequired[NDArray[np.int64]]
+    positions: NotRequired[NDArray[np.int64]]
+
+
+Packing: TypeAlias = Literal["none", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a rank needs of the rows of a batch, and so what is read for it.
+
+    Attributes:
+        packing: "documents" tells which tokens are of one document, so that attention can be kept
+            within documents: positions begin anew with each, and a label that is the first token of
+            the next document does not count. Each is learnt from as if it stood alone.
+        parts: Positions [begin, end) of each row that this rank holds, in order; only those are
+            read. All where None.
+        reads: Whether this rank looks at tokens. Without, nothing is read, tokens are 0, and so are
+            the labels that count: enough for a stage in the middle of a pipeline.
+    """
+
+    packing: Packing = "none"
+    parts: tuple[tuple[int, int], ...] | None = None
+    reads: bool = True
+
+    def __post_init__(self) -> None:
+        if self.packing not in get_args(Packing):
+            raise DataError(f"packing is {self.packing!r}; choose 'none' or 'documents'")
+        if self.parts is not None and not (
+            self.parts and all(0 <= begin < end for begin, end in self.parts)
+        ):
+            raise DataError(f"parts is {self.parts}; give one or more with 0 <= begin < end")
+
+    def read(self, samples: Samples, ids: NDArray[np.int64]) -> MicroBatch:
+        """Make the rows of some samples; padding becomes token 0, which no causal model looks at.
+
+        Raises:
+            DataError: The dataset gives whole rows only, and these are not.
+        """
+        if self != Rows() and not hasattr(samples, "sample_documents"):
+            raise DataError(
+                f"{type(samples).__name__} gives whole rows only; packing, parts and reads=False "
+                "need sample(index, begin, end) and sample_documents(index), as GPTDataset has them"
+            )
+        pairs = [self._row(samples, int(sample)) for sample in ids]
+        tokens, labels = (np.stack(rows) for rows in zip(*pairs, strict=True))
+        tokens[tokens == PADDING] = 0
+        batch: MicroBatch = {"tokens": tokens, "labels": labels, "sample_ids": ids.copy()}
+        if self.packing == "documents":
+            whole = [cast("PartialSamples", samples).sample_documents(int(n)) for n in ids]
+            self._keep_apart(batch, np.stack(whole))
+        return batch
+
+    def columns(self, length: int) -> NDArray[np.int64]:
+        """Positions that this rank holds of rows of `length` tokens, [P]."""
+        parts = self.parts or ((0, length),)
+        return np.concatenate([np.arange(begin, end) for begin, end in parts])
+
+    def _row(self, samples: Samples, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens and labels of this rank's part of a sample."""
+        if self.reads and self.parts is None:
+            row = samples[sample]
+            return row[:-1], row[1:]
+        partial = cast("PartialSamples", samples)
+        if self.reads:
+            pieces = [partial.sample(sample, begin, end + 1) for begin, end in self.parts or ()]
+        else:
+            row = np.where(partial.sample_documents(sample) == PADDING, PADDING, 0)
+            parts = self.parts or ((0, len(row) - 1),)
+            pieces = [row[begin : end + 1] for begin, end in parts]
+        return np.concatenate([p[:-1] for p in pieces]), np.concatenate([p[1:] for p in pieces])
+
+    def _keep_apart(self, batch: MicroBatch, whole: NDArray[np.int64]) -> None:
+        """Add documents and positions, and remove labels that are of the next document."""
+        documents = np.ascontiguousarray(whole[:, :-1])
+        place, own = np.arange(documents.shape[1]), self.columns(documents.shape[1])
+        begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+        starts = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+        batch["documents"] = documents
+        batch["positions"] = (place - starts)[:, own]
+        batch["labels"][whole[:, own + 1] != documents[:, own]] = PADDING
 
 
 class BatchSampler:
@@ -84,37 +165,12 @@ class BatchSampler:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.vocab_size = vocab_size
         self.offset = offset
-        self.packing: Literal["none", "documents"] = "none"
-        self.parts: tuple[tuple[int, int], ...] | None = None
+        self.rows = Rows()
 
-    def rows(
-        self,
-        *,
-        packing: Literal["none", "documents"] = "none",
-        parts: Sequence[tuple[int, int]] | None = None,
-    ) -> BatchSampler:
-        """Return a sampler of the same samples whose rows are made otherwise.
-
-        Args:
-            packing: "documents" adds `documents` to micro-batches, so that attention can be kept
-                within documents, and takes the labels away that belong to the next document: each
-                is learnt from as if it stood alone.
-            parts: Positions [begin, end) of each row that this rank holds, in order; only those
-                are read. All when None.
-        """
-        if packing not in ("none", "documents"):
-            raise DataError(f"packing is {packing!r}; choose 'none' or 'documents'")
-        if parts is not None and not (parts and all(0 <= begin < end for begin, end in parts)):
-            raise DataError(f"parts is {list(parts)}; give one or more with 0 <= begin < end")
-        if (packing != "none" or parts is not None) and not hasattr(
-            self.dataset, "sample_documents"
-        ):
-            raise DataError(
-                f"{type(self.dataset).__name__} gives whole rows only; packing and parts need "
-                "sample(index, begin, end) and sample_documents(index), as GPTDataset has them"
-            )
+    def with_rows(self, rows: Rows) -> BatchSampler:
+        """Return a sampler of the same samples that makes `rows` of them."""
         other = copy.copy(self)
-        other.packing, other.parts = packing, None if parts is None else tuple(parts)
+        other.rows = rows
         return other
 
     @property
@@ -148,45 +204,11 @@ class BatchSampler:
         return [self._micro_batch(ids) for ids in self.sample_ids(step)]
 
     def _micro_batch(self, ids: NDArray[np.int64]) -> MicroBatch:
-        pairs = [self._row(int(sample)) for sample in ids]
-        tokens = np.stack([tokens for tokens, _ in pairs])
-        labels = np.stack([labels for _, labels in pairs])
+        batch = self.rows.read(self.dataset, ids)
         if self.vocab_size is not None:
-            for rows in (tokens, labels[:, -1:]):
+            for rows in (batch["tokens"], batch["labels"][:, -1:]):
                 _check_ids(rows, ids, self.vocab_size)
-        batch = micro_batch(tokens, labels, ids)
-        if self.packing == "documents":
-            self._keep_apart(batch, ids)
         return batch
-
-    def _row(self, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and labels of this rank's part of a sample."""
-        if self.parts is None:
-            row = self.dataset[sample]
-            return row[:-1], row[1:]
-        dataset = cast("PartialSamples", self.dataset)
-        pieces = [dataset.sample(sample, begin, end + 1) for begin, end in self.parts]
-        return np.concatenate([p[:-1] for p in pieces]), np.concatenate([p[1:] for p in pieces])
-
-    def _keep_apart(self, batch: MicroBatch, ids: NDArray[np.int64]) -> None:
-        """Add the documents, and remove labels that are of the next one."""
-        dataset = cast("PartialSamples", self.dataset)
-        whole = np.stack([dataset.sample_documents(int(sample)) for sample in ids])
-        parts = self.parts or ((0, whole.shape[1] - 1),)
-        own = np.concatenate([np.arange(begin, end) for begin, end in parts])
-        batch["documents"] = np.ascontiguousarray(whole[:, own])
-        batch["labels"][whole[:, own + 1] != batch["documents"]] = PADDING
-
-
-def micro_batch(
-    tokens: NDArray[np.int64], labels: NDArray[np.int64], ids: NDArray[np.int64]
-) -> MicroBatch:
-    """Own, contiguous arrays; padding becomes token 0, which a causal model never looks at."""
-    return {
-        "tokens": np.where(tokens == PADDING, 0, tokens),
-        "labels": labels.copy(),
-        "sample_ids": ids.copy(),
-    }
 
 
 def count_labels(batches: Sequence[MicroBatch]) -> int:

@@ -156,7 +156,7 @@ class GPTDataset:
         return tokens
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Number of the document that each token of a sample is of, from 0; padding has its own.
+        """Number of the document that each token of a sample is of, from 0; else `PADDING`.
 
         Nothing is read for it.
 
@@ -167,8 +167,9 @@ class GPTDataset:
         length = self.sequence_length + OVERLAP
         pieces = stream.pieces(start, min(length, stream.num_tokens - start))
         lengths = [length for _, _, length in pieces]
-        lengths.append(length - sum(lengths))
-        return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+        documents = np.full(length, PADDING, np.int64)
+        documents[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+        return documents
 
     def _find(self, index: int) -> tuple[Stream, int]:
         if index < 0:

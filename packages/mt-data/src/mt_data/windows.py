@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.batch import MicroBatch, micro_batch
+from mt_data.batch import MicroBatch, Rows, Samples
 from mt_data.error import DataError, quote
 from mt_data.gpt import PADDING
 
@@ -19,6 +21,11 @@ class TokenStream(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens in the stream."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.integer]:
+        """Tokens of each document."""
         ...
 
     def stream(self, start: int, length: int) -> NDArray:
@@ -73,56 +80,76 @@ class SequentialWindows:
     def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} does not exist; there are {len(self)}")
-        row = self._row(index * self.stride)
-        tokens, labels = row[:-1].copy(), row[1:].copy()
-        if index:
-            labels[: self.sequence_length - self.stride] = PADDING
-        return tokens, labels
+        batch = self._batch(np.array([index]), Rows())
+        return batch["tokens"][0], batch["labels"][0]
 
-    def _row(self, start: int) -> NDArray[np.int64]:
-        """sequence_length + 1 tokens of the stream, which begins with start_id if there is one."""
-        row = np.full(self.sequence_length + 1, PADDING, np.int64)
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Tokens [begin, end) of the sequence_length + 1 of a window, padded; -1 is none."""
+        row = np.full((self.sequence_length + 1 if end is None else end) - begin, PADDING, np.int64)
+        if index < 0:
+            return row
         shift = 0 if self.start_id is None else 1
-        first = max(0, start - shift)
-        skip = first - (start - shift)
-        count = min(len(row) - skip, self.indexed.num_tokens - first)
-        row[skip : skip + count] = self.indexed.stream(first, count)
-        if skip and self.start_id is not None:
+        start = index * self.stride + begin - shift
+        if self.start_id is not None and start < 0:
             row[0] = self.start_id
+        skip = max(0, -start)
+        count = min(len(row) - skip, self.indexed.num_tokens - start - skip)
+        if count > 0:
+            row[skip : skip + count] = self.indexed.stream(start + skip, count)
         return row
 
+    def sample_documents(self, index: int) -> NDArray[np.int64]:
+        """A number for the document of each token; `start_id` has its own, padding `PADDING`."""
+        if index < 0:
+            return np.full(self.sequence_length + 1, PADDING, np.int64)
+        first = index * self.stride - (self.start_id is not None)
+        place = np.arange(first, first + self.sequence_length + 1)
+        documents = np.where(place < 0, -1, np.searchsorted(self._ends, place, side="right"))
+        return np.where(place < self.indexed.num_tokens, documents, PADDING)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.indexed.lengths, dtype=np.int64)
+
     def batches(
-        self, rows: int, *, dp_rank: int = 0, dp_size: int = 1, limit: int | None = None
+        self,
+        size: int,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        limit: int | None = None,
+        rows: Rows | None = None,
     ) -> Iterator[MicroBatch]:
-        """Batches of `rows` windows; with data parallelism, every dp_size-th batch.
+        """Batches of `size` windows; with data parallelism, every dp_size-th batch.
 
         All batches have the same shape and all ranks the same number of them: missing rows are
         filled with windows without labels, whose sample id is -1.
 
         Args:
-            rows: windows in a batch.
+            size: windows in a batch.
             dp_rank: this rank's index along the data-parallel axis.
             dp_size: ranks along that axis.
             limit: use the first `limit` windows only.
+            rows: what this rank needs of each window; all of it where None.
         """
-        if rows < 1 or not 0 <= dp_rank < dp_size:
+        if size < 1 or not 0 <= dp_rank < dp_size:
             raise DataError(
-                f"rows is {rows}, dp_rank {dp_rank}, dp_size {dp_size}; rows must be at least 1 "
+                f"size is {size}, dp_rank {dp_rank}, dp_size {dp_size}; size must be at least 1 "
                 "and dp_rank lie in [0, dp_size)"
             )
         if limit is not None and limit < 1:
             raise DataError(f"limit is {limit}; it must be at least 1, or None")
         count = len(self) if limit is None else min(limit, len(self))
-        rounds = -(-count // (rows * dp_size))
+        rounds = -(-count // (size * dp_size))
         for turn in range(rounds):
-            first = (turn * dp_size + dp_rank) * rows
-            yield self._batch(range(first, min(first + rows, count)), rows)
+            first = (turn * dp_size + dp_rank) * size
+            windows = np.arange(first, first + size)
+            yield self._batch(np.where(windows < count, windows, -1), rows or Rows())
 
-    def _batch(self, windows: range, rows: int) -> MicroBatch:
-        shape = (rows, self.sequence_length)
-        tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
-        ids = np.full(rows, -1, np.int64)
-        for row, window in enumerate(windows):
-            tokens[row], labels[row] = self[window]
-            ids[row] = window
-        return micro_batch(tokens, labels, ids)
+    def _batch(self, windows: NDArray[np.int64], rows: Rows) -> MicroBatch:
+        if rows.parts is None:
+            rows = replace(rows, parts=((0, self.sequence_length),))
+        batch = rows.read(cast("Samples", self), windows)  # in parts, so by `sample` alone
+        context = rows.columns(self.sequence_length) < self.sequence_length - self.stride
+        batch["labels"][(windows > 0)[:, None] & context] = PADDING
+        return batch
