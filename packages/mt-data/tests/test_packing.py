@@ -153,7 +153,10 @@ def test_windows_are_packed_like_samples(tmp_path_factory, lengths, stride, star
     for number in range(len(indexed)):
         stream += [(token, number) for token in indexed[number]]
     counted = 0
-    plain, packed = list(windows.batches(2)), list(windows.batches(2, rows=Rows(packing="documents")))
+    plain, packed = (
+        list(windows.batches(2)),
+        list(windows.batches(2, rows=Rows(packing="documents"))),
+    )
     unread = list(windows.batches(2, rows=Rows(packing="documents", reads=False)))
     part = list(windows.batches(2, rows=Rows(packing="documents", parts=((cut, 6),))))
     for whole, batch, none, some in zip(plain, packed, unread, part, strict=True):

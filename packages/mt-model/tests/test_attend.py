@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from mt_context_parallel import shard
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 
@@ -90,6 +91,8 @@ def loss_of(name: str, tp: int, cp: int, cuts: tuple[int, ...]) -> torch.Tensor:
     """The loss over the ranks of a context group, through stages run in turn."""
     state = ParallelState(ParallelLayout(tp=tp, cp=cp))
     data, x = batch(documents=True), None
+    for key in ("tokens", "labels", "positions"):
+        data[key] = shard(data[key], state.group("cp"))
     for start, stop in pairwise(cuts):
         rest = {"layers": range(start, stop), "sequence_parallel": tp > 1}
         x = model_of(name, state, **rest)(x, data)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from mt_context_parallel import shard
 from mt_model import GPT, gpt
 from mt_parallel_state import (
     ParallelLayout,
@@ -85,6 +86,8 @@ def gradients(config, state, stages, **rest):
     """Each loss, in the order of its weights, the count and the models with gradients."""
     models = [build(config, state, layers=layers, **rest) for layers in stages]
     data, received, sent, losses, weights = batch(), [None], [], [], config.loss_weights
+    for name in ("tokens", "labels"):
+        data[name] = shard(data[name], state.group("cp"))
     for model in models:
         output = model(received[-1], data)
         if isinstance(output, dict):
@@ -264,7 +267,7 @@ def test_logits_of_tokens_are_whole_and_have_gradients_on_every_rank(ranks, sequ
 def context_errors():
     state = ParallelState(ParallelLayout(cp=2))
     config, data, messages = gpt(**TINY), batch(), []
-    short = {name: x[:, :6] if x.dim() == 2 else x for name, x in data.items()}
+    short = {name: x[:, :3] if x.dim() == 2 else x for name, x in data.items()}
     for action in (
         lambda: GPT(config, state)(None, short),
         lambda: GPT(config, state).logits(data["tokens"]),

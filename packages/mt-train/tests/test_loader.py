@@ -1,43 +1,163 @@
-"""The next step's batches are read while a step computes, and no others."""
+"""The next steps are ready on the host when a step begins, and only this rank's tokens in them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 
+import numpy as np
 import pytest
-from mt_train.loader import Loader
+import torch
+from mt_data import BatchSampler, Rows
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_train.loader import on_host, prefetched, rows_of, to_device
+
+LENGTH = 16
 
 
-class Sampler:
-    """Notes which step is read in which thread."""
+class Samples:
+    """Sample i is i, i + 1, and on; notes what is read in which thread."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.read: list[tuple[int, bool]] = []
-        self.fails_at = fails_at
+    def __init__(self) -> None:
+        self.read: list[tuple[int, int, int | None, bool]] = []
 
-    def step(self, step: int) -> list:
-        self.read.append((step, threading.current_thread() is threading.main_thread()))
-        if step == self.fails_at:
-            raise OSError("a bad disk")
-        return [step]
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.sample(index)
+
+    def sample(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+        main = threading.current_thread() is threading.main_thread()
+        self.read.append((index, begin, end, main))
+        return np.arange(index, index + LENGTH + 1)[begin:end]
+
+    def sample_documents(self, index: int) -> np.ndarray:
+        return np.repeat([0, 1], [5, LENGTH - 4])
 
 
-def test_each_step_is_read_once_and_ahead_of_its_time() -> None:
-    sampler = Sampler()
-    loader = Loader(sampler, steps=5)  # type: ignore[arg-type]
-    for step in range(2, 5):
-        assert loader.step(step) == [step]
-    assert sampler.read == [(2, True), (3, False), (4, False)]
+def sampler(rows: Rows | None = None) -> BatchSampler:
+    plain = BatchSampler(Samples(), global_batch_size=4, micro_batch_size=2)
+    return plain if rows is None else plain.with_rows(rows)
 
 
-def test_a_step_out_of_order_is_read_at_once() -> None:
-    sampler = Sampler()
-    loader = Loader(sampler, steps=100)  # type: ignore[arg-type]
-    assert [loader.step(step) for step in (0, 7, 8, 3)] == [[0], [7], [8], [3]]
+def read_by(samples: BatchSampler) -> list[tuple[int, int, int | None, bool]]:
+    return samples.dataset.read  # type: ignore[attr-defined]
+
+
+def test_steps_are_read_once_and_ahead_of_their_time_and_none_after_the_last() -> None:
+    ahead, plain = sampler(), sampler()
+    with prefetched(ahead, torch.device("cpu")) as steps:
+        for step in range(3):
+            ready = steps.step(step)
+            assert ready.labels == 4 * LENGTH
+            for batch, expected in zip(ready.batches, plain.step(step), strict=True):
+                assert batch.keys() == expected.keys()
+                assert all(np.array_equal(batch[name], expected[name]) for name in batch)
+    assert [index for index, *_ in read_by(ahead)] == list(range(12))
+    assert not any(main for *_, main in read_by(ahead))
+
+
+def test_labels_are_counted_as_they_count() -> None:
+    with prefetched(sampler(Rows(packing="documents")), torch.device("cpu")) as steps:
+        assert steps.step(0).labels == 4 * (LENGTH - 1)
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_ranks_of_a_context_group_read_their_own_tokens(ranks, packing) -> None:
+    def body() -> tuple[Rows, dict[str, np.ndarray], int]:
+        state = ParallelState(ParallelLayout(cp=2))
+        rows = rows_of(state, LENGTH, packing=packing, reads=True)
+        own = sampler(rows)
+        (batch, _) = own.step(0)
+        return rows, dict(batch), sum((end or 0) - begin for _, begin, end, _ in read_by(own))
+
+    (whole, _) = sampler(Rows(packing=packing)).step(0)
+    results = ranks(2, body)
+    assert [rows.parts for rows, _, _ in results] == [((0, 4), (12, 16)), ((4, 8), (8, 12))]
+    for rows, batch, read in results:
+        columns = np.concatenate([np.arange(*part) for part in rows.parts])
+        for name in {"tokens", "labels", "positions"} & whole.keys():
+            assert np.array_equal(batch[name], whole[name][:, columns])
+        assert read == 4 * (LENGTH // 2 + 2)  # and the label of the last token of each part
+
+
+def test_ranks_that_need_no_tokens_read_none() -> None:
+    rows = rows_of(ParallelState(ParallelLayout()), LENGTH, packing="documents", reads=False)
+    unread = sampler(rows)
+    with prefetched(unread, torch.device("cpu")) as steps:
+        assert steps.step(0).labels == 4 * (LENGTH - 1)
+    assert not read_by(unread)
+
+
+def test_batches_are_pinned_on_the_thread_for_their_device(monkeypatch) -> None:
+    pinned: list[tuple[int | None, str]] = []
+    copied: list[tuple[torch.device, bool]] = []
+    current: list[int | None] = [None]
+
+    @contextlib.contextmanager
+    def device(which: torch.device):
+        current[0] = which.index
+        yield
+        current[0] = None
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append((current[0], threading.current_thread().name))
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        copied.append((device, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    card = torch.device("cuda", 3)
+    with prefetched(sampler(), card) as steps:
+        batches = steps.step(2).batches
+        assert set(pinned) == {(3, "mt-data prefetch")}
+        assert len(pinned) == 2 * 3
+    assert not copied
+    to_device(batches, card)
+    assert copied == [(card, True)] * 6
+    pinned.clear()
+    on_host(sampler().step(0), torch.device("cpu"))
+    assert not pinned
 
 
 def test_an_error_of_the_thread_is_raised_at_its_step() -> None:
-    loader = Loader(Sampler(fails_at=1), steps=3)  # type: ignore[arg-type]
-    assert loader.step(0) == [0]
-    with pytest.raises(OSError, match="a bad disk"):
-        loader.step(1)
+    class Broken(Samples):
+        def sample(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+            if index == 5:
+                raise OSError("a bad disk")
+            return super().sample(index, begin, end)
+
+    broken = BatchSampler(Broken(), global_batch_size=4, micro_batch_size=2)
+    with prefetched(broken, torch.device("cpu")) as steps:
+        assert len(steps.step(0).batches) == 2
+        with pytest.raises(OSError, match="a bad disk"):
+            steps.step(1)
+
+
+def test_all_parts_of_a_context_group_make_the_row() -> None:
+    for size in (2, 4):
+        found = itertools.chain.from_iterable(
+            rows_of(_Place(size, rank), LENGTH, packing="none", reads=True).parts or ()  # type: ignore[arg-type]
+            for rank in range(size)
+        )
+        places = sorted(place for part in found for place in range(*part))
+        assert places == list(range(LENGTH))
+
+
+class _Place:
+    """A rank's place in a context group, without a process."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def index(self, axis: str) -> int:
+        return self._rank

@@ -189,8 +189,8 @@ class GPT(nn.Module):
             tensor-parallel group and has gradients.
 
         Shape:
-            tokens, labels, documents, positions: [B, S], whole on every rank of a context group;
-            sample_ids: [B]; embeddings: [B, S, hidden];
+            tokens, labels, positions: [B, S / cp], this rank's, as `mt_context_parallel.shard` gives
+            them; documents: [B, S], whole; sample_ids: [B]; embeddings: [B, S / cp, hidden];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
 
@@ -241,8 +241,8 @@ class GPT(nn.Module):
             length = (batch["tokens"] if given is None else given).shape[1]
         else:
             x = _received(x)
-            parts = self.placement.tp if self.placement.sequence_parallel else 1
-            length = x.shape[1] * self.placement.context.size * parts
+            length = x.shape[1] * (self.placement.tp if self.placement.sequence_parallel else 1)
+        length *= self.placement.context.size
         device = self.placement.device if x is None else x.device
         positions = self._positions(batch, length, device)
         shared = self._share(batch, positions, length, device)
@@ -257,11 +257,11 @@ class GPT(nn.Module):
             positions: [S / cp] or [B, S / cp]. Returns [B, S / cp, hidden], of which sequence
             parallelism leaves S / cp / tp.
         """
-        own, given = self.placement.context.own, batch.get("embeddings")
+        given = batch.get("embeddings")
         if given is None:
-            x = self.embedding(own(batch["tokens"]))
+            x = self.embedding(batch["tokens"])
         else:
-            x = self._between(own(given).to(self.placement.dtype), dim=1)
+            x = self._between(given.to(self.placement.dtype), dim=1)
         if self.position_embedding is not None:
             x = x + self.position_embedding(self._between(positions, dim=-1))
         return self.embedding_dropout(x, shared.hidden_index)
@@ -414,7 +414,7 @@ class GPT(nn.Module):
 
     def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
         """Check the length, and return the positions of this rank's tokens."""
-        cache, own = batch.get("cache"), self.placement.context
+        cache = batch.get("cache")
         if cache is not None:
             self._check_whole_sequences("a cache")
             self._check_length(cache.length + length)
@@ -427,8 +427,8 @@ class GPT(nn.Module):
         self._check_length(length)
         self.placement.check_length(length)
         if batch.get("positions") is not None:
-            return own.own(batch["positions"])
-        return own.positions(length, device)
+            return batch["positions"]
+        return self.placement.context.positions(length, device)
 
     def _share(self, batch: Batch, positions: Tensor, length: int, device: torch.device) -> Pass:
         cache, sample_ids, index = batch.get("cache"), None, None
@@ -443,13 +443,18 @@ class GPT(nn.Module):
                 places = self._between(self.placement.context.positions(length, device), dim=0)
                 sizes = (self.config.max_sequence_length, self.config.hidden_size)
                 index = hidden_index(sample_ids, places, *sizes)
+        documents = batch.get("documents")
+        if documents is not None and documents.shape[1] != length:
+            raise ValueError(
+                f"documents must be [B, {length}], of whole sequences, got {tuple(documents.shape)}"
+            )
         attend: Attend = SequenceAttend(context=self.placement.context)
         if cache is not None:
             attend = CachedAttend(cache=cache, positions=positions)
         return Pass(
             attend=attend,
             tables=self._tables(positions),
-            documents=batch.get("documents"),
+            documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,
         )
@@ -580,6 +585,8 @@ def check_batch(batch: Batch) -> None:
         if len(shape) != 2 or not shape.numel():
             raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
         expected = shape[:1] if name == "sample_ids" else shape
+        if name == "documents":  # of whole sequences, however many ranks share them
+            expected = shape[:1] + x.shape[1:2]
         if x.shape != expected:
             raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
     cache = batch.get("cache")

@@ -8,7 +8,7 @@ from typing import TypedDict, get_args
 
 import torch
 import torch.distributed as dist
-from mt_context_parallel import Algorithm, HierarchicalGroups, positions, shard
+from mt_context_parallel import Algorithm, HierarchicalGroups, positions
 from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
@@ -84,10 +84,6 @@ class Context:
     def size(self) -> int:
         """Ranks that share a sequence."""
         return 1 if self.group is None else self.group.size()
-
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's tokens of whole sequences. [B, S, ...] -> [B, S / size, ...]."""
-        return x if self.group is None else shard(x, self.group)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""

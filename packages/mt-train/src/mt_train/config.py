@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from mt_data import Packing
 from mt_files import Checks, FieldError, divisors, shorten
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
@@ -168,6 +169,9 @@ class DataSection:
             `corpus`.
         eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
             where the tokenizer has several that may, or none of the usual names.
+        packing: A sequence holds documents one after the other. `none` lets a token see all before
+            it; `documents` keeps attention within documents: positions begin anew with each, and
+            the first token of the next one is no label. Training and evaluation alike.
     """
 
     corpus: str | None = None
@@ -181,6 +185,7 @@ class DataSection:
     validation: str | None = None
     tokenizer: str | None = None
     eod: str | None = None
+    packing: Packing = "none"
 
     def __post_init__(self) -> None:
         checks = Checks(self)

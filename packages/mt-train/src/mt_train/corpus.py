@@ -90,6 +90,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
     description = {"seed": loaded.config.training.seed, **asdict(data)}
+    del description["packing"]  # of the samples, not of the tokens
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     folder = out / "data"
     if _described(folder) != description:
@@ -230,6 +231,23 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
                 f"{str(recorded)[:12]}..., that of this one {tokenizer.sha256[:12]}...; name the "
                 "one it was made with",
             )
+
+
+def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
+    """Refuse to keep documents apart where it isn't known where they end.
+
+    Raises:
+        ConfigError: Every training set says that it is one document.
+    """
+    if loaded.config.data.packing == "none":
+        return
+    if all(len(IndexedDataset(prefix)) == 1 for prefix in corpus.train):
+        raise loaded.error(
+            "data.packing",
+            f"{loaded.config.data.packing}, but {corpus.train[0]}.idx has all its tokens in one "
+            "document, so there is nothing to keep apart; build the data with its documents, as "
+            "mt-data build does, or use none",
+        )
 
 
 def open_training_data(

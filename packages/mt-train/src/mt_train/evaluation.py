@@ -9,8 +9,9 @@ from itertools import islice
 from mt_data import SequentialWindows
 
 from mt_train.agreement import summed
+from mt_train.loader import on_host, to_device
 from mt_train.metrics import Record
-from mt_train.trainer import Trainer, to_device
+from mt_train.trainer import Trainer
 
 # Micro-batches per stage between two looks at a stop request, and on the device at once.
 _CHUNK = 8
@@ -50,6 +51,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         dp_rank=state.index("dp"),
         dp_size=state.size("dp"),
         limit=held_out.max_windows,
+        rows=trainer.rows,
     )
     counts = state.index("tp") == 0  # only the rank of the last stage has outputs
     nats = tokens = 0.0
@@ -59,7 +61,8 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             trainer.on_event("evaluate.chunk")
             if trainer.stop_requested():
                 return None
-            outputs = trainer.executor.evaluate(to_device(chunk, state.device))
+            on_device = to_device(on_host(chunk, state.device), state.device)
+            outputs = trainer.executor.evaluate(on_device)
             for output in outputs if counts else ():
                 nats += float(output["lm"])
                 tokens += float(output["tokens"])

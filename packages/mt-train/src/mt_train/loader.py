@@ -1,29 +1,80 @@
-"""Micro-batches that are ready when a step begins."""
+"""Micro-batches on their way from the data to a device."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
-from mt_data import BatchSampler, MicroBatch
+import torch
+from mt_context_parallel import segments
+from mt_data import BatchSampler, MicroBatch, Packing, Prefetcher, Rows, count_labels
+from mt_parallel_state import ParallelState
+
+Batch = Mapping[str, torch.Tensor]
 
 
-class Loader:
-    """Reads the next step's micro-batches on a thread while the current step computes.
+@dataclass(frozen=True, kw_only=True)
+class HostStep:
+    """What a step needs of the data, ready on the host.
 
-    Args:
-        sampler: Gives the micro-batches of any step.
-        steps: Steps of the run; nothing after them is read.
+    Attributes:
+        batches: Tensors of this rank's micro-batches.
+        labels: Labels in them that count.
     """
 
-    def __init__(self, sampler: BatchSampler, *, steps: int) -> None:
-        self.sampler, self._steps = sampler, steps
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mt-train-loader")
-        self._next: tuple[int, Future[list[MicroBatch]]] | None = None
+    batches: list[Batch]
+    labels: int
 
-    def step(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, counted from 0, and begin to read the next."""
-        ready, self._next = self._next, None
-        batches = ready[1].result() if ready and ready[0] == step else self.sampler.step(step)
-        if step + 1 < self._steps:
-            self._next = (step + 1, self._pool.submit(self.sampler.step, step + 1))
-        return batches
+
+def rows_of(state: ParallelState, length: int, *, packing: Packing, reads: bool) -> Rows:
+    """Say what this rank needs of rows of `length` tokens: of a context group, its own part.
+
+    Tensor-parallel ranks all need the same tokens, and each reads them. From the page cache that
+    costs less than one rank's reading and a broadcast, and no collective runs on a thread.
+
+    Args:
+        state: This rank's place.
+        length: Tokens of a row.
+        packing: Whether attention is kept within documents.
+        reads: Whether this rank has the first or the last stage of a pipeline.
+    """
+    parts = None
+    if state.size("cp") > 1:
+        own = segments(length, ranks=state.size("cp"), rank=state.index("cp"))
+        parts = tuple((run.start, run.start + run.length) for run in own)
+    return Rows(packing=packing, parts=parts, reads=reads)
+
+
+def prefetched(sampler: BatchSampler, device: torch.device) -> Prefetcher[HostStep]:
+    """Read steps on a thread while the ones before them are computed."""
+
+    def prepare(batches: list[MicroBatch]) -> HostStep:
+        return HostStep(batches=on_host(batches, device), labels=count_labels(batches))
+
+    return Prefetcher(sampler, prepare)
+
+
+def on_host(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
+    """Make tensors of micro-batches of numpy arrays, pinned where the device is an accelerator."""
+    pins = device.type == "cuda"
+    # A thread of its own begins with the first device, and pinning would make a context on it.
+    with torch.cuda.device(device) if pins else nullcontext():
+        return [
+            {name: _tensor(array, pinned=pins) for name, array in batch.items()}
+            for batch in batches
+        ]
+
+
+def to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    """Copy micro-batches from the host to this rank's device, which the host does not wait for."""
+    return [
+        {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        for batch in batches
+    ]
+
+
+def _tensor(array: Any, *, pinned: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(cast("Any", array))
+    return tensor.pin_memory() if pinned else tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -87,15 +86,18 @@ class Mixture:
 
 
 class MixedSamples:
-    """The samples of a run by their number since its start; it has no end.
+    """The samples of a run by their number since its start.
 
     Args:
         datasets: As many as the mixture has sources.
         mixture: Since when, in which shares and from where in each.
+        num_samples: Of the whole run.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], mixture: Mixture) -> None:
-        self._start = mixture.start
+    def __init__(
+        self, datasets: Sequence[GPTDataset], mixture: Mixture, *, num_samples: int
+    ) -> None:
+        self._start, self._length = mixture.start, num_samples
         parts = [
             _Rest(dataset, source.start)
             for dataset, source in zip(datasets, mixture.sources, strict=True)
@@ -106,7 +108,7 @@ class MixedSamples:
         )
 
     def __len__(self) -> int:
-        return sys.maxsize // 2  # leaves room for an offset
+        return self._length
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         return self.sample(index)

@@ -34,6 +34,7 @@ from mt_train.console import make_console
 from mt_train.corpus import (
     Corpus,
     OtherRankError,
+    check_packing,
     check_tokenizer,
     count_bytes,
     open_training_data,
@@ -134,8 +135,10 @@ class _Session:
             corpus, sequence_length=training.sequence_length, seed=training.seed
         )
         mixture = self.start.mixture(sources)
+        steps_left = max(0, training.steps - start.step)
+        num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(
-            MixedSamples(datasets, mixture),
+            MixedSamples(datasets, mixture, num_samples=num_samples),
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
@@ -166,6 +169,7 @@ class _Session:
         trainer = self.trainer
         if trainer.finished and not self._evaluation_is_missing():
             return self._already_finished()
+        stack.callback(trainer.close)
         reporter = self._open_reporter(stack)
         self._announce(reporter)
         saved_step = trainer.progress.step if self.start.own else None
@@ -231,7 +235,8 @@ class _Session:
             return None
         now = to_dict(self.config)
         same = saved.config.get("evaluation") == now["evaluation"]
-        if not same or saved.config["data"].get("validation") != now["data"]["validation"]:
+        of_data = [saved.config["data"].get(n) == now["data"][n] for n in ("validation", "packing")]
+        if not same or not all(of_data):
             return None
         found = None
         for record in read_metrics(self.out / "metrics.jsonl"):
@@ -337,6 +342,7 @@ def _start(loaded: LoadedConfig, out: Path, corpus: Corpus) -> tuple[Start, Toke
     """Find where the run starts, and check that it can go on from there."""
     tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
     check_tokenizer(loaded, corpus, tokenizer)
+    check_packing(loaded, corpus)
     model = loaded.model(tokenizer.vocab_size)
     start = find_start(loaded, out)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from mt_data import BatchSampler, MicroBatch
+from mt_data import BatchSampler
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import DTYPES, ModelConfig, flops_per_token
 from mt_optim import AdamW, clip_grad_norm, default_decay_filter
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
-from numpy.typing import NDArray
 
 from mt_train.agreement import summed
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
-from mt_train.loader import Loader
+from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.metrics import Record
 from mt_train.pipeline import (
     backwards_per_step,
@@ -29,9 +27,6 @@ from mt_train.pipeline import (
     plan_pipeline,
 )
 from mt_train.progress import Course, Progress, StepMeter
-
-Batch = Mapping[str, torch.Tensor]
-_FIELDS = ("tokens", "labels", "sample_ids")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -76,8 +71,7 @@ class Trainer:
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         training, parallel = config.training, config.parallel
-        self.config, self.state, self.sampler = config, state, sampler
-        self._loader = Loader(sampler, steps=training.steps)
+        self.config, self.state = config, state
         self.progress, self.course, self._meter = Progress(), Course(config), StepMeter()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
@@ -100,6 +94,14 @@ class Trainer:
             dtype=self.dtype,
             device=state.device,
         )
+        self.rows = rows_of(
+            state,
+            training.sequence_length,
+            packing=config.data.packing,
+            reads=any(stage.has_embedding or stage.has_head for stage in self.stages),
+        )
+        self.sampler = sampler.with_rows(self.rows)
+        self._loader = prefetched(self.sampler, state.device)
         self.named_parameters = list(named_parameters(self.stages).items())
         self._backwards = backwards_per_step(plan.schedule, state.index("pp"), self.stages)
         self.buffer = GradBuffer(
@@ -130,10 +132,8 @@ class Trainer:
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
         rows, length = batch["tokens"].shape
-        sharded = self.state.size("cp")
-        if self.config.parallel.sequence_parallel:
-            sharded *= self.state.size("tp")
-        return TensorSpec((rows, length // sharded, self._hidden_size), self.dtype)
+        shards = self.state.size("tp") if self.config.parallel.sequence_parallel else 1
+        return TensorSpec((rows, length // shards, self._hidden_size), self.dtype)
 
     def count_parameters(self) -> int:
         """Count the whole model's parameters, each logical one once; every rank calls it."""
@@ -161,11 +161,9 @@ class Trainer:
         """
         self._meter.start()
         lr = self.course.learning_rate(self.progress)
-        micro_batches = self._loader.step(self.progress.step)
-        # Context-parallel ranks hold the same batch, whole.
-        labels = sum(int(np.count_nonzero(batch["labels"] >= 0)) for batch in micro_batches)
-        total = max(summed(self.state, labels, axes="dp")[0], 1.0)
-        batches = to_device(micro_batches, self.state.device)
+        ready = self._loader.step(self.progress.step)
+        batches = to_device(ready.batches, self.state.device)
+        total = max(summed(self.state, ready.labels, axes="dp-cp")[0], 1.0)
         self.on_event("train.forward_backward")
         self.buffer.start(self._backwards)
         outputs = self.executor.run(batches, objective=lambda output, _: output["lm"] / total)
@@ -189,6 +187,10 @@ class Trainer:
             elapsed=self.progress.elapsed + seconds,
         )
         return Step(record=self._record(loss, norm, lr, total, seconds), stop=stop, save=save)
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._loader.close()
 
     def train(self, *, training: bool) -> None:
         """Switch dropout on or off."""
@@ -229,15 +231,3 @@ class Trainer:
             "progress": self.course.share(self.progress),
             "eta_seconds": self.course.seconds_left(self.progress),
         }
-
-
-def to_device(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
-    """Copy micro-batches of numpy arrays to this rank's device; an accelerator does not wait."""
-    return [{name: _copied(batch[name], device) for name in _FIELDS} for batch in batches]
-
-
-def _copied(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
