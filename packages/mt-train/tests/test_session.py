@@ -176,6 +176,51 @@ def test_what_can_not_be_continued_is_refused_with_the_way_out(
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 
+def test_packing_changes_from_a_step_on_and_is_said_recorded_and_evaluated(
+    tiny, copy, capsys, rows
+) -> None:
+    (before,) = [row["val_loss"] for row in rows(copy) if "val_loss" in row]
+    tiny.run(copy, "training.steps=5", "data.packing=documents")
+    assert "from step 5 on: data.packing: none -> documents" in capsys.readouterr().out
+    assert yaml.safe_load((copy / "config.yaml").read_text())["data"]["packing"] == "documents"
+    assert read_history(copy / "history.jsonl")[1]["config"]["data"]["packing"] == "documents"
+    tiny.run(copy, "training.steps=5")  # finished, and evaluated otherwise than it would be now
+    assert "finished at step 5; evaluating" in capsys.readouterr().out
+    found = [row["val_loss"] for row in rows(copy) if "val_loss" in row]
+    assert found[0] == before
+    assert len(found) == 2
+
+
+def test_a_corpus_is_built_once_for_both_packings(tiny, tmp_path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"words {i} " * 40}) + "\n" for i in range(30)))
+    options = (
+        "data.train=[]",
+        "data.validation=null",
+        "data.tokenizer=null",
+        "data.vocab_size=280",
+    )
+    options = (*options, f"data.corpus={texts}")
+    tiny.run(tmp_path / "run", *options, "training.steps=1")
+    tiny.run(tmp_path / "run", *options, "training.steps=2", "data.packing=documents")
+    assert [path.name for path in (tmp_path / "run").glob("data*")] == ["data"]
+
+
+def test_packing_without_documents_is_refused(tiny, tmp_path) -> None:
+    from mt_data import IndexedDataset, IndexedWriter
+    from mt_train import ConfigError
+
+    with IndexedWriter(tmp_path / "one", np.uint16) as writer:
+        writer.add_document(IndexedDataset(tiny.data / "a").stream(0, 400))
+    packed = ("data.packing=documents", f"data.train=[{tmp_path}/one]")
+    with pytest.raises(ConfigError, match=r"one\.idx has all its tokens in one document") as caught:
+        tiny.run(tmp_path / "run", *packed)
+    assert "use none" in str(caught.value)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    book = (packed[0], f"data.train=[{tmp_path}/one,{tiny.data}/b]")  # one of several may be
+    assert tiny.run(tmp_path / "run", *book).step == 4
+
+
 def test_weights_start_another_run(tiny, finished, tmp_path, capsys, weights, losses) -> None:
     changes = (
         f"data.train=[{tiny.data}/b]",

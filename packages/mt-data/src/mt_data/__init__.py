@@ -1,6 +1,6 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
-from mt_data.batch import BatchSampler, MicroBatch, Packing, Rows, count_labels
+from mt_data.batch import BatchSampler, MicroBatch, Rows, count_labels
 from mt_data.blend import BlendedDataset, BlendOrder, blend_order
 from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import (
@@ -40,7 +40,6 @@ __all__ = [
     "IndexedWriter",
     "MicroBatch",
     "MissingExtraError",
-    "Packing",
     "Permutation",
     "Prefetcher",
     "Rows",

@@ -189,7 +189,7 @@ class GPT(nn.Module):
             tensor-parallel group and has gradients.
 
         Shape:
-            tokens, labels, positions: [B, S / cp], this rank's, as `mt_context_parallel.shard` gives
+            tokens, labels, positions: [B, S / cp], this rank's as `mt_context_parallel.shard` cuts
             them; documents: [B, S], whole; sample_ids: [B]; embeddings: [B, S / cp, hidden];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
@@ -293,7 +293,7 @@ class GPT(nn.Module):
         if not self.has_head:
             return (x, losses) if losses and not generates else x
         if batch.get("labels") is not None:
-            return {**self.loss(x, self.placement.context.own(batch["labels"])), **losses}
+            return {**self.loss(x, batch["labels"]), **losses}
         return self.scores(x[:, -1:] if generates else x)
 
     @torch.no_grad()

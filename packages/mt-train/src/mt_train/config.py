@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from mt_data import Packing
 from mt_files import Checks, FieldError, divisors, shorten
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
@@ -185,7 +184,7 @@ class DataSection:
     validation: str | None = None
     tokenizer: str | None = None
     eod: str | None = None
-    packing: Packing = "none"
+    packing: Literal["none", "documents"] = "none"
 
     def __post_init__(self) -> None:
         checks = Checks(self)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from mt_context_parallel import segments
-from mt_data import BatchSampler, MicroBatch, Packing, Prefetcher, Rows, count_labels
+from mt_data import BatchSampler, MicroBatch, Prefetcher, Rows, count_labels
 from mt_parallel_state import ParallelState
 
 Batch = Mapping[str, torch.Tensor]
@@ -28,7 +28,9 @@ class HostStep:
     labels: int
 
 
-def rows_of(state: ParallelState, length: int, *, packing: Packing, reads: bool) -> Rows:
+def rows_of(
+    state: ParallelState, length: int, *, packing: Literal["none", "documents"], reads: bool
+) -> Rows:
     """Say what this rank needs of rows of `length` tokens: of a context group, its own part.
 
     Tensor-parallel ranks all need the same tokens, and each reads them. From the page cache that
