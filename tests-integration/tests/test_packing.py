@@ -39,13 +39,20 @@ LAYOUTS = {
     "recompute": (2, 2, ["parallel.cp=2", "training.recompute=full"]),
     "selective": (2, 2, ["parallel.tp=2", SP, "training.recompute=selective"]),
 }
+
+
+def in_ci(name: str, hard: bool, number: int) -> bool:
+    return name not in FOR_CAMPAIGN and hard == (number % 2 == 0)
+
+
+FOR_CAMPAIGN = ("pp4", "cp4-ring", "tp2-pp2-dp2", "interleaved")
 # Both kinds of model with every layout; CI takes every other one.
 CASES = [
     pytest.param(
         name,
         hard,
         id=f"{name}-{'hard' if hard else 'plain'}",
-        marks=() if hard == (number % 2 == 0) else pytest.mark.campaign,
+        marks=() if in_ci(name, hard, number) else pytest.mark.campaign,
     )
     for number, name in enumerate(LAYOUTS)
     for hard in (False, True)
