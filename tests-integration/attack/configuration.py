@@ -117,7 +117,7 @@ def odd_path(world: World, rng: random.Random, scratch: Path) -> None:
 
 ROWS = [
     Row(
-        name="configuration values huge or odd", attack=huge_value, cases=200, sample=5, seconds=30
+        name="configuration values huge or odd", attack=huge_value, cases=200, sample=5, seconds=120
     ),
     Row(
         name="configuration files changed at random",

@@ -97,6 +97,8 @@ FILES = {
     "a long tag": "a: !" + "x" * 900_000 + " 1",
     "many documents": "---\na: 1\n" * 1000,
     "duplicate keys": "a: 1\n" * 9000,
+    "a long path": "data: {corpus: " + "x/" * 5000 + "}",
+    "a long glob": "data: {corpus: ., glob: " + "x/" * 5000 + "}",
 }
 
 

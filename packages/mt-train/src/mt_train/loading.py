@@ -213,10 +213,16 @@ class _Paths:
     def _check_glob(self, folder: Path, glob: str) -> None:
         """Note a glob that no file of a corpus folder matches, and what would match some."""
         try:
-            if not folder.is_dir() or any(path.is_file() for path in folder.glob(glob)):
+            if not folder.is_dir():
                 return
-        except (OSError, ValueError, NotImplementedError, IndexError) as error:
-            self._add("data.glob", f"{shorten(glob)} is no glob: {error}; use e.g. **/*.txt")
+        except OSError:  # said of the folder itself
+            return
+        try:
+            if any(path.is_file() for path in folder.glob(glob)):
+                return
+        except (OSError, ValueError, NotImplementedError, IndexError, RecursionError) as error:
+            why = shorten(str(error))
+            self._add("data.glob", f"{shorten(glob)} is no glob: {why}; use e.g. **/*.txt")
             return
         found = itertools.islice((path for path in folder.rglob("*") if path.is_file()), 1000)
         endings = Counter(path.suffix for path in found if path.suffix)
