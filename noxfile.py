@@ -21,9 +21,8 @@ SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 DEV = ["uv", "run", "--frozen"]
 QUICK = "not gpu and not campaign"
 REPORTS = ROOT / ".nox" / "reports"
-# Seconds of tests on two cores, with half as much again for a slow or busy hour. What is above
-# belongs in the campaign, or is too slow.
-BUDGET = {"": 270, "mt-pipeline": 360, "integration": 1200}
+# Seconds of tests on two cores. What is above belongs in the campaign, or is too slow.
+BUDGET = {"": 180, "mt-pipeline": 240, "integration": 1200}
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"

@@ -227,8 +227,8 @@ def test_import_is_light():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda path: TensorShard(5, torch.ones(1)), "name must be a str, not 5"),
-        (lambda path: TensorShard("w", None), "w: tensor must be a Tensor, not None"),
+        (lambda path: TensorShard(5, torch.ones(1)), "name must be a str, got 5"),
+        (lambda path: TensorShard("w", None), "w: tensor must be a Tensor, got None"),
         (lambda path: TensorShard("w", torch.ones(2), global_shape=2), "global_shape must be int"),
         (lambda path: TensorShard("w", torch.ones(2), offsets=(0.5,)), "offsets must be integers"),
         (
@@ -237,15 +237,15 @@ def test_import_is_light():
         ),
         (
             lambda path: param_shards([], None, 0, prefix="m"),
-            "layout must be a ParallelLayout, not",
+            "layout must be a ParallelLayout, got",
         ),
         (
             lambda path: save_checkpoint(path, 1, [None], {}),
-            "shards must be a TensorShard, not None",
+            "shards must be a TensorShard, got None",
         ),
         (lambda path: save_checkpoint(path, 1, [], {}, group=-1), "group must be a ProcessGroup"),
-        (lambda path: load_checkpoint(path, [], group=-1), "group must be a ProcessGroup, not -1"),
-        (lambda path: load_checkpoint(path, [torch.ones(1)]), "shards must be a TensorShard, not"),
+        (lambda path: load_checkpoint(path, [], group=-1), "group must be a ProcessGroup, got -1"),
+        (lambda path: load_checkpoint(path, [torch.ones(1)]), "shards must be a TensorShard, got"),
         (lambda path: load_checkpoint(path, [], ignore=(1,)), "ignore must be name prefixes, not"),
         (lambda path: inspect_checkpoint(None), "not NoneType|not 'NoneType'"),
     ],

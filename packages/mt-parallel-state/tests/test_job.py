@@ -20,6 +20,7 @@ from mt_parallel_state import (
     JoinError,
     PeerLostError,
     init_process_group,
+    is_out_of_memory,
     is_peer_loss,
     joined,
     leave_process_group,
@@ -225,3 +226,13 @@ def test_the_environment_is_left_alone() -> None:
     with joined(DistributedEnv()):
         pass
     assert dict(os.environ) == before
+
+
+def test_running_out_of_memory_is_recognised_wherever_it_is_the_cause() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    outer = ValueError("a stage failed")
+    outer.__cause__ = caught.value
+    found = (caught.value, outer, MemoryError(), RuntimeError("CUDA error: out of memory"))
+    assert all(map(is_out_of_memory, found))
+    assert not any(map(is_out_of_memory, (None, RuntimeError("shapes"), ValueError())))

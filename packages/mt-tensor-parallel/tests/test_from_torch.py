@@ -109,13 +109,13 @@ def test_an_embedding_is_split_by_rows(ranks) -> None:
 def test_what_cannot_be_split_is_named(ranks) -> None:
     for made in (ColumnParallelLinear, RowParallelLinear):
         for wrong in (None, nn.Conv1d(1, 1, 1), made(2, 2)):
-            with pytest.raises(TypeError, match=r"from_linear takes a torch\.nn\.Linear, got"):
+            with pytest.raises(TypeError, match="linear must be a Linear, got"):
                 made.from_linear(wrong)
     with pytest.raises(ValueError, match=r"sizes=\(3, 2\) must multiply to the 8 out_features"):
         ColumnParallelLinear.from_linear(nn.Linear(4, 8), sizes=(3, 2))
     with pytest.raises(ValueError, match=r"sizes=5 must multiply to the 4 in_features"):
         RowParallelLinear.from_linear(nn.Linear(4, 8), sizes=5)
-    with pytest.raises(TypeError, match=r"from_embedding takes a torch\.nn\.Embedding, got Linear"):
+    with pytest.raises(TypeError, match="embedding must be an Embedding, got Linear"):
         VocabParallelEmbedding.from_embedding(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has padding_idx=0, which a split table does not do"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(4, 2, padding_idx=0))
@@ -138,5 +138,5 @@ def test_biases_are_there_by_default_as_in_torch() -> None:
 
 @pytest.mark.parametrize("change", [choose_gemms, defer_weight_gradients, sum_weight_gradients])
 def test_what_changes_layers_names_what_is_no_module(change) -> None:
-    with pytest.raises(TypeError, match=r"module must be an nn\.Module, got NoneType"):
+    with pytest.raises(TypeError, match="module must be a Module, got None"):
         change(None, None)

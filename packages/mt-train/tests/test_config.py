@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import main
 
@@ -361,12 +360,3 @@ def test_the_processes_of_a_quickstart_share_its_batch(capsys: pytest.CaptureFix
     code, message = run_cli(["quickstart", "--nproc", "3"], capsys)
     assert code == 2
     assert "--nproc: 3 processes cannot share 8 samples; use 1, 2, 4, 8" in message
-
-
-def test_the_cpu_out_of_memory_is_recognised() -> None:
-    from mt_train.errors import is_out_of_memory
-
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60)
-    assert is_out_of_memory(caught.value)
-    assert not is_out_of_memory(RuntimeError("shapes"))

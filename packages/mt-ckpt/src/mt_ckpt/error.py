@@ -9,12 +9,6 @@ _LISTED = 50
 _LONGEST = 20_000
 
 
-def check_type(what: str, value: object, kind: type) -> None:
-    """TypeError unless an argument is of its type."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{what} must be a {kind.__name__}, not {value!r:.100}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One thing that is wrong in a checkpoint directory.

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mt_files import MissingFileError
+from mt_files import MissingFileError, check_type
 
-from mt_ckpt.error import CheckpointError, check_type
+from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import POLL_SECONDS, share
 from mt_ckpt.manifest import MANIFEST, step_of
 from mt_ckpt.root import committed_steps, latest_checkpoint

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from mt_files import FileError, open_file
+from mt_files import FileError, check_type, open_file
 
 from mt_ckpt.array import CRC_BYTES, ArraySpec, chunk_file
 from mt_ckpt.disk import list_files
 from mt_ckpt.dtype import dtype_name, from_stored
-from mt_ckpt.error import CheckpointError, Problem, check_type
+from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box, chunk_indices, overlap
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import (

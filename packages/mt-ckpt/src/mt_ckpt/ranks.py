@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 
-from mt_ckpt.error import CheckpointError, check_type
+from mt_ckpt.error import CheckpointError
 
 
 class Ranks:

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
+from mt_files import check_type
 
 from mt_ckpt.array import ArraySpec, chunk_file
 from mt_ckpt.disk import create_file, disk_errors, remove_tree, sync, sync_all
 from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
-from mt_ckpt.error import CheckpointError, check_type
+from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, chunk_indices, overlap, plan_chunks
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_nesting, step_name

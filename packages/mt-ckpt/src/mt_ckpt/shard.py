@@ -10,11 +10,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
 import torch
+from mt_files import check_type
 from mt_parallel_state import ParallelLayout, is_owner, sharding_of
 from torch.nn import Parameter
 
 from mt_ckpt.dtype import dtype_name, dtype_names
-from mt_ckpt.error import check_type
 from mt_ckpt.grid import Box
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_.@+=,-]{1,200}")

@@ -1,5 +1,6 @@
 """Outside files: checked reading, typed content, durable writing, locks and digests."""
 
+from mt_files.argument import check_type
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError
 from mt_files.experimental import ExperimentalWarning, experimental
@@ -42,6 +43,7 @@ __all__ = [
     "bind",
     "build",
     "check_file",
+    "check_type",
     "describe",
     "did_you_mean",
     "divisors",

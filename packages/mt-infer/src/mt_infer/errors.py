@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from mt_ckpt import CheckpointError
 from mt_data import DataError
-from mt_parallel_state import CollectiveError
+from mt_parallel_state import CollectiveError, is_out_of_memory
 from torch.distributed import DistError
 
 from mt_infer.loading import RunError
@@ -26,7 +25,7 @@ USER_ERRORS: tuple[tuple[type[Exception], int], ...] = (
 
 def explain(error: Exception) -> tuple[int, str] | None:
     """Exit code and message of an error; None for one that only a programmer can solve."""
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return _FAILED, (
             "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on several "
             f"GPUs, which split the model ({str(error) or type(error).__name__})"
@@ -41,16 +40,3 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a device or a host that ran out of memory."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        # torch has no type of its own for a host without memory, nor for a GPU that others fill.
-        texts = ("can't allocate memory", "out of memory")
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in texts):
-            return True
-        error = error.__cause__
-    return False

@@ -36,7 +36,6 @@ from mt_parallel_state.randomness import (
     hash_key,
     initialize_,
     random_uniform,
-    stream_key,
 )
 from mt_parallel_state.sharding import (
     ParamSharding,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from mt_parallel_state.job import (
         PeerLostError,
         init_process_group,
+        is_out_of_memory,
         is_peer_loss,
         joined,
         leave_process_group,
@@ -96,6 +96,7 @@ __all__ = [
     "hash_key",
     "init_process_group",
     "initialize_",
+    "is_out_of_memory",
     "is_owner",
     "is_peer_loss",
     "joined",
@@ -116,7 +117,6 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "stop_signals",
-    "stream_key",
     "twin_group",
 ]
 
@@ -125,6 +125,7 @@ _HOMES = {
     "DistributedEnv": "environment",
     "detect_env": "environment",
     "init_process_group": "job",
+    "is_out_of_memory": "job",
     "is_peer_loss": "job",
     "JoinError": "store",
     "joined": "job",

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
 
 _FAILED = "failed"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01

@@ -7,6 +7,7 @@ input comes back unchanged and nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
+Map = Callable[[Tensor], Tensor]
 
 
 def group_size(group: Group) -> int:
@@ -101,117 +103,56 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pendi
     return Pending(cast(dist.Work, work), out)
 
 
+class _Linear(torch.autograd.Function):
+    """A linear map, given with its adjoint, which is its backward.
+
+    The adjoint is one of the public functions below, so that the pairs can be differentiated any
+    number of times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Map, adjoint: Map) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.adjoint(grads[0]), None, None
+
+
+def _copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return start_all_gather(x, group, dim).wait()
+
+
 def _own_piece(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     local = shard_size(x.shape[dim], group, what=f"dim {dim} of shape {tuple(x.shape)}")
     return x.narrow(dim, group.rank() * local, local).contiguous()
 
 
-# In each class below backward calls the adjoint through its public function, so that the pairs can
-# be differentiated any number of times.
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return start_reduce_scatter(x, group, dim).wait()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return reduce_from_group(grads[0], ctx.group), None
+def _swap(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
+    local = shard_size(x.shape[split_dim], group, what=f"dim {split_dim} of {tuple(x.shape)}")
+    pieces = x.unflatten(split_dim, (group.size(), local)).movedim(split_dim, 0).contiguous()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received.flatten(0, 1), pieces.flatten(0, 1), group=group)
+    return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        copy = x.clone(memory_format=torch.contiguous_format)
-        return start_all_reduce(copy, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return copy_to_group(grads[0], ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, group, dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return scatter_to_group(grads[0], ctx.group, dim=ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_piece(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return gather_from_group(grads[0], ctx.group, dim=ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, group, dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return reduce_scatter(grads[0], ctx.group, dim=ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_reduce_scatter(x, group, dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_gather(grads[0], ctx.group, dim=ctx.dim), None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int
-    ) -> Tensor:
-        ctx.group, ctx.dims = group, (concat_dim, split_dim)
-        ranks = group.size()
-        local = shard_size(x.shape[split_dim], group, what=f"dim {split_dim} of {tuple(x.shape)}")
-        pieces = x.unflatten(split_dim, (ranks, local)).movedim(split_dim, 0).contiguous()
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received.flatten(0, 1), pieces.flatten(0, 1), group=group)
-        return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        split_dim, concat_dim = ctx.dims
-        grad = all_to_all(grads[0], ctx.group, split_dim=split_dim, concat_dim=concat_dim)
-        return grad, None, None, None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[int]
-    ) -> Tensor:
-        ctx.group, ctx.splits = group, (outputs, inputs)
-        received = x.new_empty((sum(outputs), *x.shape[1:]))
-        dist.all_to_all_single(received, x.contiguous(), outputs, inputs, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        inputs, outputs = ctx.splits
-        grad = all_to_all_rows(grads[0], ctx.group, input_splits=inputs, output_splits=outputs)
-        return grad, None, None, None
+def _rows(x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[int]) -> Tensor:
+    received = x.new_empty((sum(outputs), *x.shape[1:]))
+    dist.all_to_all_single(received, x.contiguous(), outputs, inputs, group=group)
+    return received
 
 
 def apply_outside_graph(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -230,8 +171,18 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
 
 
-def _alone(group: Group) -> bool:
-    return group_size(group) == 1
+def _pair(
+    x: Tensor,
+    group: Group,
+    run: Callable[..., Tensor],
+    adjoint: Callable[..., Tensor],
+    **options: int,
+) -> Tensor:
+    """Apply one of a pair of maps that take the same options; on one rank both change nothing."""
+    if group_size(group) == 1:
+        return x
+    maps = (partial(each, group=group, **options) for each in (run, adjoint))
+    return apply_outside_graph(_Linear, x, *maps)
 
 
 def _dim(x: Tensor, dim: int) -> int:
@@ -246,7 +197,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     Shape:
         x: any, equal on all ranks. Returns the same.
     """
-    return x if _alone(group) else apply_outside_graph(_Copy, x, group)
+    return _pair(x, group, _copy, reduce_from_group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
@@ -255,7 +206,7 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     Shape:
         x: any, a partial sum on each rank. Returns the sum, equal on all ranks.
     """
-    return x if _alone(group) else apply_outside_graph(_Reduce, x, group)
+    return _pair(x, group, _reduce, copy_to_group)
 
 
 def gather_from_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -267,7 +218,7 @@ def gather_from_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Shape:
         x: [..., n / ranks, ...] at `dim`. Returns [..., n, ...], equal on all ranks.
     """
-    return x if _alone(group) else apply_outside_graph(_Gather, x, group, _dim(x, dim))
+    return _pair(x, group, _gather, scatter_to_group, dim=_dim(x, dim))
 
 
 def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -279,7 +230,7 @@ def scatter_to_group(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Raises:
         ValueError: The group does not divide the dim.
     """
-    return x if _alone(group) else apply_outside_graph(_Scatter, x, group, _dim(x, dim))
+    return _pair(x, group, _own_piece, gather_from_group, dim=_dim(x, dim))
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -288,7 +239,7 @@ def all_gather(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Shape:
         x: [..., n / ranks, ...] at `dim`. Returns [..., n, ...], equal on all ranks.
     """
-    return x if _alone(group) else apply_outside_graph(_AllGather, x, group, _dim(x, dim))
+    return _pair(x, group, _gather, reduce_scatter, dim=_dim(x, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -300,7 +251,7 @@ def reduce_scatter(x: Tensor, group: Group, *, dim: int) -> Tensor:
     Raises:
         ValueError: The group does not divide the dim.
     """
-    return x if _alone(group) else apply_outside_graph(_ReduceScatter, x, group, _dim(x, dim))
+    return _pair(x, group, _reduce_scatter, all_gather, dim=_dim(x, dim))
 
 
 def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> Tensor:
@@ -324,9 +275,11 @@ def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> T
             f"split_dim={split_dim} and concat_dim={concat_dim} must be two different dims of a "
             f"tensor of shape {tuple(x.shape)}"
         )
-    if _alone(group):
+    if group is None or group_size(group) == 1:
         return x
-    return apply_outside_graph(_Swap, x, group, *dims)
+    run = partial(_swap, group=group, split_dim=dims[0], concat_dim=dims[1])
+    back = partial(all_to_all, group=group, split_dim=dims[1], concat_dim=dims[0])
+    return apply_outside_graph(_Linear, x, run, back)
 
 
 def all_to_all_rows(
@@ -358,11 +311,13 @@ def all_to_all_rows(
             f"input_splits={inputs} sum to {sum(inputs)}, but x of shape {tuple(x.shape)} has "
             f"{x.shape[0]} rows"
         )
-    if ranks == 1:
+    if group is None or ranks == 1:
         if inputs != outputs:
             raise ValueError(
                 f"input_splits={inputs} and output_splits={outputs} must be equal on one rank, "
                 "which receives what it sends"
             )
         return x
-    return apply_outside_graph(_Rows, x, group, inputs, outputs)
+    run = partial(_rows, group=group, inputs=inputs, outputs=outputs)
+    back = partial(all_to_all_rows, group=group, input_splits=outputs, output_splits=inputs)
+    return apply_outside_graph(_Linear, x, run, back)

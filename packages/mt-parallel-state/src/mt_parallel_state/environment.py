@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
+
 from mt_parallel_state.layout import MOST_RANKS
 
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.environment import DistributedEnv
 from mt_parallel_state.groups import nccl_options
 from mt_parallel_state.launcher import MOST_LOCAL_RANKS
@@ -32,6 +32,10 @@ _LOSS = (
 )
 
 
+# What torch says where a host has no memory left, or others fill a GPU; it has no type for it.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
 class PeerLostError(dist.DistError):
     """Another rank of this job ended, so this one can't go on."""
 
@@ -48,6 +52,17 @@ def is_peer_loss(error: BaseException | None) -> bool:
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOSS):
             return True
         error = error.__cause__ or error.__context__
+    return False
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or what caused it, is a device or a host that ran out of memory."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY):
+            return True
+        error = error.__cause__
     return False
 
 

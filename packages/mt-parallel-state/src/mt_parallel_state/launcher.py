@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
+
 from mt_parallel_state.signals import signal_name, signals_to
 from mt_parallel_state.store import host_on_loopback
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
+
 from mt_parallel_state.levels import cut_into_levels
 
 EMBEDDING = "embedding"

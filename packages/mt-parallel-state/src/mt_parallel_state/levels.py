@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
 
 
 def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:

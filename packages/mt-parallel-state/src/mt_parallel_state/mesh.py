@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from mt_files import check_type
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
 
 _AXES = ("tp", "cp", "dp", "pp")

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from mt_files import check_type
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
+
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.sharding import ParamSharding
 

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from mt_files import check_type
 from torch import Tensor, nn
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.sharding import global_shape_of, offsets_of
 
@@ -42,17 +42,6 @@ def hash_key(*parts: int | str) -> int:
         tag = b"s" if isinstance(part, str) else b"i"
         digest.update(tag + len(data).to_bytes(8, "little") + data)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def stream_key(seed: int, stream: str, **coordinates: int) -> int:
-    """Return the key of a named random stream at some coordinates of a layout.
-
-    `stream_key(seed, "expert", ep=3, pp=1)` is a generator's seed that ranks with the same ep and
-    pp share and no other stream or coordinate has. The order of the coordinates does not matter;
-    leave out the axes over which the numbers are to be equal.
-    """
-    parts = [part for axis in sorted(coordinates) for part in (axis, coordinates[axis])]
-    return hash_key("stream", seed, stream, *parts)
 
 
 def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

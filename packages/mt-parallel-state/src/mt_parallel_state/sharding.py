@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import cast
 
+from mt_files import check_type
 from torch import Tensor, nn
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.spec import PartitionSpec
 

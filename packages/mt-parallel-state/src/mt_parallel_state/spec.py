@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from mt_parallel_state.argument import check_type
+from mt_files import check_type
+
 from mt_parallel_state.layout import ParallelLayout
 
 _AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")

@@ -8,9 +8,9 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.argument import check_type
 from mt_parallel_state.check import CheckMode, Ledger
 from mt_parallel_state.groups import (
     create_group,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
+from mt_files import check_type
 from torch import Tensor
 
 _LARGEST = 1 << 36
@@ -12,11 +14,11 @@ _LARGEST = 1 << 36
 
 def positive_int(value: object, name: str) -> int:
     """Return a size, or raise TypeError or ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-    return value
+    check_type(name, value, int)
+    size = cast("int", value)
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size!r}")
+    return size
 
 
 def check_number(value: object, name: str) -> None:
@@ -25,12 +27,6 @@ def check_number(value: object, name: str) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not -math.inf < value < math.inf:  # dynamo does not trace math.isfinite
         raise ValueError(f"{name}={value} must be finite")
-
-
-def check_tensor(x: object, name: str) -> None:
-    """Raise TypeError for what is no tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_labels(labels: object, name: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from mt_files import check_type
 from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.arguments import check_labels, check_tensor
+from mt_tensor_parallel.arguments import check_labels
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
 
@@ -103,7 +104,7 @@ def vocab_parallel_cross_entropy(
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """
-    check_tensor(logits, "logits")
+    check_type("logits", logits, Tensor)
     check_labels(labels, "labels")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(

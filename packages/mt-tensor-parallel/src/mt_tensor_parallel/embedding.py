@@ -6,6 +6,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
+from mt_files import check_type
 from mt_parallel_state import (
     Group,
     PartitionSpec,
@@ -140,11 +141,7 @@ class VocabParallelEmbedding(nn.Module):
             TypeError: `embedding` is no `torch.nn.Embedding`.
             ValueError: As of the constructor, or it has options that a split table lacks.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise TypeError(
-                f"{cls.__name__}.from_embedding takes a torch.nn.Embedding, got "
-                f"{type(embedding).__name__}"
-            )
+        check_type("embedding", embedding, nn.Embedding)
         for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, name)
             if value is not None and value is not False:

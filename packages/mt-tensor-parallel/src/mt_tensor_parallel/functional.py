@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mt_files import check_type
 from mt_parallel_state import (
     GradSink,
     Group,
@@ -244,8 +245,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if mode not in ("column", "row"):
         raise ValueError(f"mode must be 'column' or 'row', got {mode!r}")
     gemm = checked_gemm(gemm)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check_type("x", x, Tensor)
     if gemm.is_torch:
         check_dtypes(x, weight, "x")
     if torch.compiler.is_compiling():

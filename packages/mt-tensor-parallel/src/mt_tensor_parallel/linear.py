@@ -8,6 +8,7 @@ from math import prod, sqrt
 from typing import ClassVar, Self
 
 import torch
+from mt_files import check_type
 from mt_parallel_state import (
     GradSink,
     Group,
@@ -159,10 +160,7 @@ class _ParallelLinear(nn.Module):
             >>> ColumnParallelLinear.from_linear(nn.Linear(4, 8), group=None).weight.shape
             torch.Size([8, 4])
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(
-                f"{cls.__name__}.from_linear takes a torch.nn.Linear, got {type(linear).__name__}"
-            )
+        check_type("linear", linear, nn.Linear)
         features = {"in_features": linear.in_features, "out_features": linear.out_features}
         whole = features[cls._split]
         split = _features(whole if sizes is None else sizes, "sizes")
@@ -309,8 +307,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _linears(module: nn.Module) -> list[tuple[str, _ParallelLinear]]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    check_type("module", module, nn.Module)
     return [(name, m) for name, m in module.named_modules() if isinstance(m, _ParallelLinear)]
 
 

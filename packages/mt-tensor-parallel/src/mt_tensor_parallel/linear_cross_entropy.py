@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from mt_files import check_type
 from mt_parallel_state import Group, apply_outside_graph, group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.arguments import check_labels, check_tensor
+from mt_tensor_parallel.arguments import check_labels, positive_int
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
@@ -117,10 +118,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
             range.
     """
     _check(hidden, weight, labels)
-    if block_size is not None and not isinstance(block_size, int):
-        raise TypeError(f"block_size must be an int or None, got {block_size!r}")
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1, or None for the default")
+    if block_size is not None:
+        positive_int(block_size, "block_size")
     terms = LossTerms.of(
         weight.shape[0],
         group,
@@ -150,8 +149,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    check_tensor(hidden, "hidden")
-    check_tensor(weight, "weight")
+    check_type("hidden", hidden, Tensor)
+    check_type("weight", weight, Tensor)
     check_labels(labels, "labels")
     if (
         hidden.dim() != 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type, write_file
 from mt_parallel_state import (
     Group,
     PartitionSpec,
@@ -80,13 +81,8 @@ class LoraLinear(nn.Module):
         name: str = "",
     ) -> None:
         super().__init__()
-        if not isinstance(base, ParallelLinear):
-            raise TypeError(
-                f"base must be a ColumnParallelLinear or RowParallelLinear, got "
-                f"{type(base).__name__}"
-            )
-        if not isinstance(rank, int):
-            raise TypeError(f"rank must be an int, got {rank!r}")
+        check_type("base", base, ColumnParallelLinear, RowParallelLinear)
+        check_type("rank", rank, int)
         if alpha is not None:
             check_number(alpha, "alpha")
         if rank < 1 or not 0 <= dropout < 1:
@@ -238,8 +234,7 @@ def add_lora(
             place.
         ValueError: No layer matches that has no adapter yet.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    check_type("module", module, nn.Module)
     if isinstance(module, ParallelLinear | LoraLinear):
         raise TypeError(
             f"add_lora replaces layers inside a module, and this {type(module).__name__} is one "
@@ -327,7 +322,7 @@ def save_lora(
     if not write:
         return
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError as error:
         raise ModuleNotFoundError(
             "saving adapters needs: pip install 'mt-tensor-parallel[peft]'"
@@ -348,8 +343,8 @@ def save_lora(
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    save_file(state, str(path / "adapter_model.safetensors"), metadata={"format": "pt"})
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_file(path / "adapter_model.safetensors", save(state, metadata={"format": "pt"}))
+    write_file(path / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _target_modules(module: nn.Module, state: Iterable[str]) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 from mt_parallel_state import Group, group_rank, group_size
 from torch import Tensor
 
@@ -81,8 +82,8 @@ class LossTerms:
         """
         check_number(label_smoothing, "label_smoothing")
         check_number(z_loss, "z_loss")
-        if vocab_size is not None and not isinstance(vocab_size, int):
-            raise TypeError(f"vocab_size must be an int or None, got {vocab_size!r}")
+        if vocab_size is not None:
+            check_type("vocab_size", vocab_size, int)
         ranks = group_size(group)
         if ranks > 1 and width == vocab_size:
             raise ValueError(

@@ -112,7 +112,9 @@ def _main(arguments: list[str]) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         return 1
     except Exception as error:
-        from mt_train.errors import USER_ERRORS, is_out_of_memory
+        from mt_parallel_state import is_out_of_memory
+
+        from mt_train.errors import USER_ERRORS
 
         if isinstance(error, USER_ERRORS):
             sys.stderr.write(f"mt-train: {error}\n")
