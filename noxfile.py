@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +28,7 @@ BUDGET = {"": 180, "mt-pipeline": 240, "integration": 1200}
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"  # `uv sync --exact` removes what does not belong in a reused one
-nox.options.sessions = ["lint", "typecheck", "tests", "integration", "wheels", "docs", "budget"]
+nox.options.sessions = ["lint", "typecheck", "packages", "integration", "wheels", "docs", "budget"]
 
 # Without .pyc files `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
 for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
@@ -72,6 +73,23 @@ def tests(session: nox.Session, package: str) -> None:
     """One package's tests with only what it declares: itself, all its extras, its `test` group."""
     sync(session, package, "--all-extras", "--group", "test")
     pytest(session, package, f"packages/{package}/tests", "-m", QUICK)
+
+
+@nox.session(python=False)
+def packages(session: nox.Session) -> None:
+    """The tests of all packages, two packages at a time: much of each is one process."""
+    command = [sys.executable, "-m", "nox", "--session"]
+    with ThreadPoolExecutor(2) as lanes:
+        started = {
+            lanes.submit(session.run, *command, f"tests({package})", silent=True): package
+            for package in PACKAGES
+        }
+        for done in as_completed(started):
+            if done.exception() is None:  # else nox has printed it
+                print(done.result(), flush=True)
+    failed = [package for done, package in started.items() if done.exception() is not None]
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session

@@ -33,20 +33,29 @@ def share(source: Path, target: Path) -> int:
             continue
         destination.mkdir(exist_ok=True)
         for name in names:
-            linked += _link(os.path.join(folder, name), os.path.join(destination, name))
+            if name.endswith(".pyc"):
+                linked += _link(os.path.join(folder, name), os.path.join(destination, name))
     return linked
 
 
 def _link(source: str, target: str) -> bool:
-    if os.path.exists(target):
-        if os.path.samefile(source, target) or os.path.getmtime(source) <= os.path.getmtime(target):
-            return False
-        os.unlink(target)  # that one belongs to an older version of the module
+    if os.path.exists(target) and not _is_newer(source, target):
+        return False
+    temporary = f"{target}.{os.getpid()}"  # other sessions may be at it too
     try:
-        os.link(source, target)
+        os.link(source, temporary)
     except OSError:  # another file system, or no hard links on it
-        shutil.copy2(source, target)
+        shutil.copy2(source, temporary)
+    os.replace(temporary, target)
+    if os.path.exists(temporary):  # two names of one file are not renamed
+        os.unlink(temporary)
     return True
+
+
+def _is_newer(source: str, target: str) -> bool:
+    """Whether the target is of an older version of the module."""
+    same = os.path.samefile(source, target)
+    return not same and os.path.getmtime(source) > os.path.getmtime(target)
 
 
 def main(arguments: list[str]) -> int:
