@@ -45,11 +45,22 @@ class Runner:
     config: Path
     ranks: Callable[..., list[object]]
 
-    def train(self, out: Path, *overrides: str, nproc: int = 1, on_event=None) -> Path:
-        """Train on pool ranks; every rank runs what the command runs."""
+    def train(
+        self,
+        out: Path,
+        *overrides: str,
+        nproc: int = 1,
+        on_event=None,
+        kinds: tuple[type, ...] = (),
+    ) -> Path:
+        """Train on pool ranks; every rank runs what the command runs.
+
+        `kinds` are of layers that a test adds: a rank knows those that reach it.
+        """
         config = self.config
 
         def body() -> None:
+            assert all(kinds)
             import torch.distributed as dist
             from mt_parallel_state import DistributedEnv
             from mt_train import load_config, run

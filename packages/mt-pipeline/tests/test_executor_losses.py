@@ -67,16 +67,24 @@ def unpipelined(depth, batches):
     return totals, [[p.grad for p in stage.parameters()] for stage in stages]
 
 
+def is_last(schedule, number):
+    return number % schedule.depth == schedule.depth - 1
+
+
 def on_rank(schedule, kind):
     stages = [
-        kind(number % schedule.depth, last=number % schedule.depth == schedule.depth - 1)
+        kind(number % schedule.depth, last=is_last(schedule, number))
         for number in schedule.stages_of(dist.get_rank())
     ]
     batches = make_batches(schedule.microbatches)
     executor = Executor(schedule, stages, group=dist.group.WORLD, activation=spec)
-    outputs = [*executor.run(batches, objective=objective), *executor.inner_losses]
+    outputs = [*executor.run(batches, objective=objective), *executor.inner_losses.values()]
     grads = [(stage.number, [p.grad for p in stage.parameters()]) for stage in stages]
-    evaluated = [*executor.evaluate(batches), *executor.inner_losses]
+    inner = {stage for stage in schedule.stages_of(dist.get_rank()) if not is_last(schedule, stage)}
+    assert {stage for _, stage in executor.inner_losses} == inner
+    evaluated = [*executor.evaluate(batches), *executor.inner_losses.values()]
+    assert executor.evaluate([]) == []
+    assert not executor.inner_losses
     return outputs, evaluated, grads
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mt_train.console import PlainLines, describe
-from mt_train.metrics import MetricsFile, read_metrics
+from mt_train.metrics import MetricsFile, parse_record, read_metrics
 from mt_train.plot import draw_loss
 
 RECORD = {
@@ -58,6 +58,14 @@ def test_plain_lines_show_the_first_the_last_and_every_nth_step(
 def test_mfu_is_shown_only_where_a_peak_is_known() -> None:
     assert "MFU" not in describe(RECORD)
     assert describe({**RECORD, "mfu": 0.5})["MFU"] == "50.0%"
+
+
+def test_losses_by_name_follow_the_language_models() -> None:
+    shown = describe({**RECORD, "aux_loss": 1.00049, "total_loss": 5.5})
+    assert list(shown)[:3] == ["loss", "aux loss", "total loss"]
+    assert (shown["aux loss"], shown["total loss"]) == ("1", "5.5")
+    assert parse_record(b'{"step": 1, "loss": 1.0, "aux_loss": "2"}') is None
+    assert parse_record(b'{"step": 1, "loss": 1.0, "aux_loss": null}') is not None
 
 
 def test_the_loss_picture_is_a_png(tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def test_a_dead_console_asks_for_a_stop_and_the_rest_is_said_on_stderr(capsys) -
     assert log.rows == [RECORD]
 
 
+def test_an_evaluation_tells_every_loss() -> None:
+    said: list[str] = []
+
+    class Heard(SilentConsole):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    record = {"step": 3, "val_loss": 1.0, "val_aux_loss": 0.25, "bits_per_byte": 2.0}
+    Reporter(StopSignals(), Heard()).evaluation(record)
+    assert said == ["held out at step 3: loss 1.0000, aux loss 0.25, 2.0000 bits per byte"]
+
+
 @pytest.mark.parametrize("when", ["write", "sync"])
 def test_a_dead_log_asks_for_a_stop_and_the_others_go_on(when) -> None:
     stop, dead, log = StopSignals(), Log(broken=True), Log()

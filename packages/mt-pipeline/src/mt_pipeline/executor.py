@@ -123,7 +123,7 @@ class Executor(Generic[M]):
         self._share_failures = share_failures
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
-        self._losses: list[Losses] = []
+        self._losses: Mapping[tuple[int, int], Losses] = {}
         links = None
         if group is not None:
             batched = device.type != "cpu" if batch_p2p is None else batch_p2p
@@ -236,6 +236,7 @@ class Executor(Generic[M]):
         output: Callable[[M], TensorSpec] | None = None,
     ) -> tuple[Sequence[M], list[TensorSpec] | None, list[TensorSpec] | None]:
         """Cut the batch and ask for the specs; all ranks raise if that fails on one."""
+        self._losses = {}
         microbatches: Sequence[M] = ()
         activations = outputs = failure = None
         group, first = self._place.group, next(iter(self._place.stages), 0)
@@ -317,7 +318,7 @@ class Executor(Generic[M]):
         try:
             self._take_steps(run, schedule)
             self._spans = run.spans
-            self._losses = [run.losses[key] for key in sorted(run.losses)]
+            self._losses = run.losses
             self._raise_failure(run, schedule)
         except TransferError:
             if run.failure is not None:  # what failed here may be why the others went away
@@ -350,10 +351,10 @@ class Executor(Generic[M]):
             raise failure
 
     @property
-    def inner_losses(self) -> list[dict[str, Tensor]]:
+    def inner_losses(self) -> Mapping[tuple[int, int], Losses]:
         """The losses of this rank's stages before the last one in the latest run or evaluation.
 
-        One dict for each micro-batch and stage that returned some, detached, in this order.
+        By micro-batch and stage, for those that returned some, by name; detached.
         """
         return self._losses
 

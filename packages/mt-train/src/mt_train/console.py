@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any, Protocol, Self, TextIO
 
-from mt_train.metrics import Record
+from mt_train.metrics import Record, other_losses
 
 
 class Console(Protocol):
@@ -142,6 +142,7 @@ def describe(record: Record) -> dict[str, str]:
     """Turn a step's record into words with units."""
     shown = {
         "loss": f"{record['loss']:.4f}",
+        **{name: f"{value:.4g}" for name, value in other_losses(record)},
         "lr": f"{record['lr']:.2e}",
         "grad norm": f"{record['grad_norm']:.3f}",
         "tokens/s": f"{record['tokens_per_second']:,.0f}",

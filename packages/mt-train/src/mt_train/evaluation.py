@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
-from mt_data import SequentialWindows
+import numpy as np
+from mt_data import MicroBatch, SequentialWindows
+from numpy.typing import NDArray
 
 from mt_train.agreement import summed
 from mt_train.loader import on_host, to_device
+from mt_train.losses import loss_record, totals
 from mt_train.metrics import Record
 from mt_train.trainer import Trainer
 
@@ -41,8 +45,8 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
     does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion.
 
     Returns:
-        `step`, `val_loss` (nats per token), `bits_per_byte`, equal on all ranks; None when a rank
-        was asked to stop before the end.
+        `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
+        `val_<name>_loss`, equal on all ranks; None when a rank was asked to stop before the end.
     """
     state, windows = trainer.state, held_out.windows
     count = min(len(windows), held_out.max_windows or len(windows))
@@ -53,25 +57,49 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         limit=held_out.max_windows,
         rows=trainer.rows,
     )
-    counts = state.index("tp") == 0  # only the rank of the last stage has outputs
-    nats = tokens = 0.0
+    weights = trainer.loss_weights
+    names = [*weights, "tokens"]
+    sums = [0.0] * len(names)
     trainer.train(training=False)
     try:
         while chunk := list(islice(batches, _CHUNK * state.size("pp"))):
             trainer.on_event("evaluate.chunk")
             if trainer.stop_requested():
                 return None
+            if len(weights) > 1:
+                chunk = [_without_filling(batch) for batch in chunk]
             on_device = to_device(on_host(chunk, state.device), state.device)
             outputs = trainer.executor.evaluate(on_device)
-            for output in outputs if counts else ():
-                nats += float(output["lm"])
-                tokens += float(output["tokens"])
+            inner = trainer.executor.inner_losses.items()
+            found = [*enumerate(outputs), *((index, losses) for (index, _), losses in inner)]
+            # Each rank has what its own stages return; tensor-parallel ranks have the same.
+            if state.index("tp") == 0:
+                real = [losses for index, losses in found if _rows(chunk[index]).any()]
+                sums = [a + b for a, b in zip(sums, totals(real, names), strict=True)]
     finally:
         trainer.train(training=True)
-    nats, tokens = summed(state, nats, tokens)
+    *sums, tokens = summed(state, *sums)
+    means = {name: value / max(tokens, 1) for name, value in zip(weights, sums, strict=True)}
     num_bytes = held_out.num_bytes * tokens / windows.num_labels
     return {
         "step": trainer.progress.step,
-        "val_loss": nats / max(tokens, 1),
-        "bits_per_byte": nats / math.log(2) / max(num_bytes, 1),
+        **loss_record(means, weights, "val_"),
+        "bits_per_byte": sums[0] / math.log(2) / max(num_bytes, 1),
     }
+
+
+def _rows(batch: MicroBatch) -> NDArray[np.bool_]:
+    """Tell which rows are windows; the others only fill batches up, without labels."""
+    return batch["sample_ids"] >= 0
+
+
+def _without_filling(batch: MicroBatch) -> MicroBatch:
+    """Leave out the rows that fill a batch up: losses of layers are of all tokens.
+
+    One of nothing else stays, as ranks may run layers together; its losses do not count.
+    """
+    rows = _rows(batch)
+    if rows.all() or not rows.any():
+        return batch
+    arrays = cast("dict[str, NDArray[np.int64]]", batch)
+    return cast("MicroBatch", {name: array[rows] for name, array in arrays.items()})

@@ -14,7 +14,7 @@ from mt_files import FileError, MissingFileError, open_file, parse_json, writing
 Record = dict[str, Any]
 
 _LONGEST_LINE = 1 << 16
-_NUMBERS = ("loss", "val_loss", "bits_per_byte")
+_NUMBERS = ("loss", "val_loss", "bits_per_byte")  # and all that end with _loss
 _MAX_STEP = 10**18
 
 
@@ -103,8 +103,16 @@ def parse_record(line: bytes) -> Record | None:
     step = record.get("step")
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         return None
-    values = [record[name] for name in _NUMBERS if name in record]
+    values = [v for name, v in record.items() if name in _NUMBERS or name.endswith("_loss")]
     return record if all(type(v) in (int, float, type(None)) for v in values) else None
+
+
+def other_losses(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Give the losses of a record beside the language model's, in words."""
+    for name, value in record.items():
+        inner = name.removeprefix(prefix)
+        if name.startswith(prefix) and inner.endswith("_loss"):
+            yield inner.replace("_", " "), value
 
 
 def _lines(path: Path) -> Iterator[bytes]:

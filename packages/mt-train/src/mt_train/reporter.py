@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mt_parallel_state import StopSignals
 
 from mt_train.console import Console, SilentConsole, printable
-from mt_train.metrics import Record
+from mt_train.metrics import Record, other_losses
 
 
 class Log(Protocol):
@@ -54,8 +54,9 @@ class Reporter:
     def evaluation(self, record: Record) -> None:
         """Tell of an evaluation."""
         self._keep(record)
+        others = "".join(f"{n} {value:.4g}, " for n, value in other_losses(record, "val_"))
         self.say(
-            f"held out at step {record['step']}: loss {record['val_loss']:.4f}, "
+            f"held out at step {record['step']}: loss {record['val_loss']:.4f}, {others}"
             f"{record['bits_per_byte']:.4f} bits per byte"
         )
 

@@ -19,6 +19,7 @@ from mt_train.agreement import summed
 from mt_train.config import RunConfig
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
+from mt_train.losses import loss_record, totals, weighed
 from mt_train.metrics import Record
 from mt_train.pipeline import (
     backwards_per_step,
@@ -125,6 +126,7 @@ class Trainer:
             activation=self._activation,
             device=state.device,
         )
+        self.loss_weights = model_config.loss_weights
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
@@ -166,15 +168,18 @@ class Trainer:
         total = max(summed(self.state, ready.labels, axes="dp-cp")[0], 1.0)
         self.on_event("train.forward_backward")
         self.buffer.start(self._backwards)
-        outputs = self.executor.run(batches, objective=lambda output, _: output["lm"] / total)
+        weights = self.loss_weights
+        outputs = self.executor.run(batches, objective=lambda own, _: weighed(own, weights) / total)
+        outputs += self.executor.inner_losses.values()
         self.buffer.finish()
         self.on_event("train.reduce")
         reduce_partial_grads(self.named_parameters, self.state)
         norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
-        loss, stop, save, seconds = self._agree(outputs, total, save=save)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        losses, stop, save, seconds = self._agree(outputs, total, save=save)
+        if not all(map(math.isfinite, (*losses.values(), norm))):
+            named = ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())
             raise NonFiniteLossError(
-                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}. The step was "
+                f"step {self.progress.step + 1}: {named}, gradient norm {norm}. The step was "
                 "not applied, and what is saved is as before; lower optimizer.lr, lengthen "
                 "optimizer.warmup or lower training.grad_clip, then run the same command again"
             )
@@ -186,7 +191,7 @@ class Trainer:
             samples=self.progress.samples + self.sampler.global_batch_size,
             elapsed=self.progress.elapsed + seconds,
         )
-        return Step(record=self._record(loss, norm, lr, total, seconds), stop=stop, save=save)
+        return Step(record=self._record(losses, norm, lr, total, seconds), stop=stop, save=save)
 
     def close(self) -> None:
         """End the thread that reads ahead."""
@@ -203,24 +208,25 @@ class Trainer:
 
     def _agree(
         self, outputs: list[Any], total: float, *, save: bool
-    ) -> tuple[float, bool, bool, float]:
-        """Sum the loss over ranks, and agree on a stop, on a checkpoint and on the time."""
-        # The rank that holds the last stage has the outputs; tensor-parallel ranks have the same.
-        loss = 0.0
-        if outputs and self.state.index("tp") == 0:
-            loss = float(torch.stack([output["lm"].double() for output in outputs]).sum())
+    ) -> tuple[Record, bool, bool, float]:
+        """Sum the losses over ranks, and agree on a stop, on a checkpoint and on the time."""
+        # Each rank has what its own stages return; tensor-parallel ranks have the same.
+        sums = totals(outputs if self.state.index("tp") == 0 else [], self.loss_weights)
         lap = self._meter.lap()  # after the loss was waited for
         seconds = lap if self.state.rank == 0 else 0.0
-        sums = summed(self.state, loss, self._stop.requested, save, seconds)
-        return sums[0] / total, sums[1] > 0, sums[2] > 0, sums[3]
+        *sums, stop, save_, seconds = summed(self.state, *sums, self._stop.requested, save, seconds)
+        means = {name: value / total for name, value in zip(self.loss_weights, sums, strict=True)}
+        return loss_record(means, self.loss_weights, ""), stop > 0, save_ > 0, seconds
 
-    def _record(self, loss: float, norm: float, lr: float, tokens: float, seconds: float) -> Record:
+    def _record(
+        self, losses: Record, norm: float, lr: float, tokens: float, seconds: float
+    ) -> Record:
         rate = tokens / seconds
         flops = rate * self._flops
         world = self.state.layout.world_size
         return {
             "step": self.progress.step,
-            "loss": loss,
+            **losses,
             "lr": lr,
             "grad_norm": norm,
             "tokens_per_second": rate,

@@ -1,0 +1,42 @@
+"""Losses by name: what is trained on, and what is reported of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mt_train.metrics import Record
+
+
+def weighed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Return the weighed sum of the losses that one stage has, which its backward begins with."""
+    own = [weight * losses[name] for name, weight in weights.items() if name in losses]
+    return sum(own[1:], start=own[0])
+
+
+def totals(outputs: Iterable[Mapping[str, Tensor]], names: Iterable[str]) -> list[float]:
+    """Sum the values of each name in fp64 over what stages returned, waiting once for the device.
+
+    A name that none of them has sums to 0.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for output in outputs:
+        for name, value in output.items():
+            found.setdefault(name, []).append(value.double())
+    sums = [torch.stack(found[name]).sum() for name in names if name in found]
+    values = iter(torch.stack(sums).tolist() if sums else [])
+    return [next(values) if name in found else 0.0 for name in names]
+
+
+def loss_record(means: Mapping[str, float], weights: Mapping[str, float], prefix: str) -> Record:
+    """Name losses as metrics do: `loss` is the language model's, another `<name>_loss`.
+
+    Where there are others, `total_loss` is the weighed sum of all.
+    """
+    record = {prefix + ("loss" if n == "lm" else f"{n}_loss"): mean for n, mean in means.items()}
+    if len(means) > 1:
+        total = sum(weights[name] * mean for name, mean in means.items())
+        record[f"{prefix}total_loss"] = total
+    return record
