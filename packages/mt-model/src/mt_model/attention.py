@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from mt_context_parallel import AttentionDropout
-from mt_parallel_state import PartitionSpec, shard_param
+from mt_parallel_state import MatrixSpec, PartitionSpec, mark_matrix, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
 
@@ -88,6 +88,7 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             **linear,
         )
+        mark_matrix(self.qkv.weight, MatrixSpec(part_dim=1, parts=(queries, 1, 1)))
         self.out = RowParallelLinear(
             (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )

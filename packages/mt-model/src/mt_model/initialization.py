@@ -6,7 +6,14 @@ import math
 from typing import Literal, TypeAlias
 
 import torch
-from mt_parallel_state import ParallelState, initialize_, shard_param, sharding_of, shardings
+from mt_parallel_state import (
+    ParallelState,
+    initialize_,
+    mark_matrix,
+    shard_param,
+    sharding_of,
+    shardings,
+)
 from torch import nn
 
 from mt_model.config import ModelConfig
@@ -50,6 +57,7 @@ def materialize(
         param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
         record = sharding_of(meta)
         shard_param(param, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
+        mark_matrix(param, record.matrix)
         setattr(stage.get_submodule(owner), leaf, param)
         if seed is None:
             continue

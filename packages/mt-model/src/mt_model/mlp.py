@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
@@ -38,6 +39,8 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(
             hidden_size, shape, shard_dim=shard_dim, bias=config.bias, **linear
         )
+        if config.gated:
+            mark_matrix(self.up.weight, MatrixSpec(part_dim=0, parts=(1, 1)))
         self.down = RowParallelLinear(config.ffn_size, hidden_size, bias=config.bias, **linear)
         start_from(self.down.weight, "residual")
 

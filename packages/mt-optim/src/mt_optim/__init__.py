@@ -7,7 +7,10 @@ from mt_optim.factory import build_optimizer
 from mt_optim.group import DecayFilter, default_decay_filter
 from mt_optim.guard import StepGuard
 from mt_optim.lion import Lion, LionRule
+from mt_optim.matrix import is_hidden_matrix
+from mt_optim.muon import AdaptiveMuonRule, Muon, MuonRule
 from mt_optim.optimizer import NamedOptimizer
+from mt_optim.orthogonal import Orthogonalization
 from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
 from mt_optim.schedule import LRSchedule
@@ -18,13 +21,17 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamWRule",
+    "AdaptiveMuonRule",
     "Batch",
     "DecayFilter",
     "LRSchedule",
     "Lion",
     "LionRule",
+    "Muon",
+    "MuonRule",
     "NamedOptimizer",
     "OptimizerConfig",
+    "Orthogonalization",
     "Rule",
     "SGDRule",
     "StepGuard",
@@ -35,4 +42,5 @@ __all__ = [
     "default_decay_filter",
     "fused_obstacle",
     "grad_norm",
+    "is_hidden_matrix",
 ]

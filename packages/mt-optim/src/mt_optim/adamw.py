@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from mt_data_parallel import Piece
 from torch import Tensor
 
 # The functional form of torch.optim.AdamW runs the same kernels without importing torch._dynamo
@@ -62,13 +63,13 @@ class AdamWRule(Rule):
         check_betas(group["betas"])
         check_size("eps", group["eps"])
 
-    def new_state(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step; the engine must run for the parameter."""
-        obstacle = fused_obstacle(param)
+        obstacle = fused_obstacle(piece.param)
         if self.engine == "fused" and obstacle is not None:
             raise ValueError(f"engine 'fused' does not run: {obstacle}")
-        state = super().new_state(param, master)
-        if self._is_fused(param):  # where torch.optim.AdamW keeps it for that kernel
+        state = super().new_state(piece, master)
+        if self._is_fused(piece.param):  # where torch.optim.AdamW keeps it for that kernel
             state["step"] = state["step"].to(master.device)
         return state
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_optim.group import check_number, check_size
+from mt_optim.orthogonal import Orthogonalization
 
-NAMES = ("adamw", "adam", "sgd", "lion")
+NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
 TORCH = "torch.optim."
 
 
@@ -17,13 +18,16 @@ class OptimizerConfig:
     """What `build_optimizer` builds.
 
     Attributes:
-        name: adamw, adam, sgd, lion, or a class of torch such as `torch.optim.RAdam`.
+        name: adamw, adam, sgd, lion, muon or adaptive_muon (both with adamw for what is no hidden
+            matrix), or a class of torch such as `torch.optim.RAdam`.
         lr: Learning rate; a schedule sets it anew for each step.
         weight_decay: Of matrices; biases, norms and other vectors have none.
-        betas: Decay rates of adamw and adam (default 0.9 and 0.999) and lion (0.9 and 0.99).
+        betas: Decay rates of adamw and adam (default 0.9 and 0.999) and lion (0.9 and 0.99); the
+            second one also of adaptive_muon.
         eps: Added to the root of the second moment of adamw and adam.
-        momentum: Of sgd.
-        nesterov: Whether sgd looks ahead.
+        momentum: Of sgd (default 0.9) and muon (0.95).
+        nesterov: Whether sgd (by default not) and muon (by default) look ahead.
+        orthogonalization: Of muon; by default its updates have the size of adamw's.
         options: Further arguments of a class of torch.
         max_norm: Largest norm of the whole model's gradient; None never clips.
         max_value: Largest magnitude of a gradient's element; None for any.
@@ -39,14 +43,20 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     betas: tuple[float, float] | None = None
     eps: float = 1e-8
-    momentum: float = 0.9
-    nesterov: bool = False
+    momentum: float | None = None
+    nesterov: bool | None = None
+    orthogonalization: Orthogonalization = field(
+        default_factory=lambda: Orthogonalization(extra_scale=0.2)
+    )
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
     max_value: float | None = None
     skip_above: float | None = None
 
     def __post_init__(self) -> None:
+        how = self.orthogonalization
+        if not isinstance(how, Orthogonalization):
+            raise TypeError(f"orthogonalization must be an Orthogonalization, got {how!r:.60}")
         if not isinstance(self.name, str):
             raise TypeError(f"name must be a string, got {self.name!r:.60}")
         if self.name not in NAMES and not self.name.startswith(TORCH):

@@ -13,6 +13,8 @@ from mt_optim.config import TORCH, OptimizerConfig
 from mt_optim.group import default_decay_filter
 from mt_optim.guard import StepGuard
 from mt_optim.lion import LionRule
+from mt_optim.matrix import is_hidden_matrix
+from mt_optim.muon import AdaptiveMuonRule, MuonRule
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Rule
 from mt_optim.sgd import SGDRule
@@ -52,11 +54,16 @@ def build_optimizer(
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {state!r:.60}")
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+    rules = _rules(config, state)
+    matrix_rule = rules[0].name
     return NamedOptimizer(
         named,
-        _rule(config),
+        rules,
         lr=config.lr,
         weight_decay=config.weight_decay,
+        rule_filter=None
+        if len(rules) == 1
+        else lambda name, param: matrix_rule if is_hidden_matrix(name, param) else "adamw",
         decay_filter=default_decay_filter,
         guard=StepGuard(
             named,
@@ -68,12 +75,27 @@ def build_optimizer(
     )
 
 
-def _rule(config: OptimizerConfig) -> Rule:
-    given: dict[str, Any] = {} if config.betas is None else {"betas": config.betas}
+def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:
+    """Return the rule of all parameters, or that of hidden matrices and that of all others."""
+    given: dict[str, Any] = {
+        "betas": config.betas,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    betas = {key: value for key, value in given.items() if key == "betas"}
+    momentum = {key: value for key, value in given.items() if key != "betas"}
     if config.name in ("adamw", "adam"):
-        return AdamWRule(decoupled=config.name == "adamw", eps=config.eps, **given)
+        return [AdamWRule(decoupled=config.name == "adamw", eps=config.eps, **betas)]
     if config.name == "lion":
-        return LionRule(**given)
+        return [LionRule(**betas)]
     if config.name == "sgd":
-        return SGDRule(momentum=config.momentum, nesterov=config.nesterov)
-    return TorchRule(config.name.removeprefix(TORCH), config.options)
+        return [SGDRule(**{"momentum": 0.9, **momentum})]
+    if config.name.startswith(TORCH):
+        return [TorchRule(config.name.removeprefix(TORCH), config.options)]
+    others = AdamWRule(eps=config.eps, **{"betas": (0.9, 0.95), **betas})
+    how = {"orthogonalization": config.orthogonalization, "state": state}
+    if config.name == "muon":
+        return [MuonRule(**momentum, **how), others]
+    beta2 = others.options["betas"][1]
+    return [AdaptiveMuonRule(beta2=beta2, eps=config.eps, **momentum, **how), others]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from mt_data_parallel import Piece, pieces_of
 from torch import Tensor
 
 DecayFilter = Callable[[str, Tensor], bool]
@@ -59,7 +60,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
 
 def read_group(
     group: Any, first: int, keys: tuple[str, ...]
-) -> tuple[dict[str, Any], list[tuple[str, Tensor]], bool]:
+) -> tuple[dict[str, Any], list[Piece], bool]:
     """Read one group.
 
     Args:
@@ -68,7 +69,7 @@ def read_group(
         keys: The options that it may have.
 
     Returns:
-        The group without its parameters; these with their names; and whether they came with names.
+        The group without its parameters; these as pieces; and whether they came with names.
 
     Raises:
         TypeError: The group or something in it is of the wrong type.
@@ -93,19 +94,20 @@ def read_group(
         )
     items = list(given)
     is_named = bool(items) and not isinstance(items[0], Tensor)
-    pairs = [_pair(item, str(first + i), is_named=is_named) for i, item in enumerate(items)]
+    pieces = [_piece(item, str(first + i), is_named=is_named) for i, item in enumerate(items)]
     names = group.get("param_names")
     if names is not None:
-        if is_named or len(names) != len(pairs):
+        if is_named or len(names) != len(pieces):
             raise ValueError(
-                f"a group has {len(pairs)} params and {len(names)} param_names; give one each, and "
-                "no pairs beside them"
+                f"a group has {len(pieces)} params and {len(names)} param_names; give one each, "
+                "and no pairs beside them"
             )
-        pairs = [
-            _pair((name, p), "", is_named=True) for name, (_, p) in zip(names, pairs, strict=True)
+        pieces = [
+            _piece((name, piece.param), "", is_named=True)
+            for name, piece in zip(names, pieces, strict=True)
         ]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return options, pairs, is_named or names is not None
+    return options, pieces, is_named or names is not None
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -141,9 +143,11 @@ def check_number(what: str, value: Any) -> float:
     return value
 
 
-def _pair(item: Any, name: str, *, is_named: bool) -> tuple[str, Tensor]:
-    if isinstance(item, Tensor) and not is_named:
-        param = item
+def _piece(item: Any, name: str, *, is_named: bool) -> Piece:
+    if isinstance(item, Piece):
+        piece = item
+    elif isinstance(item, Tensor) and not is_named:
+        (piece,) = pieces_of([(name, item)])
     elif (
         is_named
         and isinstance(item, tuple | list)
@@ -151,13 +155,14 @@ def _pair(item: Any, name: str, *, is_named: bool) -> tuple[str, Tensor]:
         and isinstance(item[0], str)
         and isinstance(item[1], Tensor)
     ):
-        name, param = item
+        (piece,) = pieces_of([(item[0], item[1])])
     else:
         wanted = "a pair of name and parameter" if is_named else "a parameter"
         raise TypeError(
             f"expected {wanted}, got {_kind(item)}; pass module.parameters() or "
             "module.named_parameters(), with names for all or for none"
         )
+    name, param = piece.name, piece.param
     if not param.is_leaf:
         raise ValueError(
             f"parameter {name!r} is the result of an operation, which gets no gradient of its own; "
@@ -166,7 +171,7 @@ def _pair(item: Any, name: str, *, is_named: bool) -> tuple[str, Tensor]:
     if param.dtype not in MASTER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
         raise TypeError(f"parameter {name!r} is {param.dtype}; an optimizer takes {allowed}")
-    return name, param
+    return piece
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from mt_data_parallel import grad_of
+from mt_data_parallel import Piece, grad_of
 from torch import Tensor
 
 from mt_optim.group import (
@@ -79,7 +79,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         several = [rules] if isinstance(rules, Rule) else list(rules)
         self._rules = {rule.name: rule for rule in several}
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
-        self._params: dict[str, Tensor] = {}
+        self._pieces: dict[str, Piece] = {}
         self._guard = guard
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         for rule in several:
@@ -88,7 +88,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         for rule in several:
             rule.check(defaults)
         super().__init__(read_groups(params), defaults)
-        if not self._params:
+        if not self._pieces:
             raise ValueError(
                 "there is no parameter to train: each has requires_grad=False; set it before"
             )
@@ -103,20 +103,19 @@ class NamedOptimizer(torch.optim.Optimizer):
             ValueError: As from the constructor; also where these have names and the others none.
             TypeError: As from the constructor.
         """
-        options, pairs, is_named = read_group(param_group, len(self._params), tuple(self.defaults))
+        options, pieces, is_named = read_group(param_group, len(self._pieces), tuple(self.defaults))
         forced = options.pop("rule", None)
         if forced is not None and forced not in self._rules:
             raise ValueError(f"rule must be one of {', '.join(self._rules)}; got {forced!r:.60}")
         if self.param_groups and is_named != ("param_names" in self.param_groups[0]):
             raise ValueError("some groups have parameters with names and some without: give all")
-        pairs = [(name, param) for name, param in pairs if param.requires_grad]
-        self._check_new(pairs)
-        parts: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
-        for name, param in pairs:
-            decays = self._decays is None or bool(self._decays(name, param))
-            parts.setdefault((forced or self._rule_of(name, param), decays), []).append(
-                (name, param)
-            )
+        pieces = [piece for piece in pieces if piece.param.requires_grad]
+        self._check_new(pieces)
+        parts: dict[tuple[str, bool], list[Piece]] = {}
+        for piece in pieces:
+            rule = forced or self._rule_of(piece.name, piece.source)
+            decays = self._decays is None or bool(self._decays(piece.name, piece.source))
+            parts.setdefault((rule, decays), []).append(piece)
         if not parts:  # all are frozen: the group keeps its place
             parts[forced or next(iter(self._rules)), True] = []
         for rule, decays in sorted(parts, key=lambda key: not key[1]):
@@ -127,12 +126,12 @@ class NamedOptimizer(torch.optim.Optimizer):
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, in the order of the groups."""
-        return tuple(self._params)
+        return tuple(self._pieces)
 
     @property
     def step_count(self) -> int:
         """Steps taken; set it after loading the moments of a checkpoint."""
-        return max(int(self.state[param]["step"]) for param in self._params.values())
+        return max(int(self.state[param]["step"]) for param in self._tensors())
 
     @step_count.setter
     def step_count(self, value: int) -> None:
@@ -140,7 +139,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"step_count must be a whole number, got {value!r:.60}")
         if value < 0:
             raise ValueError(f"step_count must be 0 or more, got {value}")
-        for param in self._params.values():
+        for param in self._tensors():
             self.state[param]["step"].fill_(float(value))
 
     def master(self, name: str) -> Tensor:
@@ -219,7 +218,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             set_to_none: Whether `.grad` becomes None rather than zero.
         """
         zeroed: list[Tensor] = []
-        for param in self._params.values():
+        for param in self._tensors():
             grad = grad_of(param)
             if grad is not None and not (set_to_none and grad is param.grad):
                 zeroed.append(grad.detach())
@@ -252,7 +251,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         for group, read in zip(self.param_groups, options, strict=True):
             self._check_group(self._rule(group), {**group, **read})
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        names = {param: name for name, param in self._params.items()}
+        names = {piece.param: name for name, piece in self._pieces.items()}
         states: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         for group in self.param_groups:
             makes_more = self._rule(group).makes_more
@@ -285,7 +284,8 @@ class NamedOptimizer(torch.optim.Optimizer):
             The names, in order; empty where all is well.
         """
         found: list[tuple[str, Tensor]] = []
-        for name, param in self._params.items():
+        for name, piece in self._pieces.items():
+            param = piece.param
             if param.numel():
                 state = self.state[param]
                 values = [state.get("master", param)]
@@ -313,7 +313,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_(list(copies.values()), list(copies))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_rules": self._rules, "_decays": self._decays, "_params": self._params}
+        own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
         own |= {"_rule_of": self._rule_of, "_guard": self._guard}
         return {**super().__getstate__(), **own}
 
@@ -321,7 +321,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         self,
         rule_name: str,
         options: Mapping[str, Any],
-        pairs: Sequence[tuple[str, Tensor]],
+        pieces: Sequence[Piece],
         *,
         is_named: bool,
     ) -> dict[str, Any]:
@@ -329,16 +329,16 @@ class NamedOptimizer(torch.optim.Optimizer):
         rule = self._rules[rule_name]
         keys = ("lr", "weight_decay", *rule.options)
         kept = {key: value for key, value in options.items() if key not in self.defaults}
-        group: dict[str, Any] = {"params": [param for _, param in pairs]}
+        group: dict[str, Any] = {"params": [piece.param for piece in pieces]}
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:
-            group["param_names"] = [name for name, _ in pairs]
-        for name, param in pairs:
-            self._params[name] = param
-            self.state[param] = self._new_state(name, param, rule)
+            group["param_names"] = [piece.name for piece in pieces]
+        for piece in pieces:
+            self._pieces[piece.name] = piece
+            self.state[piece.param] = self._new_state(piece, rule)
         return group
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
@@ -349,42 +349,46 @@ class NamedOptimizer(torch.optim.Optimizer):
         rule.check(group)
 
     def _batch(self, params: list[Tensor]) -> Batch:
+        by_param = {piece.param: piece for piece in self._pieces.values()}
         states = [self.state[param] for param in params]
         masters = [s.get("master", p) for s, p in zip(states, params, strict=True)]
         grads = [_gradient(p, master) for p, master in zip(params, masters, strict=True)]
-        return Batch(params, masters, grads, states)
+        return Batch([by_param[param] for param in params], masters, grads, states)
 
-    def _new_state(self, name: str, param: Tensor, rule: Rule) -> dict[str, Tensor]:
-        dtype = MASTER_DTYPES[param.dtype]
-        master = param if param.dtype == dtype else param.detach().to(dtype)
+    def _new_state(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
+        dtype = MASTER_DTYPES[piece.param.dtype]
+        is_own = piece.param.dtype == dtype
+        master = piece.param if is_own else piece.param.detach().to(dtype)
         try:
-            state = rule.new_state(param, master)
+            state = rule.new_state(piece, master)
         except ValueError as error:
-            raise ValueError(f"parameter {name!r}: {error}") from None
-        return state if master is param else {**state, "master": master}
+            raise ValueError(f"parameter {piece.name!r}: {error}") from None
+        return state if is_own else {**state, "master": master}
+
+    def _tensors(self) -> list[Tensor]:
+        return [piece.param for piece in self._pieces.values()]
 
     def _copies(self) -> dict[Tensor, Tensor]:
         """Return the parameters that are not their own masters, with these."""
-        states = ((param, self.state[param]) for param in self._params.values())
+        states = ((param, self.state[param]) for param in self._tensors())
         return {param: state["master"] for param, state in states if "master" in state}
 
     def _param(self, name: str) -> Tensor:
         try:
-            return self._params[name]
+            return self._pieces[name].param
         except (KeyError, TypeError):
             raise KeyError(
-                f"no parameter {name!r} in this optimizer; it has {', '.join(self._params)}"
+                f"no parameter {name!r} in this optimizer; it has {', '.join(self._pieces)}"
             ) from None
 
-    def _check_new(self, pairs: list[tuple[str, Tensor]]) -> None:
-        params = dict(self._params)
+    def _check_new(self, pieces: list[Piece]) -> None:
+        params = {name: piece.param for name, piece in self._pieces.items()}
         names = {param: name for name, param in params.items()}
-        for name, param in pairs:
-            if name in params or param in names:
-                raise ValueError(
-                    f"parameter {name!r} is listed twice (first as {names.get(param, name)!r})"
-                )
-            params[name], names[param] = param, name
+        for piece in pieces:
+            if piece.name in params or piece.param in names:
+                first = names.get(piece.param, piece.name)
+                raise ValueError(f"parameter {piece.name!r} is listed twice (first as {first!r})")
+            params[piece.name], names[piece.param] = piece.param, piece.name
 
 
 def _gradient(param: Tensor, master: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from mt_data_parallel import Piece
 from torch import Tensor
 
 from mt_optim.group import check_number
@@ -18,13 +19,13 @@ class Batch:
     """Parameters that are updated together: they have one rule and the same options.
 
     Attributes:
-        params: The model's own tensors, which carry the sharding records; not to be written.
+        pieces: What they are of; a piece's `source` has the sharding record.
         masters: What is updated, in full precision; the parameter itself where that has it.
         grads: In the masters' dtype and shape.
         states: By name the step, and the moments in the masters' dtype; updated in place.
     """
 
-    params: list[Tensor]
+    pieces: list[Piece]
     masters: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
@@ -36,8 +37,10 @@ class Batch:
     def pick(self, indices: list[int]) -> Batch:
         """Return a part of it."""
         return Batch(
-            *([of[i] for i in indices] for of in (self.params, self.masters, self.grads)),
-            states=[self.states[i] for i in indices],
+            [self.pieces[i] for i in indices],
+            [self.masters[i] for i in indices],
+            [self.grads[i] for i in indices],
+            [self.states[i] for i in indices],
         )
 
     def count(self) -> None:
@@ -73,7 +76,7 @@ class Rule(ABC):
             ValueError: One of them is out of range.
         """
 
-    def new_state(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step, without the master."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for key in self.moments:

@@ -51,7 +51,7 @@ class SGDRule(Rule):
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Run torch's foreach kernels; the first step of a parameter sets its momentum."""
         if not group["momentum"]:
-            _sgd(batch, [None] * len(batch.params), group)
+            _sgd(batch, [None] * len(batch.pieces), group)
         else:
             first = [i for i, state in enumerate(batch.states) if not state["step"]]
             later = [i for i, state in enumerate(batch.states) if state["step"]]

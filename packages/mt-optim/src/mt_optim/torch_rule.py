@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from mt_data_parallel import Piece
 from torch import Tensor
 
 from mt_optim.rule import Batch, Rule
@@ -55,7 +56,7 @@ class TorchRule(Rule):
         if group["weight_decay"] and not self.takes_decay:
             raise ValueError(f"torch.optim.{self.name} has no weight_decay; make it 0")
 
-    def new_state(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
         """Return the step alone; the class makes the rest."""
         return {"step": torch.zeros((), dtype=torch.float32)}
 

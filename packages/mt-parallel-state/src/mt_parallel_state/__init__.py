@@ -29,6 +29,7 @@ from mt_parallel_state.gradients import GradSink, WgradStore
 from mt_parallel_state.groups import twin_group
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.levels import blocks, cut_into_levels
+from mt_parallel_state.matrix import MatrixSpec
 from mt_parallel_state.options import GroupOptions
 from mt_parallel_state.owner import is_owner
 from mt_parallel_state.randomness import (
@@ -40,6 +41,7 @@ from mt_parallel_state.randomness import (
 from mt_parallel_state.sharding import (
     ParamSharding,
     global_shape_of,
+    mark_matrix,
     offsets_of,
     shard_param,
     sharding_of,
@@ -72,6 +74,7 @@ __all__ = [
     "Group",
     "GroupOptions",
     "JoinError",
+    "MatrixSpec",
     "ParallelLayout",
     "ParallelState",
     "ParamSharding",
@@ -103,6 +106,7 @@ __all__ = [
     "launch",
     "layout_of_mesh",
     "leave_process_group",
+    "mark_matrix",
     "must_launch",
     "offsets_of",
     "random_uniform",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import cast
 
 from mt_files import check_type
 from torch import Tensor, nn
 
 from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
+from mt_parallel_state.matrix import MatrixSpec
 from mt_parallel_state.spec import PartitionSpec
 
 _ATTRIBUTE = "_mt_sharding"
@@ -31,15 +32,20 @@ class ParamSharding:
         is_copy: Another pipeline rank owns this parameter (the head's copy of a tied embedding,
             the second direction's copy of a stage).
             A copy is neither counted in norms nor written to checkpoints.
+        matrix: Of which matrices the parameter is made; None for what is none, such as vectors and
+            tables of embeddings.
     """
 
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     _: KW_ONLY
     partial_grad: tuple[str, ...] = ()
     is_copy: bool = False
+    matrix: MatrixSpec | None = None
 
     def __post_init__(self) -> None:
         check_type("spec", self.spec, PartitionSpec)
+        if self.matrix is not None:
+            check_type("matrix", self.matrix, MatrixSpec)
         if isinstance(self.partial_grad, str):
             raise TypeError(
                 f"partial_grad must be a tuple of axis names, got the string "
@@ -69,7 +75,7 @@ def shard_param(
     partial_grad: Sequence[str] = (),
     is_copy: bool = False,
 ) -> nn.Parameter:
-    """Record on `param` how it is split, and return it.
+    """Record on `param` how it is split, and return it; what `mark_matrix` recorded stays.
 
     The record is an attribute of the parameter: it survives `module.to(...)` and state dict
     loading. What makes a new parameter drops it; see `shardings`.
@@ -79,8 +85,19 @@ def shard_param(
     if len(spec.dims) > param.dim():
         raise ValueError(f"{spec!r} has more dims than the parameter of shape {tuple(param.shape)}")
     partial = partial_grad if isinstance(partial_grad, str) else tuple(partial_grad)
-    record = ParamSharding(spec, partial_grad=cast("tuple[str, ...]", partial), is_copy=is_copy)
+    record = ParamSharding(
+        spec,
+        partial_grad=cast("tuple[str, ...]", partial),
+        is_copy=is_copy,
+        matrix=sharding_of(param).matrix,
+    )
     setattr(param, _ATTRIBUTE, record)
+    return param
+
+
+def mark_matrix(param: nn.Parameter, matrix: MatrixSpec | None) -> nn.Parameter:
+    """Record on `param` of which matrices it is made, and return it; the rest of it stays."""
+    setattr(param, _ATTRIBUTE, replace(sharding_of(param), matrix=matrix))
     return param
 
 

@@ -12,10 +12,12 @@ from mt_files import check_type
 from mt_parallel_state import (
     GradSink,
     Group,
+    MatrixSpec,
     PartitionSpec,
     WgradStore,
     group_rank,
     group_size,
+    mark_matrix,
     shard_param,
     shard_size,
 )
@@ -116,6 +118,7 @@ class _ParallelLinear(nn.Module):
         make = partial(_own_part, bound=bound, dtype=dtype, device=device)
         shape, dim = ((*sizes, whole), shard_dim) if column else ((whole, *sizes), shard_dim + 1)
         self.weight = shard_param(make(shape, dim, group=group), _spec(dim, axis, group))
+        mark_matrix(self.weight, MatrixSpec(in_dims=1 if column else len(sizes)))
         self.bias = None
         if bias and column:
             part = make(sizes, shard_dim, group=group)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mt_files import check_type, write_file
 from mt_parallel_state import (
     Group,
+    MatrixSpec,
     PartitionSpec,
     all_gather,
     copy_to_group,
@@ -20,6 +21,7 @@ from mt_parallel_state import (
     group_rank,
     group_size,
     hash_key,
+    mark_matrix,
     random_uniform,
     reduce_from_group,
     reduce_scatter,
@@ -113,6 +115,8 @@ class LoraLinear(nn.Module):
         whole, split = (self.a, self.b) if column else (self.b, self.a)
         shard_param(whole, PartitionSpec(), partial_grad=partial)
         shard_param(split, PartitionSpec(*dims[:-1]) if column else PartitionSpec(None, *dims[1:]))
+        mark_matrix(self.a, MatrixSpec(in_dims=len(self._in)))
+        mark_matrix(self.b, MatrixSpec())
 
     def _draw(self) -> None:
         """Fill this rank's part of A."""

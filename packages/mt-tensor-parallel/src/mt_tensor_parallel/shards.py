@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mt_parallel_state import Group, group_rank, group_size, shard_param, sharding_of
+from mt_parallel_state import Group, group_rank, group_size, mark_matrix, shard_param, sharding_of
 from torch import Tensor, nn
 
 
@@ -27,4 +27,5 @@ def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:
     copy = nn.Parameter(
         part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad
     )
-    return shard_param(copy, record.spec, partial_grad=record.partial_grad)
+    shard_param(copy, record.spec, partial_grad=record.partial_grad)
+    return mark_matrix(copy, record.matrix)

@@ -1,0 +1,105 @@
+"""The matrices of parameters: which there are, and how they lie on the ranks."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.distributed as dist
+from mt_parallel_state import (
+    MatrixSpec,
+    ParallelState,
+    PartitionSpec,
+    all_gather,
+    group_rank,
+    group_size,
+    sharding_of,
+)
+from torch import Tensor, nn
+
+# Parts of names that say "a table or a head" in the models of the field.
+_TABLES = ("wte", "wpe", "head", "lm_head", "output", "classifier")
+
+
+def matrix_spec(param: Tensor) -> MatrixSpec:
+    """Return of which matrices a parameter is made.
+
+    That is what its sharding record says. Without a word of that, two dims are a matrix.
+
+    Raises:
+        ValueError: It is no matrix.
+    """
+    found = sharding_of(cast("nn.Parameter", param)).matrix
+    if found is None and param.dim() != 2:
+        raise ValueError(
+            f"it is no matrix, with shape {tuple(param.shape)}; say what are its rows and columns "
+            "by mt_parallel_state.mark_matrix, or have AdamW step it"
+        )
+    return MatrixSpec() if found is None else found
+
+
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    """Say whether a parameter is a matrix inside of the network, as Muon wants them.
+
+    Args:
+        name: Its name. Biases, and what is named like an embedding or a head, are none.
+        param: The parameter.
+    """
+    if not isinstance(name, str) or not isinstance(param, Tensor):
+        raise TypeError(f"expected a name and a parameter, got {name!r:.60} and {param!r:.60}")
+    if sharding_of(cast("nn.Parameter", param)).matrix is not None:
+        return True
+    words = name.split(".")
+    is_table = any("embed" in word or word in _TABLES for word in words)
+    return param.dim() == 2 and not is_table and not words[-1].endswith("bias")
+
+
+class Shards:
+    """How a parameter lies on the ranks of a layout, read from its sharding record.
+
+    Args:
+        param: The parameter.
+        state: Process groups; None where nothing is split.
+
+    Raises:
+        ValueError: It is split, and there is no state or a dim has several axes.
+    """
+
+    def __init__(self, param: Tensor, state: ParallelState | None) -> None:
+        spec: PartitionSpec = sharding_of(cast("nn.Parameter", param)).spec
+        self.groups: dict[int, dist.ProcessGroup] = {}
+        for dim, axes in enumerate(spec.dims):
+            if axes and state is None:
+                raise ValueError(f"it is split over {'-'.join(axes)}; give state, which has groups")
+            if len(axes) > 1:
+                raise ValueError(f"dim {dim} is split over several axes ({', '.join(axes)})")
+            group = state.group(axes[0]) if axes and state is not None else None
+            if group is not None:
+                self.groups[dim] = group
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the whole of which every rank has a shard."""
+        for dim, group in self.groups.items():
+            x = all_gather(x.contiguous(), group, dim=dim)
+        return x
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard, a view."""
+        for dim, group in self.groups.items():
+            size = whole.size(dim) // group_size(group)
+            whole = whole.narrow(dim, group_rank(group) * size, size)
+        return whole
+
+    def one(self, dims: int) -> tuple[dist.ProcessGroup | None, str]:
+        """Return the group of the only dim that is split, and whether that is "rows".
+
+        Args:
+            dims: How many dims are rows.
+
+        Raises:
+            ValueError: Several dims are split.
+        """
+        if len(self.groups) > 1:
+            raise ValueError(f"dims {sorted(self.groups)} are split; use tp='duplicated'")
+        for dim, group in self.groups.items():
+            return group, "rows" if dim < dims else "columns"
+        return None, "rows"

@@ -1,0 +1,258 @@
+"""Muon: momentum made orthogonal, and AdamW for what is no matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from mt_data_parallel import Piece
+from mt_parallel_state import MatrixSpec, ParallelState
+from torch import Tensor
+
+from mt_optim.adamw import AdamWRule
+from mt_optim.group import DecayFilter, check_size
+from mt_optim.matrix import Shards, is_hidden_matrix, matrix_spec
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.orthogonal import Orthogonalization
+from mt_optim.rule import Batch, Rule, check_bool, check_fraction
+
+
+class MuonRule(Rule):
+    """Jordan et al., kellerjordan.github.io/posts/muon, as torch.optim.Muon has it.
+
+    Each matrix that is fused in a weight (query, key and value; gate and up) is orthogonalised
+    alone, as the parameter's `MatrixSpec` says.
+
+    Args:
+        momentum: Default decay rate of the mean of gradients.
+        nesterov: Whether the next gradient is looked ahead for, by default.
+        orthogonalization: The iterations and the scale.
+        state: Process groups, for parameters that are split over tensor-parallel ranks.
+    """
+
+    name: ClassVar[str] = "muon"
+    is_elementwise = False
+    moments = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        orthogonalization: Orthogonalization | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        if orthogonalization is not None and not isinstance(orthogonalization, Orthogonalization):
+            raise TypeError(f"expected an Orthogonalization, got {orthogonalization!r:.60}")
+        self.options = {"momentum": momentum, "nesterov": nesterov}
+        self.orthogonalization = orthogonalization or Orthogonalization()
+        self._state = state
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check momentum and nesterov."""
+        check_fraction("momentum", group["momentum"])
+        check_bool("nesterov", group["nesterov"])
+
+    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+        """Return the state before the first step.
+
+        Raises:
+            ValueError: It is no whole matrix, or its split needs a state that is not there.
+        """
+        if not piece.is_whole:
+            raise ValueError(
+                "Muon needs whole matrices and this is a range of one; give the GradBuffer "
+                "whole=is_hidden_matrix"
+            )
+        matrix_spec(piece.source)
+        shards = Shards(piece.source, self._state)
+        if self.orthogonalization.tp == "distributed":
+            shards.one(1)
+        return super().new_state(piece, master)
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Update momentum and masters; communicates as the mode of tensor parallelism says."""
+        moments, lr = batch.moment("momentum_buffer"), group["lr"]
+        torch._foreach_lerp_(moments, batch.grads, 1 - group["momentum"])
+        updates: Any = moments
+        if group["nesterov"]:
+            updates = torch._foreach_lerp(batch.grads, moments, group["momentum"])
+        torch._foreach_mul_(batch.masters, 1 - lr * group["weight_decay"])
+        for index, (piece, master) in enumerate(zip(batch.pieces, batch.masters, strict=True)):
+            self._step(piece, master, updates[index], batch.states[index], group)
+        batch.count()
+
+    def _step(
+        self,
+        piece: Piece,
+        master: Tensor,
+        update: Tensor,
+        state: dict[str, Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Take a step of one parameter along its orthogonalised update."""
+        spec = matrix_spec(piece.source)
+        parts = orthogonal_parts(update, spec, self.orthogonalization, self._shards(piece))
+        for own, (direction, factor) in zip(spec.views(master), parts, strict=True):
+            own.add_(direction.reshape(own.shape), alpha=-group["lr"] * factor)
+
+    def _shards(self, piece: Piece) -> Shards:
+        return Shards(piece.source, self._state)
+
+
+def orthogonal_parts(
+    update: Tensor, spec: MatrixSpec, how: Orthogonalization, shards: Shards
+) -> list[tuple[Tensor, float]]:
+    """Orthogonalise each matrix of a parameter's update.
+
+    Args:
+        update: In the shape of the parameter as this rank holds it.
+        spec: Of which matrices it is made.
+        how: The iterations.
+        shards: How it lies on the ranks.
+
+    Returns:
+        For each part this rank's shard of the direction, and what it is multiplied with.
+    """
+    results: list[tuple[Tensor, float]] = []
+    if how.tp == "duplicated" and shards.groups:
+        for part in spec.views(shards.gather(update.to(how.dtype))):
+            shape = spec.shape(part.shape)
+            whole = how.apply(part.reshape(shape)).reshape(part.shape)
+            results.append((shards.own(whole), how.factor(*shape)))
+        return results
+    group, split = None, "rows"
+    if how.tp == "distributed":
+        group, split = shards.one(update.dim() - spec.in_dims)
+    for part in spec.views(update):
+        rows, columns = spec.shape(part.shape)
+        direction = how.apply(part.reshape(rows, columns), group=group, split=split)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        whole = (rows * ranks, columns) if split == "rows" else (rows, columns * ranks)
+        results.append((direction, how.factor(*whole)))
+    return results
+
+
+class AdaptiveMuonRule(MuonRule):
+    """AdaMuon (Si et al., arXiv 2507.11005): an orthogonal step with second moments.
+
+    The sign of the momentum is orthogonalised to O, and `V = b2 V + (1 - b2) O^2`. The step is
+    `O / (sqrt(V) + eps)` brought to the norm 0.2 sqrt(rows x columns), which has the size of an
+    AdamW step; scales of the orthogonalisation have no part in it but `extra_scale`.
+
+    Args:
+        momentum: As of `MuonRule`.
+        beta2: Default decay rate of the second moment.
+        eps: Added to its root.
+        nesterov: As of `MuonRule`.
+        orthogonalization: As of `MuonRule`.
+        state: As of `MuonRule`.
+    """
+
+    name: ClassVar[str] = "adaptive_muon"
+    moments = ("momentum_buffer", "exp_avg_sq")
+
+    def __init__(
+        self,
+        *,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        nesterov: bool = True,
+        orthogonalization: Orthogonalization | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__(
+            momentum=momentum, nesterov=nesterov, orthogonalization=orthogonalization, state=state
+        )
+        self.options = {**self.options, "beta2": beta2, "eps": eps}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check momentum, nesterov, beta2 and eps."""
+        super().check(group)
+        check_fraction("beta2", group["beta2"])
+        check_size("eps", group["eps"])
+
+    def _step(
+        self,
+        piece: Piece,
+        master: Tensor,
+        update: Tensor,
+        state: dict[str, Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        spec = matrix_spec(piece.source)
+        shards = self._shards(piece)
+        how, beta = self.orthogonalization, group["beta2"]
+        parts = orthogonal_parts(update.sign(), spec, how, shards)
+        groups = [] if how.tp == "blockwise" else list(shards.groups.values())
+        squares = spec.views(state["exp_avg_sq"])
+        for own, square, (direction, _) in zip(spec.views(master), squares, parts, strict=True):
+            step = direction.reshape(own.shape).to(master.dtype, copy=True)
+            square.mul_(beta).addcmul_(step, step, value=1 - beta)
+            step.div_(square.sqrt().add_(group["eps"]))
+            total, count = step.square().sum(), step.numel()
+            for ranks in groups:
+                dist.all_reduce(total, group=ranks)
+                count *= dist.get_world_size(ranks)
+            size = 0.2 * how.extra_scale * math.sqrt(count)
+            own.sub_(step.mul_(group["lr"] * size / total.sqrt().clamp(min=group["eps"])))
+
+
+class Muon(NamedOptimizer):
+    """Muon for the matrices inside of a network, and AdamW for all other parameters.
+
+    With the defaults but `scale="shape_scaling"` matrices are stepped as torch.optim.Muon does.
+
+    Args:
+        params: As of `NamedOptimizer`. A group may set `momentum` and `nesterov`, or `betas` and
+            `eps` for AdamW's, and `rule`, "muon" or "adamw", for all of its parameters.
+        lr: Learning rate of both; a group may have its own.
+        weight_decay: Decoupled weight decay of both, multiplied by the learning rate.
+        momentum: Decay rate of the mean of gradients.
+        orthogonalization: The iterations and the scale; by default updates have the size of
+            AdamW's, so one learning rate serves both.
+        state: Process groups, where parameters are split over tensor-parallel ranks.
+        decay_filter: As of `NamedOptimizer`.
+
+    Raises:
+        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of Muon's.
+        TypeError: As from `NamedOptimizer`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Muon(model.named_parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step().stepped
+        True
+        >>> optimizer.moments("weight"), optimizer.moments("bias")
+        (('momentum_buffer',), ('exp_avg', 'exp_avg_sq'))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        orthogonalization: Orthogonalization | None = None,
+        state: ParallelState | None = None,
+        decay_filter: DecayFilter | None = None,
+    ) -> None:
+        rule = MuonRule(
+            momentum=momentum,
+            orthogonalization=orthogonalization or Orthogonalization(extra_scale=0.2),
+            state=state,
+        )
+        super().__init__(
+            params,
+            [rule, AdamWRule(betas=(0.9, 0.95))],
+            lr=lr,
+            weight_decay=weight_decay,
+            decay_filter=decay_filter,
+            rule_filter=lambda name, param: "muon" if is_hidden_matrix(name, param) else "adamw",
+        )

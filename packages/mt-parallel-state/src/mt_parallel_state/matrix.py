@@ -1,0 +1,63 @@
+"""How a parameter of any number of dims is made of matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSpec:
+    """Which dims of a weight are rows (outputs), which are columns (inputs), and what is fused.
+
+    What works on whole matrices reads it: Muon and Shampoo-like optimizers, low-rank methods.
+
+    Attributes:
+        in_dims: How many trailing dims are the columns; those before are the rows.
+        part_dim: The dim along which several matrices lie in one weight, which no axis may split.
+        parts: How much of it each of them has; the sum is the size of the dim.
+
+    Example:
+        >>> spec = MatrixSpec(part_dim=1, parts=(4, 1, 1))  # [kv_groups, 4 + 2, head_dim, hidden]
+        >>> [tuple(part.shape) for part in spec.views(torch.empty(2, 6, 8, 32))]
+        [(2, 4, 8, 32), (2, 1, 8, 32), (2, 1, 8, 32)]
+        >>> [spec.shape(part.shape) for part in spec.views(torch.empty(2, 6, 8, 32))]
+        [(64, 32), (16, 32), (16, 32)]
+
+    Raises:
+        ValueError: A field is out of range, or there are parts without a dim.
+    """
+
+    in_dims: int = 1
+    part_dim: int | None = None
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.in_dims < 1:
+            raise ValueError(f"in_dims must be 1 or more, got {self.in_dims}")
+        if (self.part_dim is None) != (not self.parts) or any(part < 1 for part in self.parts):
+            raise ValueError(
+                f"part_dim={self.part_dim!r} and parts={self.parts!r} come together, and each part "
+                "has 1 or more"
+            )
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return rows and columns of a part of this shape."""
+        return prod(shape[: -self.in_dims]), prod(shape[-self.in_dims :])
+
+    def views(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a tensor of the weight's shape, as views of it.
+
+        Raises:
+            ValueError: The parts are not those of the tensor.
+        """
+        if self.part_dim is None:
+            return (x,)
+        if x.dim() <= self.part_dim or x.shape[self.part_dim] != sum(self.parts):
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} has no parts of {self.parts} along dim "
+                f"{self.part_dim}"
+            )
+        return x.split(self.parts, self.part_dim)
