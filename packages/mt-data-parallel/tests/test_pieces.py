@@ -161,3 +161,38 @@ def test_what_is_no_group_is_named():
         GradBuffer([("w", param)], group=lambda *_: 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="shards must be a ProcessGroup or None"):
         Reduction(shards=3)  # pyright: ignore[reportArgumentType]
+
+
+def assembled(strategy):
+    """Every piece's value is its elements' numbers; who gets which parameter whole?"""
+    net = make_net(torch.float32)
+    group = group_for(strategy, dist.get_world_size(), dist.get_rank())
+    whole = (lambda _, p: p.dim() == 2) if strategy == "whole" else None
+    with GradBuffer(net.named_parameters(), group=group, bucket_size=100, whole=whole) as buffer:
+        values = {
+            p.name: torch.arange(p.start, p.end, dtype=torch.float64).view(p.param.shape)
+            for p in buffer.pieces()
+        }
+        return buffer.assemble(values)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), SHARDED)
+def test_parts_come_together_on_one_rank_each(ranks, world_size, strategy):
+    results = ranks(world_size, assembled, strategy)
+    shapes = {name: p.shape for name, p in make_net(torch.float32).named_parameters()}
+    del shapes["2.bias"]  # frozen
+    assert sorted(name for result in results for name in result) == sorted(shapes)
+    for result in results:
+        for name, tensor in result.items():
+            expected = torch.arange(tensor.numel(), dtype=torch.float64).view(shapes[name])
+            assert torch.equal(tensor, expected), name
+
+
+def test_a_value_that_is_of_no_piece_is_named():
+    net = make_net(torch.float32)
+    with GradBuffer(net.named_parameters(), group=None) as buffer:
+        assert buffer.assemble({"0.bias": torch.ones(24)}).keys() == {"0.bias"}
+        with pytest.raises(ValueError, match=r"3 elements for '0.weight', of which .* has 192"):
+            buffer.assemble({"0.weight": torch.ones(3)})
+        with pytest.raises(ValueError, match=r"3 elements for '2.bias', of which this rank has 0"):
+            buffer.assemble({"2.bias": torch.ones(3)})

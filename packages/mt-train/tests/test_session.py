@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:
         if name == "train.update":
             gc.collect()
             (trainer,) = (o for o in gc.get_objects() if type(o).__name__ == "Trainer")
-            trainer.optimizer.master("embedding.weight")[0, 0] = float("inf")
+            trainer.optimizer.inner.master("embedding.weight")[0, 0] = float("inf")
 
     with pytest.raises(NonFiniteLossError, match="after step 1 some weights are not finite"):
         tiny.run(tmp_path, "checkpoint.every=1", on_event=poison)
@@ -285,7 +285,7 @@ def test_a_poisoned_checkpoint_names_an_older_step(tiny, tmp_path, monkeypatch) 
 
         def poison(name: str) -> None:
             if name == "save.begin" and list(tmp_path.glob("checkpoints/step_00000003")):
-                next(iter(trainers)).optimizer.master("embedding.weight").fill_(float("nan"))
+                next(iter(trainers)).optimizer.inner.master("embedding.weight").fill_(float("nan"))
 
         trainers: list = []
         original = saving.save

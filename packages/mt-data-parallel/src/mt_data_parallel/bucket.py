@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
 from mt_data_parallel.grad import MAIN_GRAD
@@ -100,6 +101,7 @@ class Slot:
         main_grad: Its gradient in the bucket.
         piece: What of it this rank steps, if anything.
         bucket: Where it lies.
+        start: Its first element there.
         accumulated: Gradients since `start`.
         expected: Gradients that `start` announced.
     """
@@ -109,6 +111,7 @@ class Slot:
     main_grad: Tensor
     piece: Piece | None
     bucket: Bucket
+    start: int
     accumulated: int = 0
     expected: int = 1
 
@@ -164,7 +167,7 @@ def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket) -> Slot:
     strides = torch.empty_like(param, device="meta").stride()
     main_grad = bucket.grads.as_strided(param.shape, strides, start)
     piece = Piece(name=name, source=param, param=param, start=0, end=param.numel())
-    return Slot(name, param, main_grad, piece, bucket)
+    return Slot(name, param, main_grad, piece, bucket, start)
 
 
 def _sharded_slot(
@@ -182,10 +185,13 @@ def _sharded_slot(
     param.data = view
     main_grad = bucket.grads[inside].view(param.shape)
     if part is None:
-        return Slot(name, param, main_grad, None, bucket)
+        return Slot(name, param, main_grad, None, bucket, start)
     shape = param.shape if part == (0, param.numel()) else (part[1] - part[0],)
     own = nn.Parameter(view.view(-1)[slice(*part)].view(shape))
     setattr(own, MAIN_GRAD, main_grad.view(-1)[slice(*part)].view(shape))
+    if isinstance(param, nn.Parameter) and shape == param.shape:
+        record = sharding_of(param)
+        shard_param(own, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
     piece = Piece(
         name=name,
         source=param,
@@ -195,7 +201,7 @@ def _sharded_slot(
         peers=bucket.reduction.peers,
         replica=bucket.reduction.replica,
     )
-    return Slot(name, param, main_grad, piece, bucket)
+    return Slot(name, param, main_grad, piece, bucket, start)
 
 
 def _step_cost(param: Tensor) -> float:

@@ -14,6 +14,7 @@ from mt_parallel_state import GradSink, sharding_of
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mt_data_parallel.assemble import assemble_bucket
 from mt_data_parallel.bucket import Bucket, BufferKey, Slot, allocate, plan
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout
@@ -151,6 +152,40 @@ class GradBuffer:
         for work in works:
             if work is not None:
                 work.wait()
+
+    def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring tensors of pieces together to tensors of parameters, as checkpoints write them.
+
+        Every rank calls it. What is cut into parts is sent to the rank that has the parameter's
+        first element (so the memory and the writing are shared out as well); the rest is returned
+        as it came.
+
+        Args:
+            values: For pieces by name a tensor with their elements, such as a moment; of the same
+                parameters on all ranks.
+
+        Returns:
+            Whole tensors by name. Under two levels only the first replica has those that are cut.
+
+        Raises:
+            ValueError: A name is no piece of this rank, or a tensor has another size.
+        """
+        sizes = {piece.name: piece.param.numel() for piece in self.pieces()}
+        for name, value in values.items():
+            if sizes.get(name) != value.numel():
+                raise ValueError(
+                    f"values has {value.numel()} elements for {name!r}, of which this rank has "
+                    f"{sizes.get(name, 0)}; give the values of pieces()"
+                )
+        whole: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            shards = bucket.reduction.shards
+            if shards is None:
+                held = (slot.name for slot in bucket.slots if slot.name in values)
+                whole |= {name: values[name] for name in held}
+            elif bucket.reduction.replica == 0:
+                whole |= assemble_bucket(bucket, shards, values)
+        return {name: whole[name] for name in self._slots if name in whole}
 
     def sink(self, param: Tensor) -> GradSink:
         """Where a layer adds `param`'s gradients itself, straight into `main_grad`.

@@ -3,6 +3,7 @@
 from mt_optim.adamw import AdamW, AdamWRule, fused_obstacle
 from mt_optim.clip import clip_grad_norm, grad_norm
 from mt_optim.config import OptimizerConfig
+from mt_optim.distributed import DistributedOptimizer
 from mt_optim.factory import build_optimizer
 from mt_optim.group import DecayFilter, default_decay_filter
 from mt_optim.guard import StepGuard
@@ -24,6 +25,7 @@ __all__ = [
     "AdaptiveMuonRule",
     "Batch",
     "DecayFilter",
+    "DistributedOptimizer",
     "LRSchedule",
     "Lion",
     "LionRule",

@@ -98,7 +98,8 @@ def clip_grad_norm(
     scale = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and scale < 1:
         grads = [grad for piece in pieces if (grad := piece.grad) is not None]
-        torch._foreach_mul_(grads, scale)
+        if grads:
+            torch._foreach_mul_(grads, scale)
     return norm
 
 

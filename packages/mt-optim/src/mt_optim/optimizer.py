@@ -151,6 +151,11 @@ class NamedOptimizer(torch.optim.Optimizer):
         param = self._param(name)
         return self.state[param].get("master", param).detach()
 
+    @property
+    def moment_keys(self) -> tuple[str, ...]:
+        """The names of the moments of all rules, whether or not a parameter here has them."""
+        return tuple(dict.fromkeys(key for rule in self._rules.values() for key in rule.moments))
+
     def moments(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors of the parameter's shape that its rule keeps."""
         param = self._param(name)

@@ -378,6 +378,34 @@ class ParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataParallelSection:
+    """What data- and context-parallel ranks share out of what each would have to hold.
+
+    Attributes:
+        strategy: `none` (everything is on every rank) or `optimizer` (ZeRO-1: each rank has its
+            part of the optimizer's state and masters, and steps that). The numbers stay the same.
+        replicas: Parts are shared out among the ranks of one of so many groups, and the groups
+            are copies of each other: less to fetch from far away, for more memory. Divides
+            `parallel.dp` x `parallel.cp`.
+    """
+
+    strategy: Literal["none", "optimizer"] = "none"
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "replicas")
+        checks.at_most(_MAX_RANKS, "replicas")
+        if self.replicas > 1 and self.strategy == "none":
+            checks.add(
+                "replicas",
+                f"{self.replicas} groups have nothing to share out with data_parallel.strategy "
+                "none; leave it out, or use strategy optimizer",
+            )
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineSection:
     """How micro-batches move through the pipeline ranks.
 
@@ -519,6 +547,7 @@ class RunConfig:
         training: Length, batch and numerics.
         optimizer: AdamW and its schedule.
         parallel: How many ranks share what.
+        data_parallel: What data-parallel ranks share out.
         pipeline: How micro-batches move through the pipeline ranks.
         evaluation: Held-out loss and bits per byte.
         checkpoint: When to save, and what to start from.
@@ -530,6 +559,7 @@ class RunConfig:
     training: TrainingSection
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
+    data_parallel: DataParallelSection = field(default_factory=DataParallelSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

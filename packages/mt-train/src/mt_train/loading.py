@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, shorten, to_plain
+from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, divisors, shorten, to_plain
 from mt_model import (
     LayerConfig,
     ModelConfig,
@@ -24,7 +24,7 @@ from mt_model import (
     validate_split,
 )
 
-from mt_train.config import ModelSection, ParallelSection, RunConfig
+from mt_train.config import ModelSection, ParallelSection, RunConfig, listed
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
 from mt_train.problem import ConfigError, Problem
 
@@ -316,6 +316,13 @@ def _misfits(
     else:
         microbatches = training.global_batch_size // per_step
         yield from _pipeline_misfits(config, model.num_layers, layout.pp, microbatches)
+    ranks, replicas = layout.dp * layout.cp, config.data_parallel.replicas
+    if ranks % replicas:
+        yield (
+            "data_parallel.replicas",
+            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
+            f"{ranks}; use one of {listed(divisors(ranks))}",
+        )
     try:
         validate_split(model, layout.tp)
     except ValueError as error:

@@ -150,9 +150,17 @@ def _mark(param: nn.Parameter, partial: tuple[str, ...], *, is_copy: bool) -> No
     shard_param(param, sharding_of(param).spec, partial_grad=partial, is_copy=is_copy)
 
 
-def named_parameters(stages: Sequence[GPT]) -> dict[str, nn.Parameter]:
-    """Every parameter of a rank's stages once, by its global name."""
-    return {name: param for stage in stages for name, param in stage.named_parameters()}
+def named_parameters(
+    schedule: Schedule, rank: int, stages: Sequence[GPT]
+) -> dict[str, nn.Parameter]:
+    """Every parameter of a rank's stages once, by its global name, in the order of the model.
+
+    Two ranks that hold the same stages, one for each direction, list them alike: what is cut into
+    ranges is cut at the same places then.
+    """
+    held = zip(schedule.stages_of(rank), stages, strict=True)
+    ordered = sorted(held, key=lambda pair: pair[0] % schedule.depth)
+    return {name: param for _, stage in ordered for name, param in stage.named_parameters()}
 
 
 def backwards_per_step(schedule: Schedule, rank: int, stages: Sequence[GPT]) -> dict[str, int]:

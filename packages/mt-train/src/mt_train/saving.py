@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import torch
 from mt_ckpt import (
     CheckpointError,
     RunFolder,
@@ -49,7 +52,7 @@ def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
     return save_checkpoint(
         root,
         trainer.progress.step,
-        _shards(trainer, moments=True),
+        _to_write(trainer),
         now.metadata(dataclasses.asdict(trainer.state.layout)),
         group=trainer.state.group(WORLD),
         keep=trainer.config.checkpoint.kept,
@@ -103,7 +106,7 @@ def way_back(trainer: Trainer, path: Path) -> str:
 def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     load_checkpoint(
         path,
-        _shards(trainer, moments=not weights_only),
+        _to_fill(trainer, moments=not weights_only),
         group=trainer.state.group(WORLD),
         ignore=(f"{RunFolder.OPTIMIZER}/",) if weights_only else (),
         cast=weights_only,
@@ -115,18 +118,44 @@ def _is_finite(trainer: Trainer) -> bool:
     return summed(trainer.state, len(trainer.optimizer.non_finite()))[0] == 0
 
 
-def _shards(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
-    """List the fp32 (fp64) weights of this rank, and the moments, in model space."""
-    optimizer, layout, rank = trainer.optimizer, trainer.state.layout, trainer.state.rank
-    params = dict(trainer.named_parameters)
-    named = [(RunFolder.WEIGHTS, name, optimizer.master(name)) for name in params]
-    if moments:
-        named += [
-            (f"{RunFolder.OPTIMIZER}/{key}", name, optimizer.moment(name, key))
-            for name in params
-            for key in optimizer.moments(name)
-        ]
+def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """List the fp32 (fp64) weights that this rank steps, and the moments, by prefix and name."""
+    inner, names = trainer.optimizer.inner, [piece.name for piece in trainer.optimizer.pieces]
+    tensors = {RunFolder.WEIGHTS: {name: inner.master(name) for name in names}}
+    for key in inner.moment_keys if moments else ():
+        held = [name for name in names if key in inner.moments(name)]
+        tensors[f"{RunFolder.OPTIMIZER}/{key}"] = {name: inner.moment(name, key) for name in held}
+    return tensors
+
+
+def _to_write(trainer: Trainer) -> list[TensorShard]:
+    """List what is saved, in model space; what is stepped in ranges comes together first."""
+    peers = {
+        piece.name: [peer - trainer.state.offset for peer in piece.peers]
+        for piece in trainer.optimizer.pieces
+    }
     shards: list[TensorShard] = []
-    for prefix, name, tensor in named:
-        shards += param_shards([(name, tensor)], layout, rank, prefix=prefix, params=params)
+    for prefix, tensors in _tensors(trainer, moments=True).items():
+        whole = trainer.buffer.assemble(tensors).items()
+        shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
     return shards
+
+
+def _to_fill(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
+    """List what is loaded: the ranges that this rank steps, as boxes in model space."""
+    ranges = {
+        piece.name: (piece.start, piece.end)
+        for piece in trainer.optimizer.pieces
+        if not piece.is_whole
+    }
+    shards: list[TensorShard] = []
+    for prefix, tensors in _tensors(trainer, moments=moments).items():
+        shards += _param_shards(trainer, tensors.items(), prefix=prefix, ranges=ranges)
+    return shards
+
+
+def _param_shards(
+    trainer: Trainer, named: Iterable[tuple[str, torch.Tensor]], **options: Any
+) -> list[TensorShard]:
+    params = dict(trainer.named_parameters)
+    return param_shards(named, trainer.state.layout, trainer.state.rank, params=params, **options)

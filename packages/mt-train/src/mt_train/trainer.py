@@ -11,12 +11,13 @@ import torch
 from mt_data import BatchSampler
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import DTYPES, ModelConfig, flops_per_token
-from mt_optim import AdamW, clip_grad_norm, default_decay_filter
+from mt_optim import AdamW, DistributedOptimizer, clip_grad_norm, default_decay_filter
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
 from mt_train.agreement import summed
 from mt_train.config import RunConfig
+from mt_train.data_parallel import reduction
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.losses import loss_record, totals, weighed
@@ -103,22 +104,17 @@ class Trainer:
         )
         self.sampler = sampler.with_rows(self.rows)
         self._loader = prefetched(self.sampler, state.device)
-        self.named_parameters = list(named_parameters(self.stages).items())
-        self._backwards = backwards_per_step(plan.schedule, state.index("pp"), self.stages)
+        here = (plan.schedule, state.index("pp"), self.stages)
+        self.named_parameters = list(named_parameters(*here).items())
+        self._backwards = backwards_per_step(*here)
         self.buffer = GradBuffer(
-            self.named_parameters, group=state.group("dp-cp"), bucket_size=parallel.bucket_size
+            self.named_parameters,
+            group=reduction(config.data_parallel, state),
+            bucket_size=parallel.bucket_size,
         )
         for stage in self.stages:
             stage.sum_weight_gradients(self.buffer.sink)
-        optimizer = config.optimizer
-        self.optimizer = AdamW(
-            self.named_parameters,
-            lr=optimizer.lr,
-            betas=(optimizer.betas[0], optimizer.betas[1]),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            decay_filter=default_decay_filter,
-        )
+        self.optimizer = DistributedOptimizer(self.buffer, self._make_optimizer)
         self.executor = Executor(
             plan.schedule,
             [torch.compile(stage) if training.compile else stage for stage in self.stages],
@@ -130,6 +126,19 @@ class Trainer:
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
+
+    def _make_optimizer(
+        self, named: list[tuple[str, torch.Tensor]], source: Callable[[str], torch.Tensor]
+    ) -> AdamW:
+        section = self.config.optimizer
+        return AdamW(
+            named,
+            lr=section.lr,
+            betas=(section.betas[0], section.betas[1]),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            decay_filter=lambda name, _: default_decay_filter(name, source(name)),
+        )
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -173,8 +182,9 @@ class Trainer:
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
         self.on_event("train.reduce")
-        reduce_partial_grads(self.named_parameters, self.state)
-        norm = clip_grad_norm(self.named_parameters, self.state, self.config.training.grad_clip)
+        pieces = self.optimizer.pieces
+        reduce_partial_grads(pieces, self.state)
+        norm = clip_grad_norm(pieces, self.state, self.config.training.grad_clip)
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
         if not all(map(math.isfinite, (*losses.values(), norm))):
             named = ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())

@@ -1,0 +1,99 @@
+"""ZeRO: an optimizer whose state is shared out over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mt_data_parallel import GradBuffer, Piece
+from torch import Tensor, nn
+
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.result import StepResult
+
+_NOTHING = "nothing"
+
+
+class DistributedOptimizer:
+    """A `NamedOptimizer` over the pieces of a `GradBuffer`, so that its state is sharded like them.
+
+    With a reduction that has shards (ZeRO-1) `GradBuffer.finish` reduce-scatters the gradients,
+    `step` updates what this rank owns and all-gathers the parameters: the same sum, and the same
+    arithmetic per element, as the replicated optimizer. Without shards, or on one rank, it is the
+    plain optimizer and communicates nothing.
+
+    Args:
+        buffer: Holds parameters and gradients.
+        make: Makes the optimizer of these parameters, given as pairs of name and tensor. A tensor
+            may be a flat range of its parameter; what is decided by parameter (weight decay by
+            the number of dims) is asked of `source`.
+
+    Attributes:
+        buffer: The buffer.
+        pieces: What this rank steps.
+        inner: What steps them. Where parameters are few a rank may have none; its optimizer has
+            one without elements then.
+
+    Raises:
+        TypeError: An argument is of another type.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> buffer = GradBuffer(model.named_parameters(), group=None)
+        >>> optimizer = DistributedOptimizer(buffer, lambda named, source: AdamW(named, lr=0.1))
+        >>> buffer.start(num_backwards=1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> buffer.finish()
+        >>> optimizer.step().stepped
+        True
+    """
+
+    def __init__(
+        self,
+        buffer: GradBuffer,
+        make: Callable[[list[tuple[str, Tensor]], Callable[[str], Tensor]], NamedOptimizer],
+    ) -> None:
+        if not isinstance(buffer, GradBuffer):
+            raise TypeError(f"buffer must be a GradBuffer, got {buffer!r:.60}")
+        if not callable(make):
+            raise TypeError(f"make must be a function, got {make!r:.60}")
+        self.buffer = buffer
+        self.pieces: list[Piece] = buffer.pieces()
+        sources = {piece.name: piece.source for piece in self.pieces}
+        named = [(piece.name, piece.param) for piece in self.pieces]
+        if not named:  # the others may have more than one piece each; all run the same steps
+            sources[_NOTHING] = nn.Parameter(torch.zeros(0))
+            named = [(_NOTHING, sources[_NOTHING])]
+        self.inner = make(named, sources.__getitem__)
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken."""
+        return self.inner.step_count
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        self.inner.step_count = value
+
+    def step(self, **options: Any) -> StepResult:
+        """Update this rank's pieces, then fetch what the others updated; every rank calls it.
+
+        Args:
+            **options: Of the inner optimizer's `step`.
+
+        Returns:
+            What that returns.
+        """
+        result = self.inner.step(**options)
+        self.buffer.gather_params()
+        return result
+
+    def sync_params(self) -> None:
+        """Set the parameters to their masters on all ranks; every rank calls it."""
+        self.inner.sync_params()
+        self.buffer.gather_params()
+
+    def non_finite(self) -> list[str]:
+        """Name the parameters of which a weight or moment is not finite, in what this rank has."""
+        return self.inner.non_finite()

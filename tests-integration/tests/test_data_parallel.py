@@ -1,0 +1,85 @@
+"""What data-parallel ranks share out changes no number: every strategy against one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+STRATEGIES = ("optimizer",)
+MICRO = "training.micro_batch_size=1"
+# name: (processes, data-parallel size, overrides)
+LAYOUTS = {
+    "dp2": (2, 2, []),
+    "dp4": (4, 4, []),
+    "dp4-replicas2": (4, 4, ["data_parallel.replicas=2"]),
+    "tp2-dp2": (4, 2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
+    "pp2-dp2": (4, 2, ["parallel.pp=2"]),
+    "dp2-cp2": (4, 2, ["parallel.cp=2"]),
+    "pp2-dp2-zb-v": (4, 2, ["pipeline.schedule=zb-v", "parallel.pp=2"]),
+    "pp2-dp2-dualpipe": (4, 2, ["pipeline.schedule=dualpipe", "parallel.pp=2", MICRO]),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, tmp_path_factory):
+    """One process, the whole batch in one micro-batch."""
+    out = tmp_path_factory.mktemp("reference")
+    return tiny.train(out, "training.dtype=fp64", "model.tied=true")
+
+
+def strategy_options(strategy, dp):
+    return [
+        f"data_parallel.strategy={strategy}",
+        "training.dtype=fp64",
+        "model.tied=true",
+        f"training.micro_batch_size={8 // dp // 2 or 1}",
+        "parallel.bucket_size=5000",
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_like_one_process(
+    strategy, layout, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    nproc, dp, overrides = LAYOUTS[layout]
+    run = tiny.train(tmp_path, *strategy_options(strategy, dp), *overrides, nproc=nproc)
+    ours, theirs = losses(run), losses(reference)
+    assert ours.keys() == theirs.keys()
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-10)
+    np.testing.assert_allclose(held_out(run), held_out(reference), rtol=1e-9)
+    wanted = arrays(reference)
+    found = arrays(run)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=0, atol=1e-9, err_msg=name)
+
+
+# The strategy and layout that save, and those that go on from there.
+RESUMED = [
+    ("optimizer", "dp4", "none", (1, 1, [])),
+    ("optimizer", "dp4", "optimizer", LAYOUTS["tp2-dp2"]),
+    ("none", "dp2", "optimizer", LAYOUTS["pp2-dp2"]),
+    ("optimizer", "pp2-dp2", "optimizer", LAYOUTS["dp4-replicas2"]),
+]
+
+
+@pytest.mark.parametrize(("first", "layout", "second", "other"), RESUMED)
+def test_a_checkpoint_of_one_strategy_resumes_under_another(
+    first, layout, second, other, tiny, reference, tmp_path, losses, arrays
+) -> None:
+    nproc, dp, overrides = LAYOUTS[layout]
+    options = [*strategy_options(first, dp), *overrides, "checkpoint.every=10"]
+    saved = tiny.train(tmp_path / "saved", *options, nproc=nproc)
+    moments = arrays(saved, prefix="optimizer/")
+    wanted = arrays(reference, prefix="optimizer/")
+    assert moments.keys() == wanted.keys()
+    for name, value in moments.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-7, atol=1e-9, err_msg=name)
+    nproc, dp, overrides = other
+    step = saved / "checkpoints" / "step_00000010"
+    options = [*strategy_options(second, dp), *overrides, f"checkpoint.load={step}"]
+    rest = losses(tiny.train(tmp_path / "resumed", *options, nproc=nproc))
+    assert list(rest) == list(range(11, 21))
+    whole = losses(reference)
+    np.testing.assert_allclose(list(rest.values()), [whole[s] for s in rest], rtol=1e-10)
