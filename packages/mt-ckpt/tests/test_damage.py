@@ -10,9 +10,9 @@ import torch
 from mt_ckpt import (
     CheckpointError,
     TensorShard,
+    inspect_checkpoint,
     latest_checkpoint,
     load_checkpoint,
-    read_metadata,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -328,7 +328,11 @@ def test_a_latest_that_leads_out_shows_nothing_of_what_it_leads_to(checkpoint, t
     latest = checkpoint.parent / "latest"
     latest.unlink()
     latest.symlink_to(tmp_path / "secret")
-    for call in (latest_checkpoint, read_metadata, lambda root: save_checkpoint(root, 30, [], {})):
+    for call in (
+        latest_checkpoint,
+        inspect_checkpoint,
+        lambda root: save_checkpoint(root, 30, [], {}),
+    ):
         with pytest.raises(CheckpointError, match="latest: leads out of") as caught:
             call(checkpoint.parent)
         assert "password" not in str(caught.value)
@@ -351,7 +355,7 @@ def test_a_step_under_the_name_of_another_is_named(checkpoint):
     other = checkpoint.rename(checkpoint.with_name("step_00000048"))
     (checkpoint.parent / "latest").write_text("step_00000048\n")
     text = "is of step 20, and the directory is named step_00000048; name it step_00000020 again"
-    for call in (latest_checkpoint, read_metadata, load_all):
+    for call in (latest_checkpoint, inspect_checkpoint, load_all):
         with pytest.raises(CheckpointError, match=text):
             call(checkpoint.parent)
     assert [text in problem.reason for problem in verify_checkpoint(other)] == [True]

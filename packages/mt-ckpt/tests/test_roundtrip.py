@@ -12,7 +12,6 @@ from mt_ckpt import (
     latest_checkpoint,
     load_checkpoint,
     param_shards,
-    read_metadata,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -74,7 +73,7 @@ def test_parameters_and_strided_tensors_are_saved_and_filled_in_place(tmp_path):
 def test_metadata_comes_back_and_is_readable_alone(tmp_path):
     metadata = {"step": 3, "rng": [1, 2, [None, True]], "lr": 1e-300, "text": 'é"\n', "empty": {}}
     path = save_checkpoint(tmp_path, 3, [], metadata)
-    assert read_metadata(path) == metadata
+    assert inspect_checkpoint(path).metadata == metadata
     assert load_checkpoint(path, []) == metadata
 
 
@@ -189,13 +188,13 @@ def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere: no such checkpoint directory"):
         load_checkpoint(tmp_path / "nowhere", [])
     with pytest.raises(CheckpointError, match="has no committed checkpoint; give a folder in"):
-        read_metadata(tmp_path)
+        inspect_checkpoint(tmp_path)
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "zarr.json").touch()
     with pytest.raises(
         CheckpointError, match=r"mt-manifest.json: missing, so .* is not a complete"
     ):
-        read_metadata(tmp_path / "copy")
+        inspect_checkpoint(tmp_path / "copy")
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "nowhere") is None
 

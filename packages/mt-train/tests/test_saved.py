@@ -14,11 +14,11 @@ from mt_train.saved import ResumeError, SavedRun, read_saved
 
 @pytest.fixture(scope="module")
 def metadata(tiny, tmp_path_factory) -> dict[str, Any]:
-    from mt_ckpt import read_metadata
+    from mt_ckpt import inspect_checkpoint
 
     out = tmp_path_factory.mktemp("run")
     tiny.run(out, "training.steps=1")
-    return read_metadata(out / "checkpoints" / "step_00000001")
+    return inspect_checkpoint(out / "checkpoints" / "step_00000001").metadata
 
 
 def write(folder: Path, metadata: dict[str, Any]) -> Path:
@@ -59,12 +59,6 @@ BAD = [
     ("elapsed", None),
     ("consumed_samples", "4"),
     ("consumed_samples", -4),
-    ("optimizer_step", "1"),
-    ("optimizer_step", -1),
-    ("optimizer_step", 0),
-    ("rng", {}),
-    ("rng.seed", "x"),
-    ("rng.step", 7),
     ("config", None),
     ("config", []),
     ("config", {}),

@@ -4,7 +4,7 @@ from mt_ckpt.array import ArraySpec
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box
 from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.load import inspect_checkpoint, load_checkpoint, read_metadata, verify_checkpoint
+from mt_ckpt.load import inspect_checkpoint, load_checkpoint, verify_checkpoint
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
 from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
@@ -30,7 +30,6 @@ __all__ = [
     "load_checkpoint",
     "param_shards",
     "range_boxes",
-    "read_metadata",
     "save",
     "save_checkpoint",
     "verify_checkpoint",

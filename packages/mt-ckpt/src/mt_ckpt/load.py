@@ -99,11 +99,6 @@ def inspect_checkpoint(path: str | Path) -> Manifest:
         return manifest
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Read the metadata of a checkpoint; see `inspect_checkpoint`."""
-    return inspect_checkpoint(path).metadata
-
-
 def verify_checkpoint(path: str | Path) -> list[Problem]:
     """Check every byte of a checkpoint.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NotRequired, Protocol, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
+from mt_files import multiples_near
 from numpy.typing import NDArray
 
 from mt_data.error import DataError
@@ -239,9 +240,8 @@ def _check_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp
         raise DataError(f"dp_rank is {dp_rank}; it must lie in [0, dp_size) with dp_size {dp_size}")
     together = micro_batch_size * dp_size
     if global_batch_size % together:
-        below = global_batch_size // together * together
-        nearest = f"{below} or {below + together}" if below else f"{together}"
         raise DataError(
             f"global_batch_size {global_batch_size} is not divisible by micro_batch_size "
-            f"{micro_batch_size} * dp_size {dp_size} = {together}; nearest valid: {nearest}"
+            f"{micro_batch_size} * dp_size {dp_size} = {together}; nearest valid: "
+            f"{multiples_near(global_batch_size, together)}"
         )

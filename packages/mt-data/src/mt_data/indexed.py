@@ -8,7 +8,6 @@ import hashlib
 import operator
 import os
 import weakref
-from types import TracebackType
 
 import mt_files
 import numpy as np
@@ -94,12 +93,7 @@ class IndexedDataset:
     def __enter__(self) -> IndexedDataset:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from mt_data.batch import MicroBatch
@@ -58,12 +57,7 @@ class Prefetcher(Generic[Prepared]):
     def __enter__(self) -> Prefetcher[Prepared]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(self, step: int) -> Prepared:

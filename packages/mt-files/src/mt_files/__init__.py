@@ -1,6 +1,6 @@
 """Outside files: checked reading, typed content, durable writing, locks and digests."""
 
-from mt_files.argument import check_type
+from mt_files.argument import check_type, multiples_near
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError
 from mt_files.experimental import ExperimentalWarning, experimental
@@ -49,6 +49,7 @@ __all__ = [
     "divisors",
     "experimental",
     "hints_of",
+    "multiples_near",
     "open_file",
     "parse_json",
     "read_bytes",

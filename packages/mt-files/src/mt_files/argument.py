@@ -13,3 +13,9 @@ def check_type(name: str, value: object, *kinds: type) -> None:
         raise TypeError(
             f"{name} must be {listed}, got {reprlib.repr(value)} ({type(value).__name__})"
         )
+
+
+def multiples_near(value: int, unit: int) -> str:
+    """Name the multiples of `unit` around a size that is none, for a message."""
+    below = value // unit * unit
+    return " or ".join(str(size) for size in (below, below + unit) if size > 0)

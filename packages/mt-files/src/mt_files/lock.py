@@ -9,7 +9,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 
 from mt_files.error import FileError, LockedError, printable, system_error
 from mt_files.reading import parse_json
@@ -66,12 +65,7 @@ class FolderLock:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             if self.held and not self.shared:
                 with contextlib.suppress(OSError):

@@ -9,7 +9,16 @@ from itertools import groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from mt_files import Checks, FieldError, FieldProblem, SchemaError, build, divisors, to_plain
+from mt_files import (
+    Checks,
+    FieldError,
+    FieldProblem,
+    SchemaError,
+    build,
+    divisors,
+    multiples_near,
+    to_plain,
+)
 
 from mt_model.choice import Positions
 
@@ -368,8 +377,7 @@ def validate_context(
 
 
 def _indivisible(name: str, value: int, tp: int) -> str:
-    below, above = value // tp * tp, (value // tp + 1) * tp
-    sizes = " or ".join(str(v) for v in (below, above) if v)
+    sizes = multiples_near(value, tp)
     smaller = max(d for d in divisors(value) if d <= tp)
     return (
         f"{name}={value} does not divide by tp={tp}. Nearest {name} that does: {sizes}; "

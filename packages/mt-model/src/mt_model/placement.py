@@ -9,6 +9,7 @@ from typing import TypedDict, get_args
 import torch
 import torch.distributed as dist
 from mt_context_parallel import Algorithm, HierarchicalGroups, positions
+from mt_files import multiples_near
 from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
@@ -140,11 +141,10 @@ class Placement:
         context = self.context.size
         parts = (2 * context if context > 1 else 1) * (self.tp if self.sequence_parallel else 1)
         if length % parts:
-            below = length // parts * parts
             raise ValueError(
                 f"sequence length {length} does not divide by {parts}, which cp={context} and "
                 f"tp={self.tp} with sequence_parallel={self.sequence_parallel} need. Nearest that "
-                f"does: {below} or {below + parts}"
+                f"does: {multiples_near(length, parts)}"
             )
 
     def mark_replicated(self, module: nn.Module, *, partial: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from mt_files import multiples_near
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
@@ -51,11 +52,9 @@ def shard_size(size: int, group: Group, *, what: str) -> int:
             f"{what} is {size}; the nearest size that {ranks} ranks can share is {ranks}"
         )
     if size % ranks:
-        below = size // ranks * ranks
-        nearest = " or ".join(str(n) for n in (below, below + ranks) if n > 0)
         raise ValueError(
             f"{what} is {size}, which the {ranks} ranks of the group do not divide; "
-            f"the nearest sizes that work are {nearest}"
+            f"the nearest sizes that work are {multiples_near(size, ranks)}"
         )
     return size // ranks
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mt_files import check_type
+from mt_files import check_type, divisors, multiples_near
 
 from mt_parallel_state.levels import cut_into_levels
 
@@ -108,12 +108,11 @@ class ParallelLayout:
         replica = tp * cp * pp
         dp, rest = divmod(world_size, replica)
         if rest or dp < 1:
-            below = world_size // replica * replica
-            nearest = [str(n) for n in (below, below + replica) if n > 0]
             raise ValueError(
                 f"a world of {world_size} ranks cannot hold tp={tp} x cp={cp} x pp={pp}: one "
-                f"replica needs {replica} ranks; use a world of {' or '.join(nearest)} ranks, "
-                f"or make tp x cp x pp a divisor of {world_size}"
+                f"replica needs {replica} ranks; use a world of "
+                f"{multiples_near(world_size, replica)} ranks, or make tp x cp x pp a "
+                f"divisor of {world_size}"
             )
         return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp, order=order)
 
@@ -237,8 +236,7 @@ class ParallelLayout:
         """
         check_type("count", count, int)
         places = self.dp * self.cp
-        valid = [n for n in range(1, places + 1) if places % n == 0]
-        if count not in valid:
+        if count not in (valid := divisors(places)):
             raise ValueError(
                 f"{count} instances do not share dp={self.dp} x cp={self.cp} = {places} ranks; use "
                 f"one of {', '.join(map(str, valid))}"
@@ -341,12 +339,11 @@ class ParallelLayout:
         per_stage = self.tp * self.cp * self.dp
         need = self._etp * self.ep
         if per_stage % need:
-            below = per_stage // need * need
-            nearest = " or ".join(str(n) for n in (below, below + need) if n > 0)
             raise ValueError(
                 f"etp={self._etp} x ep={self.ep} = {need} does not divide the {per_stage} ranks of "
                 f"a pipeline stage (tp={self.tp} x cp={self.cp} x dp={self.dp}); choose etp and ep "
-                f"whose product divides {per_stage}, or a stage of {nearest} ranks"
+                f"whose product divides {per_stage}, or a stage of "
+                f"{multiples_near(per_stage, need)} ranks"
             )
         ((dense, _),) = self._digits(expert=False)["pp"]
         ((expert, _),) = self._digits(expert=True)["pp"]

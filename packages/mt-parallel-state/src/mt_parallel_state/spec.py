@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from mt_files import check_type
+from mt_files import check_type, multiples_near
 
 from mt_parallel_state.layout import ParallelLayout
 
@@ -131,10 +131,8 @@ def _divide(
 ) -> int:
     shards = _shards(axes, layout)
     if size % shards:
-        below = size // shards * shards
-        nearest = " or ".join(str(n) for n in (below, below + shards) if n > 0)
         raise ValueError(
             f"dim {dim} of shape {tuple(shape)} has size {size}, which {'-'.join(axes)} = {shards} "
-            f"does not divide; the nearest sizes that work are {nearest}"
+            f"does not divide; the nearest sizes that work are {multiples_near(size, shards)}"
         )
     return size // shards

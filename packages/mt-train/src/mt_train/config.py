@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from mt_files import Checks, FieldError, divisors, shorten
+from mt_files import Checks, FieldError, divisors, multiples_near, shorten
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
@@ -582,7 +582,7 @@ class RunConfig:
                 f"{training.sequence_length} is not divisible by {parts}, which parallel.tp "
                 f"{parallel.tp} with sequence_parallel={str(parallel.sequence_parallel).lower()} "
                 f"and parallel.cp {parallel.cp} need; use "
-                f"{_nearest(training.sequence_length, parts)}"
+                f"{multiples_near(training.sequence_length, parts)}"
             )
         stages = self.pipeline.stages
         if stages is not None and parallel.pp not in (1, stages):
@@ -613,8 +613,3 @@ class RunConfig:
 def listed(numbers: list[int]) -> str:
     """Write numbers for a message, the twelve smallest if there are more."""
     return ", ".join(map(str, numbers[:12])) + (" ..." if len(numbers) > 12 else "")
-
-
-def _nearest(value: int, multiple: int) -> str:
-    below = value // multiple * multiple
-    return f"{below} or {below + multiple}" if below else f"{multiple}"

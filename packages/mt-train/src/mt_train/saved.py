@@ -21,28 +21,16 @@ class ResumeError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomState:
-    """Every random number is a function of the seed, a name and a global index.
-
-    Attributes:
-        seed: Of the run.
-        step: The step the checkpoint is of.
-    """
-
-    seed: int
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """The metadata of a checkpoint.
+
+    The random numbers have no state of their own: each is a function of the seed in `config`, a
+    name and a global index.
 
     Attributes:
         step: Completed steps.
         elapsed: Seconds spent in training steps.
         consumed_samples: Samples trained on.
-        optimizer_step: Steps of the optimizer: those of the run.
-        rng: The whole state of the random numbers.
         data: What the run drew its samples from.
         tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
@@ -52,8 +40,6 @@ class SavedRun:
     step: int
     elapsed: float
     consumed_samples: int
-    optimizer_step: int
-    rng: RandomState
     data: Mixture
     tokenizer: SavedTokenizer
     model: Mapping[str, Any]
@@ -63,10 +49,6 @@ class SavedRun:
         checks = Checks(self)
         checks.at_least(0, "step", "elapsed", "consumed_samples")
         if not checks.errors:
-            if self.optimizer_step != self.step:
-                checks.add("optimizer_step", f"{self.optimizer_step}, and the step is {self.step}")
-            if self.rng.step != self.step:
-                checks.add("rng", f"of step {self.rng.step}, and the step is {self.step}")
             if self.data.start > self.consumed_samples:
                 checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
             for name in _SECTIONS:
@@ -86,8 +68,6 @@ class SavedRun:
             step=progress.step,
             elapsed=progress.elapsed,
             consumed_samples=progress.samples,
-            optimizer_step=progress.step,
-            rng=replace(self.rng, step=progress.step),
         )
 
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:

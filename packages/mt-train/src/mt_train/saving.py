@@ -80,7 +80,7 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
             + way_back(trainer, path)
         )
     if not weights_only:
-        trainer.optimizer.step_count = saved.optimizer_step
+        trainer.optimizer.step_count = saved.step
         trainer.progress = saved.progress
 
 

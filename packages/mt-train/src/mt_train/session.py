@@ -49,7 +49,7 @@ from mt_train.mixture import MixedSamples
 from mt_train.plot import draw_loss
 from mt_train.problem import ConfigError
 from mt_train.reporter import Log, Reporter
-from mt_train.saved import RandomState, SavedRun
+from mt_train.saved import SavedRun
 from mt_train.starting import Start, check_start, find_start
 from mt_train.trainer import NonFiniteLossError, Step, Trainer
 
@@ -152,8 +152,6 @@ class _Session:
             step=start.step,
             elapsed=start.elapsed,
             consumed_samples=start.samples,
-            optimizer_step=start.step,
-            rng=RandomState(seed=training.seed, step=start.step),
             data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
