@@ -8,6 +8,7 @@ from typing import Any
 
 from mt_optim.group import check_number, check_size
 from mt_optim.orthogonal import Orthogonalization
+from mt_optim.storage import MomentStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
 TORCH = "torch.optim."
@@ -28,6 +29,8 @@ class OptimizerConfig:
         momentum: Of sgd (default 0.9) and muon (0.95).
         nesterov: Whether sgd (by default not) and muon (by default) look ahead.
         orthogonalization: Of muon; by default its updates have the size of adamw's.
+        moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
+            with scales.
         options: Further arguments of a class of torch.
         max_norm: Largest norm of the whole model's gradient; None never clips.
         max_value: Largest magnitude of a gradient's element; None for any.
@@ -48,6 +51,7 @@ class OptimizerConfig:
     orthogonalization: Orthogonalization = field(
         default_factory=lambda: Orthogonalization(extra_scale=0.2)
     )
+    moments_dtype: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
     max_value: float | None = None
@@ -70,6 +74,12 @@ class OptimizerConfig:
             limit = getattr(self, what)
             if limit is not None and not check_number(what, limit) > 0:
                 raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
+        MomentStorage(self.moments_dtype)
+        if self.moments_dtype != "full" and self.name.startswith(TORCH):
+            raise ValueError(
+                f"moments_dtype {self.moments_dtype!r} is not for classes of torch, and name is "
+                f"{self.name!r}; leave it out"
+            )
         if self.options and not self.name.startswith(TORCH):
             raise ValueError(
                 f"options {sorted(self.options)} are for classes of torch, and name is "

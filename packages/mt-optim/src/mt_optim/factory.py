@@ -56,7 +56,7 @@ def build_optimizer(
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     rules = _rules(config, state)
     matrix_rule = rules[0].name
-    return NamedOptimizer(
+    optimizer = NamedOptimizer(
         named,
         rules,
         lr=config.lr,
@@ -65,14 +65,16 @@ def build_optimizer(
         if len(rules) == 1
         else lambda name, param: matrix_rule if is_hidden_matrix(name, param) else "adamw",
         decay_filter=default_decay_filter,
-        guard=StepGuard(
-            named,
-            state,
-            max_norm=config.max_norm,
-            max_value=config.max_value,
-            skip_above=config.skip_above,
-        ),
+        moments_dtype=config.moments_dtype,
     )
+    optimizer.guard = StepGuard(
+        named,
+        state,
+        max_norm=config.max_norm,
+        max_value=config.max_value,
+        skip_above=config.skip_above,
+    )
+    return optimizer
 
 
 def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:

@@ -23,7 +23,9 @@ from mt_optim.guard import StepGuard
 from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
 from mt_optim.saved import read_options, read_state
+from mt_optim.storage import MomentStorage
 
+_CHUNK = 1 << 25  # elements whose moments are converted at a time
 RuleFilter = Callable[[str, Tensor], str]
 
 
@@ -51,10 +53,12 @@ class NamedOptimizer(torch.optim.Optimizer):
             applies to all, as in torch. `default_decay_filter` spares biases and vectors.
         rule_filter: Called with name and parameter, gives the name of its rule; for several rules.
             Each rule's parameters become groups of their own.
-        guard: Asked by every step whether it may be taken; None takes each.
+        moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
+            with a scale for each 256 elements.
 
     Attributes:
         param_groups: The groups with their options, which may be changed between steps.
+        guard: Asked by every step whether it may be taken; None, as at first, takes each.
 
     Raises:
         ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
@@ -71,7 +75,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         decay_filter: DecayFilter | None = None,
         rule_filter: RuleFilter | None = None,
-        guard: StepGuard | None = None,
+        moments_dtype: str = "full",
     ) -> None:
         for what, given in (("decay_filter", decay_filter), ("rule_filter", rule_filter)):
             if given is not None and not callable(given):
@@ -80,7 +84,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         self._rules = {rule.name: rule for rule in several}
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
         self._pieces: dict[str, Piece] = {}
-        self._guard = guard
+        self.guard: StepGuard | None = None
+        self._storage = MomentStorage(moments_dtype)
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         for rule in several:
             defaults |= rule.options
@@ -169,14 +174,32 @@ class NamedOptimizer(torch.optim.Optimizer):
         """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
 
         Shape:
-            The parameter's. Writing into it changes the state.
+            The parameter's. Writing into it changes the state, except where moments are kept with
+            scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
         """
         state = self.state[self._param(name)]
         if key not in self.moments(name):
             raise KeyError(
                 f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
             )
-        return state[key]
+        is_scaled = self._storage.is_scaled and self._storage.converts(self.master(name).dtype)
+        return self._storage.unpack(key, state, torch.float32 if is_scaled else state[key].dtype)
+
+    @torch.no_grad()
+    def set_moment(self, name: str, key: str, value: Tensor) -> None:
+        """Set what `moment` gives.
+
+        Raises:
+            KeyError: There is no such parameter or moment.
+            ValueError: It has another shape.
+        """
+        own = self.moment(name, key)
+        if value.shape != own.shape:
+            raise ValueError(
+                f"{key} of parameter {name!r} has shape {tuple(own.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        self._storage.write(self.state[self._param(name)], key, value)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has overloads)
@@ -206,11 +229,11 @@ class NamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = StepResult() if self._guard is None else self._guard.admit()
+        result = StepResult() if self.guard is None else self.guard.admit()
         if result.stepped:
             for group in groups:
-                if group["params"]:
-                    self._rule(group).update(self._batch(group["params"]), group)
+                for params in self._chunks(group["params"]):
+                    self._update(params, self._rule(group), group)
             self.sync_params()
         return replace(result, loss=loss)
 
@@ -290,11 +313,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
         found: list[tuple[str, Tensor]] = []
         for name, piece in self._pieces.items():
-            param = piece.param
-            if param.numel():
-                state = self.state[param]
-                values = [state.get("master", param)]
-                values += [value for key, value in state.items() if key not in ("step", "master")]
+            if piece.param.numel():
+                moments = [self.moment(name, key) for key in self.moments(name)]
+                values = [self.master(name), *moments]
                 # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
                 found += [(name, torch.linalg.vector_norm(v, math.inf).double()) for v in values]
         if not found:
@@ -319,7 +340,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
-        own |= {"_rule_of": self._rule_of, "_guard": self._guard}
+        own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
         return {**super().__getstate__(), **own}
 
     def _new_group(
@@ -353,12 +374,34 @@ class NamedOptimizer(torch.optim.Optimizer):
         check_options(group)
         rule.check(group)
 
-    def _batch(self, params: list[Tensor]) -> Batch:
+    def _chunks(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Cut a group where moments are converted, so that few of them are in full at a time."""
+        if not any(self._storage.converts(MASTER_DTYPES[param.dtype]) for param in params):
+            return [params] if params else []
+        chunks: list[list[Tensor]] = []
+        room = 0
+        for param in params:
+            if room < param.numel():
+                chunks.append([])
+                room = _CHUNK
+            chunks[-1].append(param)
+            room -= param.numel()
+        return chunks
+
+    def _update(self, params: list[Tensor], rule: Rule, group: Mapping[str, Any]) -> None:
         by_param = {piece.param: piece for piece in self._pieces.values()}
         states = [self.state[param] for param in params]
         masters = [s.get("master", p) for s, p in zip(states, params, strict=True)]
         grads = [_gradient(p, master) for p, master in zip(params, masters, strict=True)]
-        return Batch([by_param[param] for param in params], masters, grads, states)
+        converted = [self._storage.converts(master.dtype) for master in masters]
+        opened = [
+            self._storage.opened(state, rule.moments, master.dtype) if converts else state
+            for state, master, converts in zip(states, masters, converted, strict=True)
+        ]
+        rule.update(Batch([by_param[param] for param in params], masters, grads, opened), group)
+        for state, new, converts in zip(states, opened, converted, strict=True):
+            for key in rule.moments if converts else ():
+                self._storage.write(state, key, new[key])
 
     def _new_state(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
         dtype = MASTER_DTYPES[piece.param.dtype]
@@ -368,6 +411,8 @@ class NamedOptimizer(torch.optim.Optimizer):
             state = rule.new_state(piece, master)
         except ValueError as error:
             raise ValueError(f"parameter {piece.name!r}: {error}") from None
+        for key in rule.moments:
+            state |= self._storage.pack(key, state[key])
         return state if is_own else {**state, "master": master}
 
     def _tensors(self) -> list[Tensor]:
