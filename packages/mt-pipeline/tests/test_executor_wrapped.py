@@ -207,6 +207,29 @@ def test_ddp_stages_reduce_where_the_caller_lets_them(ranks, name):
     ranks(4, body)
 
 
+def test_a_stage_that_was_compiled_whole_is_called_whole(ranks):
+    class InParts(Layers):
+        def forward(self, x, batch):
+            return super().forward(batch if x is None else x)
+
+        def parts(self, batch):
+            raise AssertionError
+
+    def body():
+        schedule = make_schedule("dualpipe-v", stages=2, microbatches=4)
+        plain = [Layers(s) for s in schedule.stages_of(dist.get_rank())]
+        run(schedule, plain, group=dist.group.WORLD)
+        stages = [InParts(s) for s in schedule.stages_of(dist.get_rank())]
+        compiled = [torch.compile(stage, backend="eager") for stage in stages]
+        group = dist.group.WORLD
+        executor = Executor(schedule, compiled, group=group, activation=spec)
+        executor.run(make_batches(4, 0), objective=objective)
+        for ours, theirs in zip(gradients(stages), gradients(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+    ranks(2, body)
+
+
 def test_a_stage_in_parts_is_sharded_by_its_submodules(ranks):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard

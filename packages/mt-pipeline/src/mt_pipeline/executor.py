@@ -26,7 +26,7 @@ from torch import Tensor
 from mt_pipeline.batch import cut_batch
 from mt_pipeline.failure import share, share_failure, share_start
 from mt_pipeline.run import Goal, Place, Run
-from mt_pipeline.stage import Losses, SplitStage, Stage, StageError, naming
+from mt_pipeline.stage import Losses, Stage, StageError, is_kind, naming, splits
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
@@ -425,8 +425,7 @@ def _assign(
 
 def _require_own_parts(stages: Mapping[int, Stage[M]]) -> None:
     for number, stage in stages.items():
-        wrapped = any(kind.__name__ == "FSDPModule" for kind in type(stage).__mro__)
-        if wrapped and isinstance(stage, SplitStage):
+        if is_kind(stage, "FSDPModule") and splits(stage):
             raise ValueError(
                 f"stage {number} was given to fully_shard as a whole, but overlapped pairs call "
                 "its parts, around the forward that gathers its parameters: call fully_shard on "

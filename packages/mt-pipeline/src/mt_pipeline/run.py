@@ -18,7 +18,6 @@ from mt_pipeline.backward import Pending, backward, backward_input
 from mt_pipeline.stage import (
     DefersWeightGradients,
     Losses,
-    SplitStage,
     Stage,
     StageError,
     detached,
@@ -28,6 +27,7 @@ from mt_pipeline.stage import (
     require_scalar,
     require_weighed,
     split_output,
+    splits,
 )
 from mt_pipeline.transfer import Links, Mailbox, TensorSpec
 
@@ -212,7 +212,7 @@ class Run(Generic[M]):
         """Run a stage, part by part, and keep the graphs where it learns."""
         microbatch = self._microbatches[action.microbatch]
         stage = self._place.stages[action.stage]
-        if self._in_parts and isinstance(stage, SplitStage):
+        if self._in_parts and splits(stage):
             parts = stage.parts(microbatch)
         else:
             parts = [lambda x: stage(x, microbatch)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from mt_parallel_state import WgradStore
 from mt_schedule import Action, Op
@@ -46,9 +46,9 @@ class SplitStage(Protocol[M_contra]):
     the parts run in reverse.
 
     The parts are called in the place of the stage, so what is wrapped around the whole of it takes
-    no part: forward hooks do not fire, `torch.compile(stage)` is not used, and a stage that is
-    itself given to `fully_shard` is refused. Hook, compile and shard the submodules that the
-    parts call.
+    no part: forward hooks do not fire, and a stage that is itself given to `fully_shard` is
+    refused. Hook, compile and shard the submodules that the parts call. A `torch.compile(stage)`
+    is called whole.
     """
 
     def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
@@ -125,6 +125,16 @@ def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise StageError(action, rank, f"{where}{type(error).__name__}: {error}") from error
+
+
+def splits(stage: object) -> TypeGuard[SplitStage[Any]]:
+    """Whether a stage can be run in parts: it offers them, and was not compiled as a whole."""
+    return isinstance(stage, SplitStage) and not is_kind(stage, "OptimizedModule")
+
+
+def is_kind(stage: object, name: str) -> bool:
+    """Whether torch has made a stage into one of its kinds, without importing where it lives."""
+    return any(kind.__name__ == name for kind in type(stage).__mro__)
 
 
 def split_output(output: Any) -> tuple[Any, Losses]:
