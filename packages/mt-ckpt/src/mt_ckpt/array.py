@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -39,19 +38,6 @@ class ArraySpec:
             raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
         if any(chunk > max(1, size) for chunk, size in zip(self.chunks, self.shape, strict=True)):
             raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return {"shape": list(self.shape), "dtype": self.dtype, "chunks": list(self.chunks)}
-
-    @classmethod
-    def from_json(cls, value: Any) -> ArraySpec:
-        """Inverse of `to_json`; ValueError if `value` is not such an object."""
-        if not isinstance(value, dict) or sorted(value) != ["chunks", "dtype", "shape"]:
-            raise ValueError("an array needs exactly: chunks, dtype, shape")
-        if not isinstance(value["shape"], list) or not isinstance(value["chunks"], list):
-            raise ValueError("shape and chunks are lists")  # noqa: TRY004 - a value from a file
-        return cls(shape=tuple(value["shape"]), dtype=value["dtype"], chunks=tuple(value["chunks"]))
 
     @property
     def stored(self) -> np.dtype:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
-from mt_files import FileError, MissingFileError, open_file
+from mt_files import FileError, MissingFileError, build, open_file, to_plain
 
 from mt_ckpt.array import ArraySpec, group_names
 from mt_ckpt.error import CheckpointError
@@ -86,7 +86,7 @@ class Manifest:
             "versions": _versions(),
             "step": self.step,
             "metadata": self.metadata,
-            "arrays": {name: spec.to_json() for name, spec in self.arrays.items()},
+            "arrays": to_plain(self.arrays),
             "files": {path: [item.size, item.sha256] for path, item in self.files.items()},
         }
         rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
@@ -162,7 +162,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             step=_typed(body, "step", int),
             metadata=_typed(body, "metadata", dict),
             arrays={
-                name: ArraySpec.from_json(value)
+                name: build(ArraySpec, value, name)
                 for name, value in _typed(body, "arrays", dict).items()
             },
             files={

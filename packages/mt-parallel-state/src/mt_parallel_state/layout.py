@@ -6,13 +6,12 @@ string alone, so a layout of thousands of ranks can be inspected on a laptop.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mt_files import check_type, divisors, multiples_near
+from mt_files import check_type, did_you_mean, divisors, multiples_near, shorten
 
 from mt_parallel_state.levels import cut_into_levels
 
@@ -381,6 +380,4 @@ def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _unknown_axis(name: str) -> str:
-    close = difflib.get_close_matches(name, _KNOWN, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown axis {name!r}: the axes are {', '.join(_KNOWN)} (joined by '-').{hint}"
+    return f"unknown axis {shorten(name)} (axes are joined by '-'). {did_you_mean(name, _KNOWN)}"

@@ -6,12 +6,11 @@ have largest values, so that nothing is built from a slip of the keyboard.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from mt_files import Checks, FieldError, divisors, multiples_near, shorten
+from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near, shorten
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
@@ -433,10 +432,8 @@ class PipelineSection:
         checks.at_least(1, "stages", "microbatches", "chunks", "group")
         checks.at_most(_MAX_RANKS, "stages", "chunks", "group")
         if self.schedule not in SCHEDULES:
-            near = difflib.get_close_matches(self.schedule[:50], SCHEDULES, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            known = ", ".join(SCHEDULES)
-            checks.add("schedule", f"{self.schedule[:50]!r} is no schedule. {hint}Known: {known}")
+            hint = did_you_mean(self.schedule, SCHEDULES)
+            checks.add("schedule", f"{shorten(self.schedule)} is no schedule. {hint}")
         checks.done()
 
 
