@@ -11,30 +11,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mt_data.batch import PartialSamples
 from mt_data.error import DataError
 
 BLOCK = 1 << 12
 MAX_DATASETS = 2**15 - 1
 
 
-class SampleSource(Protocol):
+class SampleSource(PartialSamples, Protocol):
     """A dataset that can be blended; `sample(i)` must answer for any i of 0 or more."""
 
     @property
     def fingerprint(self) -> str:
         """Digest that changes when the samples change."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
-
-    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Tokens [begin, end) of sample `index`, going on to another epoch past the end."""
-        ...
-
-    def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Number of the document of each token of a sample."""
         ...
 
 

@@ -144,72 +144,66 @@ class DocumentReader(Iterator[Document]):
     def _read_file(self, source: SourceFile) -> Iterator[Document]:
         default = "jsonl" if source.path is None else _ENDINGS.get(source.ending, "text")
         kind = default if self._format == "auto" else self._format
-        read = {"jsonl": _read_lines, "json": _read_values, "text": _read_text}.get(kind)
+        name, policy = source.name, self._policy
         with ExitStack() as stack:
             file = source.open()
             if source.path is not None:
                 stack.enter_context(file)
             self._current = file
-            content = stack.enter_context(decompressed(file, source.name))
-            if read is None:
-                yield from _read_parquet(content, source.name, self._policy)
-            else:
-                yield from read(content, source.name, self._policy)
+            content = stack.enter_context(decompressed(file, name))
+            if kind == "text":
+                yield _read_text(content, name, policy)
+                return
+            values, text_of = _RECORDS[kind]
+            for number, value in values(content, name, policy):
+                where = f"{name}:{number}"
+                try:
+                    text = text_of(value, where, policy)
+                except DataFileError as error:
+                    policy.refuse(error)
+                else:
+                    yield Document(path=name, text=text, line=number)
 
 
-def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Document:
     content = file.read(MAX_TEXT + 1)
     if len(content) > MAX_TEXT:
         raise DataFileError(
             name, f"is one document of more than {MAX_TEXT} bytes; divide it, or use JSON lines"
         )
-    yield Document(path=name, text=_decode(content, name, policy))
+    return Document(path=name, text=_decode(content, name, policy))
 
 
-def _read_lines(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+def _lines(file: BinaryIO, name: str, _: _Policy) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
-        where = f"{name}:{number}"
         if len(line) > MAX_LINE:
-            raise DataFileError(where, f"the line is longer than {MAX_LINE} bytes")
+            raise DataFileError(f"{name}:{number}", f"the line is longer than {MAX_LINE} bytes")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         line = line.rstrip(b"\r\n")
-        if not line.strip():
-            continue
-        try:
-            text = _record_text(_parse(_decode(line, where, policy), where), where, policy)
-        except DataFileError as error:
-            policy.refuse(error)
-        else:
-            yield Document(path=name, text=text, line=number)
+        if line.strip():
+            yield number, line
+
+
+def _line_text(line: bytes, where: str, policy: _Policy) -> str:
+    return _record_text(_parse(_decode(line, where, policy), where), where, policy)
 
 
 def _parse(content: str, where: str) -> object:
     try:
         return _DECODER.decode(content)
     except json.JSONDecodeError as error:
-        raise _not_json(error, where) from None
+        problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
+        raise DataFileError(where, problem) from None
     except (ValueError, RecursionError) as error:
         raise DataFileError(where, f"not valid JSON: {error}") from None
 
 
-def _not_json(error: json.JSONDecodeError, where: str) -> DataFileError:
-    problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
-    return DataFileError(where, problem)
-
-
-def _read_values(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+def _values(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, object]]:
     """The objects of a JSON array, or one after the other."""
-    for number, value in enumerate(_Values(file, name, policy), 1):
-        where = f"{name}:{number}"
-        try:
-            text = _record_text(value, where, policy)
-        except DataFileError as error:
-            policy.refuse(error)
-        else:
-            yield Document(path=name, text=text, line=number)
+    return enumerate(_Values(file, name, policy), 1)
 
 
 class _Values:
@@ -290,10 +284,16 @@ class _Values:
         return DataFileError(self._name, f"not valid JSON: {text}, near {quote(near)}")
 
 
-def _read_parquet(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Document]:
+def _rows(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, object]]:
     library = require("pyarrow.parquet", "parquet", f"reading {name}")
+    number = 0
     try:
-        yield from _read_rows(library.ParquetFile(file), name, policy)
+        table = library.ParquetFile(file)
+        _check_column(table.schema_arrow.names, name, policy)
+        for batch in table.iter_batches(batch_size=_ROWS, columns=[policy.key]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield number, value
     except (DataError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - the library raises several kinds
@@ -301,20 +301,9 @@ def _read_parquet(file: BinaryIO, name: str, policy: _Policy) -> Iterator[Docume
         raise DataFileError(name, problem) from None
 
 
-def _read_rows(table: Any, name: str, policy: _Policy) -> Iterator[Document]:
-    names = table.schema_arrow.names
+def _check_column(names: list[str], name: str, policy: _Policy) -> None:
     if policy.key not in names:
         raise DataFileError(name, f"no column {quote(policy.key)}; it has {listed(names)}")
-    number = 0
-    for batch in table.iter_batches(batch_size=_ROWS, columns=[policy.key]):
-        for value in batch.column(0).to_pylist():
-            number += 1
-            try:
-                text = _checked_text(value, f"{name}:{number}", policy)
-            except DataFileError as error:
-                policy.refuse(error)
-            else:
-                yield Document(path=name, text=text, line=number)
 
 
 def _record_text(record: object, where: str, policy: _Policy) -> str:
@@ -357,6 +346,14 @@ def _refuse_constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+
+
+# What a file of several documents holds, and how each becomes a text.
+_RECORDS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], Callable[..., str]]] = {
+    "jsonl": (_lines, _line_text),
+    "json": (_values, _record_text),
+    "parquet": (_rows, _checked_text),
+}
 
 
 def _decode(content: bytes, where: str, policy: _Policy) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.error import DataError, quote
-from mt_data.order import OVERLAP, MegatronOrder, Order, StableOrder, Stream
+from mt_data.order import OVERLAP, MegatronOrder, StableOrder, Stream
 
 PADDING = -100
 
@@ -86,7 +86,7 @@ class GPTDataset:
         self.sequence_length = sequence_length
         self.sequences = self._checked_range(sequences, len(indexed.lengths))
         lengths = indexed.lengths[self.sequences.start : self.sequences.stop]
-        self._order: Order
+        self._order: StableOrder | MegatronOrder
         if order == "stable":
             self._order = StableOrder(lengths, sequence_length, seed, keep_tail=keep_tail)
         elif order == "megatron":

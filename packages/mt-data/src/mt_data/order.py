@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,19 +108,6 @@ def sample_index(
     return rows
 
 
-class Order(Protocol):
-    """Finds the stream and the first token of sample `index`."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples before the order begins again (or all there are)."""
-        ...
-
-    def find(self, index: int) -> tuple[Stream, int]:
-        """The stream that holds sample `index` (any index of 0 or more), and its start token."""
-        ...
-
-
 def _too_short(tokens: int, sequence_length: int) -> DataError:
     return DataError(
         f"{tokens} tokens do not hold one sample of sequence_length + 1 = {sequence_length + 1}; "
@@ -152,7 +138,7 @@ class StableOrder:
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
 
     def find(self, index: int) -> tuple[Stream, int]:
-        """See `Order.find`."""
+        """The stream that holds sample `index` (any index of 0 or more), and its start token."""
         epoch, rank = divmod(index, self.num_samples)
         stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
         return stream, shuffle(rank) * self._sequence_length
@@ -239,5 +225,5 @@ class MegatronOrder:
         return shuffle
 
     def find(self, index: int) -> tuple[Stream, int]:
-        """See `Order.find`; past the end the same samples come again."""
+        """The stream and the start token of a sample; past the end the same ones come again."""
         return self._stream, int(self.shuffle[index % self.num_samples]) * self._sequence_length

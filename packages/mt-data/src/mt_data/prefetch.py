@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mt_data.batch import MicroBatch
+from mt_data.batch import BatchSampler, MicroBatch
 from mt_data.error import DataError
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
 Prepared = TypeVar("Prepared")
-
-
-class Steps(Protocol):
-    """Gives the micro-batches of any step; `BatchSampler` is one."""
-
-    def __len__(self) -> int: ...
-
-    def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step."""
-        ...
 
 
 class Prefetcher(Generic[Prepared]):
@@ -34,25 +26,24 @@ class Prefetcher(Generic[Prepared]):
     Args:
         sampler: Where steps come from.
         prepare: Applied to a step's micro-batches on the thread: makes tensors, pins memory,
-            starts copies to a device, counts labels.
+            counts labels.
         depth: Steps that are ready or in work at most.
     """
 
     def __init__(
         self,
-        sampler: Steps,
+        sampler: BatchSampler,
         prepare: Callable[[list[MicroBatch]], Prepared],
         *,
         depth: int = 2,
     ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         if depth < 1:
             raise DataError(f"depth is {depth}; it must be at least 1")
         self.sampler, self.prepare, self.depth = sampler, prepare, depth
-        self._ready: deque[tuple[int, Prepared | None, BaseException | None]] = deque()
-        self._changed = threading.Condition()
-        self._next: int | None = None  # the step the thread works on; None while there is none
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "mt-data prefetch")
+        self._ahead: deque[tuple[int, Future[Prepared]]] = deque()
 
     def __enter__(self) -> Prefetcher[Prepared]:
         return self
@@ -66,56 +57,24 @@ class Prefetcher(Generic[Prepared]):
         Raises:
             IndexError: The sampler has no such step.
         """
-        with self._changed:
-            if self._closed:
-                raise DataError("the prefetcher is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="mt-data prefetch", daemon=True
-                )
-                self._thread.start()
-            while self._ready and self._ready[0][0] != step:
-                self._ready.popleft()  # asked for another one: what is ready is of no use
-            if not self._ready and self._next != step:
-                self._next = step
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: bool(self._ready) or self._closed)
-            if self._closed:
-                raise DataError("the prefetcher is closed")
-            _, prepared, error = self._ready.popleft()
-            self._changed.notify_all()
-        if error is not None:
-            raise error
-        return prepared  # type: ignore[return-value] - there is no error, so there is a value
+        thread = self._thread
+        if thread is None:
+            raise DataError("the prefetcher is closed")
+        while self._ahead and self._ahead[0][0] != step:  # another one is asked for than the next
+            self._ahead.popleft()[1].cancel()
+        if not self._ahead:
+            self._ahead.append((step, thread.submit(self._make, step)))
+        _, asked = self._ahead.popleft()
+        stop = min(step + 1 + self.depth, len(self.sampler))
+        for later in range(step + 1 + len(self._ahead), stop):
+            self._ahead.append((later, thread.submit(self._make, later)))
+        return asked.result()
 
     def close(self) -> None:
         """End the thread; what it is at is waited for."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._closed or (self._next is not None and len(self._ready) < self.depth)
-                    )
-                )
-                step = self._next
-                if self._closed or step is None:
-                    return
-            prepared, error = None, None
-            try:
-                prepared = self.prepare(self.sampler.step(step))
-            except BaseException as caught:  # noqa: BLE001 - raised by `step`, in its thread
-                error = caught
-            with self._changed:
-                if self._next == step:  # else another step was asked for meanwhile
-                    self._ready.append((step, prepared, error))
-                    more = error is None and step + 1 < len(self.sampler)
-                    self._next = step + 1 if more else None
-                self._changed.notify_all()
+    def _make(self, step: int) -> Prepared:
+        return self.prepare(self.sampler.step(step))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import types
@@ -174,6 +173,8 @@ def describe(hint: Any) -> str:
 def did_you_mean(word: str, known: Iterable[object], section: str = "") -> str:
     """Suggest the nearest known name, or list them all."""
     names = [str(name) for name in known]
+    import difflib  # only a wrong word needs it
+
     near = difflib.get_close_matches(word[:_MAX_SHOWN], names, n=1, cutoff=0.6)
     prefix = f"{section}." if section else ""
     return f"Did you mean {prefix}{near[0]}?" if near else "Known: " + ", ".join(names)
