@@ -87,10 +87,17 @@ ROWS = {
     "full-tp2-sp": (2, ["parallel.tp=2", SP, "training.recompute=full"]),
     "tp2-cp2": (4, ["parallel.tp=2", "parallel.cp=2", SP]),
     "tp2-pp2-sp": (4, ["parallel.tp=2", "parallel.pp=2", SP]),
+    "tp2-sp-dualpipe": (
+        4,
+        [
+            *("parallel.tp=2", SP, "parallel.pp=2"),
+            *("pipeline.schedule=dualpipe", "training.recompute=selective"),
+        ],
+    ),
     "pp2-dp2-dualpipe": (4, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
 }
 MICRO_BATCH = {"interleaved": 2, "zb-h1": 2, "zb-v": 1, "v-half": 2, "dualpipe": 2, "dualpipe-v": 2}
-MICRO_BATCH |= {"tp2-pp2-sp": 2, "pp2-dp2-dualpipe": 1}
+MICRO_BATCH |= {"tp2-pp2-sp": 2, "tp2-sp-dualpipe": 2, "pp2-dp2-dualpipe": 1}
 
 
 def rows(run):
