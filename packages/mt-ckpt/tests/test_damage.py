@@ -261,7 +261,10 @@ HASH = "0" * 64
         ),
         (set_in("arrays", "rng", "shape", [2**70]), r"rng.shape\[0\]: expected an integer"),
         (set_in("arrays", "rng", "shape", [-3]), "are not sizes"),
-        (set_in("arrays", "rng", "shape", "x"), r"rng.shape: expected a list, found 'x'"),
+        (
+            set_in("arrays", "rng", "shape", "x"),
+            r"rng.shape: expected a list, each an integer, found 'x'",
+        ),
         (set_in("arrays", "rng", "chunks", [0]), "do not fit the shape"),
         (set_in("arrays", "rng", "chunks", [3, 3]), "do not fit the shape"),
         (set_in("arrays", "rng", "chunks", [2**59]), r"chunks .* are larger than the shape \(3,\)"),

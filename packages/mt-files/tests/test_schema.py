@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"layers": [{"mixer": ATTENTION, "scal": 1}]},
         "layers[0].scal: unknown key. Did you mean layers[0].scale?",
     ),
-    "missing": ({}, "layers: missing; add `layers:` with a list"),
+    "missing": ({}, "layers: missing; add `layers:` with a list, each a mapping"),
     "a bool is no int": (
         {"layers": [{"mixer": {"type": "attention", "num_heads": True}}]},
         "layers[0].mixer.num_heads: expected an integer, found True",

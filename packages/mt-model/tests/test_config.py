@@ -89,7 +89,7 @@ def broken(**changes):
             r"layers\[1\].mixer.num_heads: expected an integer, found '4'",
         ),
         (broken(mixer={"type": "mamba"}), r"layers\[1\].mixer.type: 'mamba' is not known here"),
-        (broken(layers=3), "layers: expected a list, found 3"),
+        (broken(layers=3), "layers: expected a list, each a mapping, found 3"),
         (broken(norm={"eps": None}), "norm.eps: expected a number, found nothing"),
         (broken(positions="alibi"), "positions: 'alibi' is not one of rope, learned, none"),
         (broken(vocab_size=True), "vocab_size: expected an integer, found True"),

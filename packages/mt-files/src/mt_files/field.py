@@ -162,9 +162,8 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(item) for item in arguments)
     if origin is tuple:
-        if arguments[-1] is not Ellipsis:
-            return f"a list of {len(arguments)}"
-        return "a list"
+        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"a list{count}, each {describe(arguments[0])}"
     if dataclasses.is_dataclass(hint) or (origin is not None and issubclass(origin, Mapping)):
         return "a mapping"
     return _NAMES.get(hint) or getattr(hint, "__name__", str(hint))

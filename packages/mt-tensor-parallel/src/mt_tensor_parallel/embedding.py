@@ -20,8 +20,8 @@ from mt_parallel_state import (
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.arguments import check_labels, check_volume, positive_int
-from mt_tensor_parallel.shards import take_part
+from mt_tensor_parallel.arguments import check_labels, positive_int
+from mt_tensor_parallel.shards import draw_part, take_part
 
 
 class _Lookup(torch.autograd.Function):
@@ -103,17 +103,9 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.deterministic = deterministic
         self.first = group_rank(group) * rows
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type == "meta":
-            part = torch.empty(rows, hidden_size, dtype=dtype, device=device)
-        else:
-            check_volume((vocab_size, hidden_size), "a table")
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            whole = torch.empty(vocab_size, hidden_size, dtype=wide, device="cpu").normal_()
-            part = whole[self.first : self.first + rows].to(dtype=dtype, device=device, copy=True)
-        spec = PartitionSpec() if group is None else PartitionSpec(axis)
-        self.weight = shard_param(nn.Parameter(part), spec)
+        make = {"group": group, "dtype": dtype, "device": device}
+        part = draw_part((vocab_size, hidden_size), 0, Tensor.normal_, **make)
+        self.weight = shard_param(part, PartitionSpec() if group is None else PartitionSpec(axis))
 
     @classmethod
     def from_embedding(

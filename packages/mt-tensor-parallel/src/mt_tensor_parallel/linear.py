@@ -15,7 +15,6 @@ from mt_parallel_state import (
     MatrixSpec,
     PartitionSpec,
     WgradStore,
-    group_rank,
     group_size,
     mark_matrix,
     shard_param,
@@ -23,11 +22,11 @@ from mt_parallel_state import (
 )
 from torch import Tensor, nn
 
-from mt_tensor_parallel.arguments import check_volume, positive_int
+from mt_tensor_parallel.arguments import positive_int
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.overlap import Overlap
-from mt_tensor_parallel.shards import take_part
+from mt_tensor_parallel.shards import draw_part, take_part
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -37,29 +36,6 @@ def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"{name} must be one or more sizes of at least 1, got {value!r}")
     return tuple(positive_int(size, name) for size in sizes)
-
-
-def _own_part(
-    shape: tuple[int, ...],
-    dim: int,
-    bound: float,
-    group: Group,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> nn.Parameter:
-    """Draw the whole tensor uniformly in +-bound on the CPU and keep this rank's part of it."""
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    device = torch.get_default_device() if device is None else torch.device(device)
-    local = list(shape)
-    local[dim] //= group_size(group)
-    if device.type == "meta":
-        return nn.Parameter(torch.empty(local, dtype=dtype, device=device))
-    check_volume(shape, "a parameter")
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    whole = torch.empty(shape, dtype=wide, device="cpu").uniform_(-bound, bound)
-    part = whole.narrow(dim, group_rank(group) * local[dim], local[dim])
-    return nn.Parameter(part.to(dtype=dtype, device=device, copy=True).contiguous())
 
 
 def _spec(dim: int, axis: str, group: Group) -> PartitionSpec:
@@ -115,7 +91,9 @@ class _ParallelLinear(nn.Module):
         local = shard_size(sizes[shard_dim], group, what=f"{self._split}[{shard_dim}] of {sizes}")
         self._local = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
         bound = 1 / sqrt(whole if column else prod(sizes))
-        make = partial(_own_part, bound=bound, dtype=dtype, device=device)
+        make = partial(
+            draw_part, fill=lambda x: x.uniform_(-bound, bound), dtype=dtype, device=device
+        )
         shape, dim = ((*sizes, whole), shard_dim) if column else ((whole, *sizes), shard_dim + 1)
         self.weight = shard_param(make(shape, dim, group=group), _spec(dim, axis, group))
         mark_matrix(self.weight, MatrixSpec(in_dims=1 if column else len(sizes)))

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from mt_parallel_state import Group, group_rank, group_size, mark_matrix, shard_param, sharding_of
 from torch import Tensor, nn
+
+from mt_tensor_parallel.arguments import check_volume
+
+
+def draw_part(
+    shape: tuple[int, ...],
+    dim: int,
+    fill: Callable[[Tensor], Tensor],
+    *,
+    group: Group,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> nn.Parameter:
+    """Draw a whole tensor on the CPU and keep this rank's part of it; on `"meta"` draw nothing."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    device = torch.get_default_device() if device is None else torch.device(device)
+    size = shape[dim] // group_size(group)
+    if device.type == "meta":
+        local = (*shape[:dim], size, *shape[dim + 1 :])
+        return nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+    check_volume(shape, "a parameter")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    whole = fill(torch.empty(shape, dtype=wide, device="cpu"))
+    part = whole.narrow(dim, group_rank(group) * size, size)
+    return nn.Parameter(part.to(dtype=dtype, device=device, copy=True).contiguous())
 
 
 def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:

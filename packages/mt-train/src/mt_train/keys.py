@@ -6,19 +6,17 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from mt_files import did_you_mean, hints_of
+from mt_files import describe, did_you_mean, hints_of
 
 from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE
 from mt_train.problem import ConfigError, Problem
 
 _WIDTH = 100
-_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ def _section(name: str, cls: Any) -> Section:
     keys = [
         Key(
             name=f"{name}.{item.name}",
-            type=_type(hints[item.name]),
+            type=describe(hints[item.name]),
             default=_default(item),
             meaning=meanings.get(item.name, ""),
         )
@@ -143,23 +141,6 @@ def _default(item: dataclasses.Field[Any]) -> str:
     if isinstance(item.default, bool):
         return str(item.default).lower()
     return "null" if item.default is None else str(item.default)
-
-
-def _type(hint: Any) -> str:
-    options = [hint]
-    if typing.get_origin(hint) is not Literal and not isinstance(hint, type):
-        options = list(typing.get_args(hint)) if typing.get_origin(hint) is not tuple else [hint]
-    return " or ".join(dict.fromkeys(_option(option) for option in options))
-
-
-def _option(option: Any) -> str:
-    arguments = typing.get_args(option)
-    if typing.get_origin(option) is Literal:
-        return ", ".join(f"`{item}`" for item in arguments)
-    if typing.get_origin(option) is tuple:
-        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
-        return f"list{count}: {_type(arguments[0])}"
-    return _NAMES.get(option, getattr(option, "__name__", str(option)))
 
 
 if __name__ == "__main__":
