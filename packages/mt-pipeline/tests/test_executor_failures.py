@@ -3,17 +3,16 @@
 import dataclasses
 import pickle
 import re
+import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from mt_pipeline import Executor, StageError, TensorSpec, TransferError
-from mt_pipeline.run import Run
-from mt_pipeline.transfer import Links, Mailbox
-from mt_schedule import Action, Op, insert_communication, insert_hooks, make_schedule
+from mt_schedule import Action, Op, insert_hooks, make_schedule
 from stages import spec
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 WIDTH = 4
 
@@ -302,45 +301,68 @@ def test_what_fails_before_the_first_stage_is_named_on_all_ranks(ranks):
     assert first[0][1] == (0, 1, Op.F, 0)
 
 
-def test_a_failed_rank_lets_go_of_its_graphs(monkeypatch):
-    refs, alive = [], []
-    weight = torch.ones(WIDTH, requires_grad=True)
+class Held:
+    """Something that a graph keeps."""
 
-    def stage(x, batch):
-        if len(refs) == 3:
-            raise MemoryError("no room")
-        h = torch.exp(batch * weight)  # keeps its result for its backward
-        refs.append(StorageWeakRef(h.untyped_storage()))
-        return h.sum(-1)
 
-    def go_without(self, action):
-        alive.append(sum(not ref.expired() for ref in refs))
+class Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.held = Held()
+        weakref.finalize(ctx.held, lambda: times.append(time.monotonic()))
+        return x.clone()
 
-    monkeypatch.setattr(Run, "_go_without", go_without)
-    executor = Executor(make_schedule("gpipe", 1, 4), stage, group=None)
-    failure_of(lambda: executor.run(batches(4), objective=objective))
-    assert alive == [0] * 5  # the fourth forward, and the backwards
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_failed_rank_lets_go_of_its_graphs_before_the_others_are_through(ranks):
+    def body():
+        times, rank = [], dist.get_rank()
+        weight = torch.ones(WIDTH, requires_grad=True)
+
+        def stage(x, batch):
+            if rank == 1:
+                time.sleep(0.1)
+                times.append(time.monotonic())
+                return x * weight
+            if batch[0, 0] == 3:
+                raise MemoryError("no room")
+            return Keep.apply(batch * weight, times)
+
+        executor = Executor(
+            make_schedule("gpipe", 2, 4), stage, group=dist.group.WORLD, activation=spec
+        )
+        failure_of(lambda: executor.run(batches(4), objective=objective))
+        return times
+
+    released, forwards = ranks(2, body)
+    assert (len(released), len(forwards)) == (3, 4)
+    assert max(released) < forwards[-1]
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_no_room_for_what_arrives_names_the_message(monkeypatch, batched):
-    def no_room(self, message):
-        raise torch.OutOfMemoryError("no room")
+def test_no_room_for_what_arrives_names_the_message(ranks, batched):
+    def body():
+        executor = Executor(
+            make_schedule("1f1b", 2, 2),
+            lambda x, batch: x,
+            group=dist.group.WORLD,
+            activation=lambda batch: TensorSpec((1 << 50,), torch.float32),
+            batch_p2p=batched,
+            share_failures=False,
+        )
+        with pytest.raises((StageError, TransferError)) as caught:
+            executor.run(batches(2), objective=objective)
+        return str(caught.value)
 
-    monkeypatch.setattr(Mailbox, "empty", no_room)
-    mail = Mailbox(
-        insert_communication(make_schedule("1f1b", 2, 2)),
-        links=Links(rank=1, up=None, down=None, batched=batched),
-        device=torch.device("cpu"),
-        specs=[TensorSpec((2,), torch.float32)] * 2,
-    )
-    where = (
-        "stage 1, activation of micro-batch 0: receiving it from pipeline rank 0 failed: no room"
-    )
-    with pytest.raises(TransferError, match=where):
-        mail.exchange([Action(Op.RECV_F, 1, 0)])
-    with pytest.raises(TransferError, match=r"gradient of micro-batch 1: sending it to .* no room"):
-        mail.put_zeros(Action(Op.SEND_B, 1, 1))
+    first, second = ranks(2, body)
+    if not batched:  # receives are posted ahead
+        assert "gradient of micro-batch 0: receiving it from pipeline rank 1 failed" in first
+    where = "stage 1, activation of micro-batch 0: receiving it from pipeline rank 0 failed: "
+    assert second.startswith(where)
+    assert "allocate memory" in second
 
 
 def test_a_stage_error_can_be_sent_between_processes():

@@ -53,12 +53,6 @@ class Draw(_Chosen):
     """Simulate a schedule and draw when each rank does what; or say what is wrong with it.
 
     Attributes:
-        schedule: A name such as 1f1b or zb-v, or a .json file that `Schedule.to_json` wrote.
-        stages: Number of pipeline ranks.
-        microbatches: Number of micro-batches.
-        chunks: Stages on each rank, of interleaved and bfs.
-        group: Micro-batches that visit a chunk before the next, of interleaved.
-        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
         output: An .svg file to write, also -o. Left out, the drawing is printed in characters.
         forward: Time of a stage's forward.
         backward: Time of a stage's backward.
@@ -100,12 +94,6 @@ class Show(_Chosen):
     """Print a schedule in the papers' notation, its costs, and what is wrong with it, if anything.
 
     Attributes:
-        schedule: A name such as 1f1b or zb-v, or a .json file that `Schedule.to_json` wrote.
-        stages: Number of pipeline ranks.
-        microbatches: Number of micro-batches.
-        chunks: Stages on each rank, of interleaved and bfs.
-        group: Micro-batches that visit a chunk before the next, of interleaved.
-        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
         json: Print the JSON that can be edited and read again instead.
     """
 
