@@ -244,6 +244,51 @@ def test_checked_collectives_change_no_bit(layout, algorithm, tiny, tmp_path, lo
     assert losses(checked) == losses(plain)
 
 
+# name: (processes, overrides) of layouts on which each optimizer has to be one process's.
+OPTIMIZERS = [
+    ("muon", 2, ["parallel.tp=2", SEQUENCE_PARALLEL]),
+    ("muon", 2, ["parallel.pp=2"]),
+    ("muon", 2, ["data_parallel.strategy=optimizer", "training.micro_batch_size=4"]),
+    ("muon", 4, ["parallel.tp=4", "optimizer.muon_tp=distributed"]),
+    ("adaptive_muon", 2, ["parallel.tp=2", "optimizer.muon_tp=distributed"]),
+    ("lion", 2, ["data_parallel.strategy=optimizer", "training.micro_batch_size=4"]),
+    ("sgd", 2, ["parallel.tp=2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc", "options"),
+    OPTIMIZERS,
+    ids=[f"{name}-{options[0].split('.')[1]}" for name, _, options in OPTIMIZERS],
+)
+def test_every_optimizer_trains_like_one_process_and_resumes_elsewhere(
+    name, nproc, options, tiny, tmp_path, losses, held_out, arrays
+) -> None:
+    common = ["training.dtype=fp64", f"optimizer.name={name}", "optimizer.schedule=constant"]
+    common += ["model.tied=false", "checkpoint.every=10"]
+    common += ["optimizer.lr=1e-3"] if name in ("lion", "sgd") else []
+    run = tiny.train(tmp_path / "run", *common, *options, nproc=nproc)
+    whole = tiny.train(tmp_path / "whole", *common)
+    assert_same_run(run, whole, "fp64", losses, held_out, arrays)
+    saved = run / "checkpoints" / "step_00000010"
+    resumed = tiny.train(tmp_path / "resumed", *common, f"checkpoint.load={saved}")
+    rest, expected = losses(resumed), losses(whole)
+    np.testing.assert_allclose(list(rest.values()), [expected[s] for s in rest], rtol=1e-9)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "fp16", "fp8"])
+def test_moments_in_fewer_bits_resume_bit_equal(moments, tiny, tmp_path, losses) -> None:
+    options = [f"optimizer.moments_dtype={moments}", "data_parallel.strategy=optimizer"]
+    options += ["training.micro_batch_size=4", "checkpoint.every=10"]
+    options += ["optimizer.schedule=constant"]
+    whole = tiny.train(tmp_path / "whole", *options, nproc=2)
+    saved = whole / "checkpoints" / "step_00000010"
+    resumed = tiny.train(tmp_path / "resumed", *options, f"checkpoint.load={saved}", nproc=2)
+    rest, expected = losses(resumed), losses(whole)
+    assert list(rest) == list(range(11, 21))
+    assert list(rest.values()) == [expected[step] for step in rest]
+
+
 # Every schedule on 2 and 4 ranks, where it can: name, ranks, micro-batches, options.
 SCHEDULES = [
     ("gpipe", 2, 4, []),

@@ -11,8 +11,11 @@ from mt_optim import (
     AdamW,
     DistributedOptimizer,
     Lion,
+    Muon,
+    Orthogonalization,
     clip_grad_norm,
     default_decay_filter,
+    is_hidden_matrix,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
@@ -30,19 +33,21 @@ def batch(step, dtype):
     return torch.randn(ROWS, 6, generator=generator).to(dtype)
 
 
-def adamw(named, source):
-    def decays(name, _):
-        return default_decay_filter(name, source(name))
-
-    return AdamW(named, lr=0.02, weight_decay=0.1, decay_filter=decays)
+def adamw(pieces):
+    return AdamW(pieces, lr=0.02, weight_decay=0.1, decay_filter=default_decay_filter)
 
 
-def lion(named, source):
-    return Lion(named, lr=0.01)
+def lion(pieces):
+    return Lion(pieces, lr=0.01)
 
 
-def sgd(named, source):
-    return SGD(named, lr=0.05, momentum=0.9)
+def sgd(pieces):
+    return SGD(pieces, lr=0.05, momentum=0.9)
+
+
+def muon(pieces):
+    how = Orthogonalization(dtype=torch.float64, extra_scale=0.2)
+    return Muon(pieces, lr=0.02, orthogonalization=how)
 
 
 def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden=20):
@@ -51,7 +56,11 @@ def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden
         model, group = make_model(dtype, hidden), state.group("dp")
         group = Reduction(shards=group) if sharded else Reduction(replicas=group)
         with GradBuffer(
-            model.named_parameters(), group=group, bucket_size=bucket_size, overlap=overlap
+            model.named_parameters(),
+            group=group,
+            bucket_size=bucket_size,
+            overlap=overlap,
+            whole=is_hidden_matrix if make is muon else None,
         ) as buffer:
             optimizer = DistributedOptimizer(buffer, make)
             norms = []
@@ -72,7 +81,7 @@ def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden
         return {name: p.detach().clone() for name, p in model.named_parameters()}, norms, held
 
 
-@pytest.mark.parametrize("make", [adamw, lion, sgd], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [adamw, lion, sgd, muon], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sharded_steps_match_one_rank_to_1e_minus_12(ranks, make, world_size):
     expected, norms, state = train(make, torch.float64, sharded=False)
@@ -110,6 +119,22 @@ def test_one_rank_is_the_plain_optimizer():
         torch.equal(param, plain[0][name])
         for name, param in train(adamw, torch.float32, sharded=True)[0].items()
     )
+
+
+def cut_matrices():
+    with ParallelState(ParallelLayout(dp=2)) as state:
+        group = Reduction(shards=state.group("dp"))
+        with GradBuffer(make_model(torch.float32, 64).named_parameters(), group=group) as buffer:
+            try:
+                DistributedOptimizer(buffer, muon)
+            except ValueError as error:
+                return str(error)
+    return ""
+
+
+def test_muon_says_that_it_needs_whole_matrices(ranks):
+    messages = "".join(ranks(2, cut_matrices))
+    assert "Muon needs whole matrices and this is a range of one; give the GradBuffer" in messages
 
 
 def test_what_is_no_buffer_or_function_is_named():

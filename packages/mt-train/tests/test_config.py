@@ -99,6 +99,24 @@ BROKEN = {
         "run.yaml:13: optimizer.schedule: 'cosin' is not one of constant, linear, cosine, "
         "inverse-sqrt, wsd. Did you mean cosine?",
     ),
+    "a setting of muon for another optimizer": (
+        MINIMAL + "optimizer:\n  name: lion\n  muon_tp: blockwise\n",
+        "run.yaml:14: optimizer.muon_tp: blockwise does not go with optimizer.name lion; leave it "
+        "out, or use muon or adaptive_muon",
+    ),
+    "momentum of adamw": (
+        MINIMAL + "optimizer:\n  momentum: 0.9\n",
+        "run.yaml:13: optimizer.momentum: 0.9 does not go with optimizer.name adamw; leave it out, "
+        "or use sgd or muon",
+    ),
+    "a format of moments that there is not": (
+        MINIMAL + "optimizer:\n  moments_dtype: int8\n",
+        "run.yaml:13: optimizer.moments_dtype: 'int8' is not one of full, fp32, bf16, fp16, fp8",
+    ),
+    "a look ahead without momentum": (
+        MINIMAL + "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n",
+        "run.yaml:15: optimizer.nesterov: true needs an optimizer.momentum above 0",
+    ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
         "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical "

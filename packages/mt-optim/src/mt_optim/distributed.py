@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mt_data_parallel import GradBuffer, Piece
-from torch import Tensor, nn
+from mt_data_parallel import GradBuffer, Piece, pieces_of
+from torch import nn
 
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.result import StepResult
-
-_NOTHING = "nothing"
 
 
 class DistributedOptimizer:
@@ -25,9 +23,8 @@ class DistributedOptimizer:
 
     Args:
         buffer: Holds parameters and gradients.
-        make: Makes the optimizer of these parameters, given as pairs of name and tensor. A tensor
-            may be a flat range of its parameter; what is decided by parameter (weight decay by
-            the number of dims) is asked of `source`.
+        make: Makes the optimizer of these pieces. What is decided by parameter, such as weight
+            decay, is asked of a piece's `source`, as its `param` may be a flat range.
 
     Attributes:
         buffer: The buffer.
@@ -41,7 +38,7 @@ class DistributedOptimizer:
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> buffer = GradBuffer(model.named_parameters(), group=None)
-        >>> optimizer = DistributedOptimizer(buffer, lambda named, source: AdamW(named, lr=0.1))
+        >>> optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
         >>> buffer.start(num_backwards=1)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> buffer.finish()
@@ -52,7 +49,7 @@ class DistributedOptimizer:
     def __init__(
         self,
         buffer: GradBuffer,
-        make: Callable[[list[tuple[str, Tensor]], Callable[[str], Tensor]], NamedOptimizer],
+        make: Callable[[list[Piece]], NamedOptimizer],
     ) -> None:
         if not isinstance(buffer, GradBuffer):
             raise TypeError(f"buffer must be a GradBuffer, got {buffer!r:.60}")
@@ -60,12 +57,8 @@ class DistributedOptimizer:
             raise TypeError(f"make must be a function, got {make!r:.60}")
         self.buffer = buffer
         self.pieces: list[Piece] = buffer.pieces()
-        sources = {piece.name: piece.source for piece in self.pieces}
-        named = [(piece.name, piece.param) for piece in self.pieces]
-        if not named:  # the others may have more than one piece each; all run the same steps
-            sources[_NOTHING] = nn.Parameter(torch.zeros(0))
-            named = [(_NOTHING, sources[_NOTHING])]
-        self.inner = make(named, sources.__getitem__)
+        # A rank may have none where the others have more than one each; all run the same steps.
+        self.inner = make(self.pieces or pieces_of([("", nn.Parameter(torch.zeros(0)))]))
 
     @property
     def step_count(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from mt_data_parallel import Piece
 from mt_parallel_state import ParallelState
 from torch import nn
 
@@ -22,7 +23,7 @@ from mt_optim.torch_rule import TorchRule
 
 
 def build_optimizer(
-    model: nn.Module | Iterable[tuple[str, nn.Parameter]],
+    model: nn.Module | Iterable[tuple[str, nn.Parameter] | Piece],
     config: OptimizerConfig,
     state: ParallelState,
 ) -> NamedOptimizer:
@@ -33,7 +34,8 @@ def build_optimizer(
     must be reduced over data-parallel ranks before.
 
     Args:
-        model: The model, or this rank's names and parameters.
+        model: The model, or this rank's names and parameters, or pieces of a GradBuffer (for muon
+            and adaptive_muon of one with `whole=is_hidden_matrix`).
         config: What to build.
         state: Process groups and this rank's place in them.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from mt_data_parallel import grad_of
+from mt_data_parallel import Piece, pieces_of
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class StepGuard:
     the same bits: before anything changes, and for every optimizer alike.
 
     Args:
-        named_params: This rank's names and parameters.
+        named_params: This rank's names and parameters, or pieces.
         state: Process groups and this rank's place in them.
         max_norm: Largest norm to let through; None never clips.
         max_value: Largest magnitude of a gradient's element, clipped after the norm; None for any.
@@ -35,7 +35,7 @@ class StepGuard:
 
     def __init__(
         self,
-        named_params: Iterable[tuple[str, nn.Parameter]],
+        named_params: Iterable[tuple[str, nn.Parameter] | Piece],
         state: ParallelState,
         *,
         max_norm: float | None = None,
@@ -46,7 +46,7 @@ class StepGuard:
         for what, limit in limits.items():
             if limit is not None and not check_number(what, limit) > 0:
                 raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
-        self._named, self._state = list(named_params), state
+        self._pieces, self._state = pieces_of(named_params), state
         self._max_norm = math.inf if max_norm is None else max_norm
         self._max_value, self._skip_above = max_value, skip_above
 
@@ -59,7 +59,7 @@ class StepGuard:
             were.
         """
         most = math.inf if self._skip_above is None else self._skip_above
-        norm = clip_grad_norm(self._named, self._state, self._max_norm)
+        norm = clip_grad_norm(self._pieces, self._state, self._max_norm)
         admitted = math.isfinite(norm) and norm <= most
         if admitted and self._max_value is not None:
             torch._foreach_clamp_min_(self._grads(), -self._max_value)
@@ -67,4 +67,4 @@ class StepGuard:
         return StepResult(stepped=admitted, grad_norm=norm)
 
     def _grads(self) -> list[Tensor]:
-        return [grad for _, param in self._named if (grad := grad_of(param)) is not None]
+        return [grad for piece in self._pieces if (grad := piece.grad) is not None]

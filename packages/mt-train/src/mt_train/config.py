@@ -6,6 +6,7 @@ have largest values, so that nothing is built from a slip of the keyboard.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -14,6 +15,7 @@ from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near,
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
+OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon"]
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
 ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
@@ -27,6 +29,16 @@ _MAX_REPEAT = 4096
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 _UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
 _UNIFORM += ("window", "sinks", "softcap", "attention_scale")
+
+# Settings of some optimizers only.
+_MUON = ("muon", "adaptive_muon")
+_ONLY_FOR = {
+    "momentum": ("sgd", *_MUON),
+    "nesterov": ("sgd", *_MUON),
+    "muon_coefficients": _MUON,
+    "muon_scale": ("muon",),
+    "muon_tp": _MUON,
+}
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -273,13 +285,28 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW and its learning-rate schedule.
+    """The optimizer and its learning-rate schedule.
 
     Attributes:
-        lr: The largest learning rate.
+        name: `adamw`, `adam` (weight decay is added to the gradient), `sgd` with momentum, `lion`,
+            `muon` or `adaptive_muon`; these two step the matrices between embedding and head, and
+            adamw the rest.
+        lr: The largest learning rate. Muon's steps are as large as AdamW's, so it takes the same;
+            lion takes a third to a tenth.
         min_lr: The rate that the decay reaches one step after the last.
-        betas: Decay per step of the two moments.
+        betas: Decay per step of the two moments; of lion, the rates of its step and of its moment.
         eps: Added to the root of the second moment.
+        momentum: Decay per step of the momentum of sgd (by default 0.9) and muon (0.95).
+        nesterov: Whether sgd (by default not) and muon (by default) look a step ahead.
+        moments_dtype: What the moments are kept in between steps: `full` (as the master weights),
+            `fp32`, `bf16`, or `fp16` or `fp8` with a scale for each 256 elements.
+        muon_coefficients: Of the iterations that make a matrix orthogonal: `simple` or `quintic`.
+        muon_scale: What an orthogonal matrix of `o` rows and `i` columns is multiplied with:
+            `spectral` 0.2 sqrt(max(o, i)), which makes it as large as a step of AdamW,
+            `unit_rms_norm` sqrt(o / i), or `shape_scaling` sqrt(max(1, o / i)).
+        muon_tp: How tensor-parallel ranks step a matrix they share: `duplicated` (each gathers
+            it), `distributed` (they iterate on their parts) or `blockwise` (each part is a matrix
+            of its own, which is faster, and not the same optimizer).
         weight_decay: Taken off the weights per step, times the rate; biases and norms have none.
         schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
         warmup: Steps in which the rate rises to `lr`; the first has lr / warmup.
@@ -288,10 +315,17 @@ class OptimizerSection:
             root of the share that is done).
     """
 
+    name: OptimizerName = "adamw"
     lr: float = 3e-4
     min_lr: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    momentum: float | None = None
+    nesterov: bool | None = None
+    moments_dtype: Literal["full", "fp32", "bf16", "fp16", "fp8"] = "full"
+    muon_coefficients: Literal["simple", "quintic"] = "simple"
+    muon_scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_tp: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
     weight_decay: float = 0.1
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = "cosine"
     warmup: int = 0
@@ -311,6 +345,19 @@ class OptimizerSection:
                 checks.add("min_lr", f"{self.min_lr} is above lr {self.lr}")
             if not all(0 <= beta < 1 for beta in self.betas):
                 checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+        for key, names in _ONLY_FOR.items():
+            value = getattr(self, key)
+            if self.name not in names and value != type(self).__dataclass_fields__[key].default:
+                text = value if isinstance(value, str) else json.dumps(value)
+                checks.add(
+                    key,
+                    f"{text} does not go with optimizer.name {self.name}; leave it out, or use "
+                    f"{' or '.join(names)}",
+                )
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            checks.add("momentum", f"{self.momentum}: expected a number from 0 to below 1")
+        elif self.name == "sgd" and self.nesterov and self.momentum == 0:
+            checks.add("nesterov", "true needs an optimizer.momentum above 0")
         checks.done()
 
 
@@ -542,7 +589,7 @@ class RunConfig:
         model: The model.
         data: Where tokens come from.
         training: Length, batch and numerics.
-        optimizer: AdamW and its schedule.
+        optimizer: The optimizer and its schedule.
         parallel: How many ranks share what.
         data_parallel: What data-parallel ranks share out.
         pipeline: How micro-batches move through the pipeline ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,18 @@ def way_back(trainer: Trainer, path: Path) -> str:
 
 
 def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
+    tensors = _tensors(trainer, moments=not weights_only)
     load_checkpoint(
         path,
-        _to_fill(trainer, moments=not weights_only),
+        _to_fill(trainer, tensors),
         group=trainer.state.group(WORLD),
         ignore=(f"{RunFolder.OPTIMIZER}/",) if weights_only else (),
         cast=weights_only,
     )
+    inner = trainer.optimizer.inner
+    for key in () if weights_only else inner.moment_keys:
+        for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
+            inner.set_moment(name, key, tensor)  # some formats came as copies
     trainer.optimizer.sync_params()
 
 
@@ -141,7 +146,9 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
     return shards
 
 
-def _to_fill(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
+def _to_fill(
+    trainer: Trainer, tensors_of: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[TensorShard]:
     """List what is loaded: the ranges that this rank steps, as boxes in model space."""
     ranges = {
         piece.name: (piece.start, piece.end)
@@ -149,7 +156,7 @@ def _to_fill(trainer: Trainer, *, moments: bool) -> list[TensorShard]:
         if not piece.is_whole
     }
     shards: list[TensorShard] = []
-    for prefix, tensors in _tensors(trainer, moments=moments).items():
+    for prefix, tensors in tensors_of.items():
         shards += _param_shards(trainer, tensors.items(), prefix=prefix, ranges=ranges)
     return shards
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from mt_data import BatchSampler
 from mt_data_parallel import GradBuffer, reduce_partial_grads
 from mt_model import DTYPES, ModelConfig, flops_per_token
-from mt_optim import AdamW, DistributedOptimizer, clip_grad_norm, default_decay_filter
+from mt_optim import DistributedOptimizer, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
@@ -22,6 +22,7 @@ from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.losses import loss_record, totals, weighed
 from mt_train.metrics import Record
+from mt_train.optimization import kept_whole, optimizer_config
 from mt_train.pipeline import (
     backwards_per_step,
     build_stages,
@@ -111,10 +112,13 @@ class Trainer:
             self.named_parameters,
             group=reduction(config.data_parallel, state),
             bucket_size=parallel.bucket_size,
+            whole=kept_whole(config),
         )
         for stage in self.stages:
             stage.sum_weight_gradients(self.buffer.sink)
-        self.optimizer = DistributedOptimizer(self.buffer, self._make_optimizer)
+        self.optimizer = DistributedOptimizer(
+            self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
+        )
         self.executor = Executor(
             plan.schedule,
             [torch.compile(stage) if training.compile else stage for stage in self.stages],
@@ -126,19 +130,6 @@ class Trainer:
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
-
-    def _make_optimizer(
-        self, named: list[tuple[str, torch.Tensor]], source: Callable[[str], torch.Tensor]
-    ) -> AdamW:
-        section = self.config.optimizer
-        return AdamW(
-            named,
-            lr=section.lr,
-            betas=(section.betas[0], section.betas[1]),
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            decay_filter=lambda name, _: default_decay_filter(name, source(name)),
-        )
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -182,19 +173,12 @@ class Trainer:
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
         self.on_event("train.reduce")
-        pieces = self.optimizer.pieces
-        reduce_partial_grads(pieces, self.state)
-        norm = clip_grad_norm(pieces, self.state, self.config.training.grad_clip)
+        reduce_partial_grads(self.optimizer.pieces, self.state)
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
-        if not all(map(math.isfinite, (*losses.values(), norm))):
-            named = ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())
-            raise NonFiniteLossError(
-                f"step {self.progress.step + 1}: {named}, gradient norm {norm}. The step was "
-                "not applied, and what is saved is as before; lower optimizer.lr, lengthen "
-                "optimizer.warmup or lower training.grad_clip, then run the same command again"
-            )
+        self._check_finite(losses)
         self.on_event("train.update")
-        self.optimizer.step(lr=lr)
+        norm = self.optimizer.step(lr=lr).grad_norm or 0.0
+        self._check_finite(losses, norm)
         self._meter.stop()
         self.progress = Progress(
             step=self.progress.step + 1,
@@ -202,6 +186,17 @@ class Trainer:
             elapsed=self.progress.elapsed + seconds,
         )
         return Step(record=self._record(losses, norm, lr, total, seconds), stop=stop, save=save)
+
+    def _check_finite(self, losses: Mapping[str, float], norm: float = 0.0) -> None:
+        """Raise on every rank alike; the optimizer skips a step whose norm is not finite."""
+        if all(map(math.isfinite, (*losses.values(), norm))):
+            return
+        named = ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())
+        raise NonFiniteLossError(
+            f"step {self.progress.step + 1}: {named}, gradient norm {norm}. The step was not "
+            "applied, and what is saved is as before; lower optimizer.lr, lengthen "
+            "optimizer.warmup or lower training.grad_clip, then run the same command again"
+        )
 
     def close(self) -> None:
         """End the thread that reads ahead."""
