@@ -13,6 +13,7 @@ from mt_files.field import (
     hints_of,
     shorten,
 )
+from mt_files.later import resolve_later
 from mt_files.lock import FolderLock
 from mt_files.reading import check_file, open_file, parse_json, read_bytes, read_json, read_text
 from mt_files.schema import (
@@ -56,6 +57,7 @@ __all__ = [
     "read_json",
     "read_text",
     "remove_temporaries",
+    "resolve_later",
     "sha256_file",
     "shorten",
     "sync",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 from mt_model.choice import Activation, Positions, Recompute
 from mt_model.config import (
@@ -57,17 +58,12 @@ __all__ = [
 ]
 
 # What needs torch is resolved at first use: a configuration is checked without it.
-_HOMES = {
-    "DTYPES": "dtype",
-    "GPT": "decoder",
-    "KVCache": "cache",
-    "Losses": "losses",
-    "export_lora": "lora",
-    "keep_freed_memory": "allocator",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = resolve_later(
+    __name__,
+    allocator="keep_freed_memory",
+    cache="KVCache",
+    decoder="GPT",
+    dtype="DTYPES",
+    lora="export_lora",
+    losses="Losses",
+)

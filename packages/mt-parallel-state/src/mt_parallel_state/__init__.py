@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 from mt_parallel_state.check import CheckMode, CollectiveError
 from mt_parallel_state.collectives import (
@@ -125,25 +126,13 @@ __all__ = [
 ]
 
 # What apps call once is resolved at first use, to keep the import of a model short.
-_HOMES = {
-    "DistributedEnv": "environment",
-    "detect_env": "environment",
-    "init_process_group": "job",
-    "is_out_of_memory": "job",
-    "is_peer_loss": "job",
-    "JoinError": "store",
-    "joined": "job",
-    "launch": "launcher",
-    "layout_of_mesh": "mesh",
-    "leave_process_group": "job",
-    "must_launch": "job",
-    "PeerLostError": "job",
-    "stop_signals": "signals",
-    "StopSignals": "signals",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = resolve_later(
+    __name__,
+    environment="DistributedEnv detect_env",
+    job="PeerLostError init_process_group is_out_of_memory is_peer_loss joined "
+    "leave_process_group must_launch",
+    launcher="launch",
+    mesh="layout_of_mesh",
+    signals="stop_signals StopSignals",
+    store="JoinError",
+)

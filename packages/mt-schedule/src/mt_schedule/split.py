@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 
 from mt_schedule.action import LARGEST, require_positive
 
@@ -163,6 +162,8 @@ def balance_layers(
 
 def _whole(numbers: Sequence[float]) -> list[int]:
     """The numbers in a unit of which each has a whole number."""
+    from fractions import Fraction  # with decimal, for this alone
+
     exact = [Fraction(float(number)) for number in numbers]
     unit = math.lcm(*(number.denominator for number in exact))
     return [int(number * unit) for number in exact]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 
@@ -143,7 +142,7 @@ def _box(x: float, y: float, wide: float, high: float, *, fill: str, about: str 
         f'<rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="{high:.1f}" '
         f'fill="{fill}"{stroke}'
     )
-    return f"{head}><title>{html.escape(about)}</title></rect>" if about else f"{head}/>"
+    return f"{head}><title>{_escaped(about)}</title></rect>" if about else f"{head}/>"
 
 
 def _text(
@@ -158,5 +157,11 @@ def _text(
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-        f'font-weight="{weight}" fill="{fill}">{html.escape(text)}</text>'
+        f'font-weight="{weight}" fill="{fill}">{_escaped(text)}</text>'
     )
+
+
+def _escaped(text: str) -> str:
+    import html  # with its entities, for drawings alone
+
+    return html.escape(text)

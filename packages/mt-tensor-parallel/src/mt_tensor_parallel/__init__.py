@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
@@ -56,10 +57,7 @@ __all__ = [
 ]
 
 # Adapters are resolved at first use, to keep the import of a model short.
-_HOMES = dict.fromkeys(("LoraLinear", "add_lora", "lora_state", "save_lora"), "lora")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = resolve_later(
+    __name__,
+    lora="LoraLinear add_lora lora_state save_lora",
+)

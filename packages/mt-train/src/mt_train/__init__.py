@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 from mt_train.problem import ConfigError, Problem
 
@@ -26,18 +27,10 @@ __all__ = [
 ]
 
 # Resolved at first use, so that the command line answers before torch is imported.
-_HOMES = {
-    "LoadedConfig": "loading",
-    "Outcome": "session",
-    "RunConfig": "config",
-    "Trainer": "trainer",
-    "load_config": "loading",
-    "run": "session",
-    "to_yaml": "loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = resolve_later(
+    __name__,
+    config="RunConfig",
+    loading="LoadedConfig load_config to_yaml",
+    session="Outcome run",
+    trainer="Trainer",
+)

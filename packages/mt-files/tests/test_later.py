@@ -1,0 +1,31 @@
+"""Names that are imported when somebody asks for them."""
+
+import sys
+
+import pytest
+from mt_files import resolve_later
+
+
+def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_path, monkeypatch):
+    package = tmp_path / "lazy_shop"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from mt_files import resolve_later\n"
+        "__getattr__ = resolve_later(__name__, till='price count', shelf='Shelf')\n"
+    )
+    (package / "till.py").write_text("price, count = 3, 4\n")
+    (package / "shelf.py").write_text("class Shelf: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import lazy_shop  # pyright: ignore[reportMissingImports]
+
+    assert "lazy_shop.till" not in sys.modules
+    assert (lazy_shop.price, lazy_shop.count) == (3, 4)
+    assert "lazy_shop.till" in sys.modules
+    assert "lazy_shop.shelf" not in sys.modules
+    from lazy_shop import Shelf  # pyright: ignore[reportMissingImports]
+
+    assert Shelf.__module__ == "lazy_shop.shelf"
+    with pytest.raises(AttributeError, match="module 'lazy_shop' has no attribute 'door'"):
+        _ = lazy_shop.door
+    assert not hasattr(lazy_shop, "_till")
+    assert callable(resolve_later("any"))
