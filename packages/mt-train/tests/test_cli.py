@@ -247,3 +247,22 @@ def test_every_key_has_a_meaning_and_the_page_is_current() -> None:
 def test_the_default_bucket_is_that_of_the_buffer() -> None:
     fields = {item.name: item.default for item in dataclasses.fields(ParallelSection)}
     assert fields["bucket_size"] == DEFAULT_BUCKET_SIZE
+
+
+@pytest.mark.parametrize(("name", "code"), [("run", 75), ("config", 130)])
+def test_ctrl_c_while_modules_are_imported_is_one_line(
+    name: str, code: int, tmp_path: Path
+) -> None:
+    interrupts = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    swallowed = f"try:\n    {interrupts}\nexcept BaseException: pass\n"
+    (tmp_path / "tyro.py").write_text(swallowed)
+    done = subprocess.run(
+        [sys.executable, "-m", "mt_train", name, str(TINY)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = "mt-train: stopped by a signal before anything was done\n"
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)

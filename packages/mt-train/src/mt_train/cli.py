@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _BAD_CONFIG = 2
 _STOPPED = os.EX_TEMPFAIL  # 75: the same command continues
-_RUNS = ("run", "quickstart")
 
 
 @dataclass(kw_only=True)
@@ -97,17 +96,11 @@ def _main(arguments: list[str]) -> int:
     # another program wants one of the cores. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _open_streams()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # until a run listens itself
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
     try:
         return _answer(_parse(arguments), arguments)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return _BAD_CONFIG
-    except KeyboardInterrupt:
-        sys.stderr.write("mt-train: stopped by a signal before anything was done\n")
-        return _STOPPED if arguments and arguments[0] in _RUNS else 130
     except BrokenPipeError:  # `| head` has what it wanted
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         return 1
