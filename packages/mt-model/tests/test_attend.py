@@ -111,6 +111,20 @@ def test_packed_documents_are_the_same_on_every_layout(ranks, name, tp, cp) -> N
         assert torch.allclose(found, expected, rtol=1e-10, atol=0)
 
 
+def test_documents_are_of_whole_sequences_and_said_so_if_not() -> None:
+    model, data = model_of("window"), batch(documents=True)
+    for documents, message in (
+        (
+            data["documents"][:, :8],
+            r"documents must be \[B, 16\], of whole sequences, got \(2, 8\)",
+        ),
+        (data["documents"][:1], r"documents must be \(2, 16\) here, got \(1, 16\)"),
+        (data["documents"][0], r"documents must be \(2,\) here, got \(16,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(None, {**data, "documents": documents})
+
+
 def test_packed_documents_are_what_they_are_alone() -> None:
     model, data = model_of("window documents"), batch(documents=True)
     logits = model(None, {key: data[key] for key in ("tokens", "documents", "positions")})
