@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 LENGTH = 32
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+SCHEDULES += ("dualpipe", "dualpipe-v")
 PACKED = ["data.packing=documents", "training.dtype=fp64", "training.steps=6"]
 HARD = [  # windows, sinks and learned positions, and layers that differ
     "model.window=12",
@@ -35,7 +37,6 @@ LAYOUTS = {
     "tp2-pp2-dp2": (8, 2, ["parallel.tp=2", "parallel.pp=2", SP]),
     "dualpipe": (2, 2, ["pipeline.schedule=dualpipe", "pipeline.stages=2"]),
     "zb-v": (4, 2, ["pipeline.schedule=zb-v", "pipeline.stages=2", "parallel.cp=2"]),
-    "interleaved": (2, 2, ["pipeline.schedule=interleaved", "parallel.pp=2", "pipeline.chunks=2"]),
     "recompute": (2, 2, ["parallel.cp=2", "training.recompute=full"]),
     "selective": (2, 2, ["parallel.tp=2", SP, "training.recompute=selective"]),
 }
@@ -45,7 +46,7 @@ def in_ci(name: str, hard: bool, number: int) -> bool:
     return name not in FOR_CAMPAIGN and hard == (number % 2 == 0)
 
 
-FOR_CAMPAIGN = ("pp4", "cp4-ring", "tp2-pp2-dp2", "interleaved")
+FOR_CAMPAIGN = ("pp4", "cp4-ring", "tp2-pp2-dp2")
 # Both kinds of model with every layout; CI takes every other one.
 CASES = [
     pytest.param(
@@ -187,6 +188,17 @@ def test_a_packed_run_goes_on_elsewhere_in_the_middle_of_an_epoch(
     train(tmp_path / "run", *options, *SAME_RATE, "training.micro_batch_size=1", nproc=2)
     whole = train(tmp_path / "whole", *HARD, *SAME_RATE)
     assert_same_run(tmp_path / "run", whole, losses, arrays)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_packed_documents_train_alike_with_every_schedule(
+    schedule, train, reference, tmp_path, losses, arrays
+) -> None:
+    options = [f"pipeline.schedule={schedule}", "parallel.pp=2", "training.micro_batch_size=2"]
+    options += ["pipeline.chunks=2"] if schedule in ("interleaved", "bfs") else []
+    run = train(tmp_path / "run", *options, *HARD, nproc=2)
+    assert_same_run(run, reference(True), losses, arrays)
 
 
 def test_packing_changes_what_is_learnt(train, reference, tmp_path, losses) -> None:
