@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-STRATEGIES = ("optimizer",)
+STRATEGIES = ("optimizer", "optimizer_gradients", "full")
 MICRO = "training.micro_batch_size=1"
 # name: (processes, data-parallel size, overrides)
 LAYOUTS = {
@@ -37,8 +37,16 @@ def strategy_options(strategy, dp):
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Half of the cross runs always.
+CASES = [
+    pytest.param(strategy, layout, marks=() if (row + column) % 2 == 0 else pytest.mark.campaign)
+    for row, layout in enumerate(LAYOUTS)
+    for column, strategy in enumerate(STRATEGIES)
+    if (strategy, layout) != ("full", "pp2-dp2-dualpipe")
+]
+
+
+@pytest.mark.parametrize(("strategy", "layout"), CASES)
 def test_every_strategy_trains_like_one_process(
     strategy, layout, tiny, reference, tmp_path, losses, held_out, arrays
 ) -> None:
@@ -60,7 +68,8 @@ RESUMED = [
     ("optimizer", "dp4", "none", (1, 1, [])),
     ("optimizer", "dp4", "optimizer", LAYOUTS["tp2-dp2"]),
     ("none", "dp2", "optimizer", LAYOUTS["pp2-dp2"]),
-    ("optimizer", "pp2-dp2", "optimizer", LAYOUTS["dp4-replicas2"]),
+    ("full", "pp2-dp2", "optimizer_gradients", LAYOUTS["dp4-replicas2"]),
+    ("optimizer", "dp2", "full", LAYOUTS["tp2-dp2"]),
 ]
 
 

@@ -13,6 +13,7 @@ from mt_data_parallel.layout import (
 from mt_data_parallel.partial import reduce_partial_grads
 from mt_data_parallel.piece import Piece, pieces_of
 from mt_data_parallel.reduction import Reduction
+from mt_data_parallel.shard import shard
 
 __all__ = [
     "DEFAULT_BUCKET_SIZE",
@@ -28,4 +29,5 @@ __all__ = [
     "plan_buckets",
     "plan_whole",
     "reduce_partial_grads",
+    "shard",
 ]

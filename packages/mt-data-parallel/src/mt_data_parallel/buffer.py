@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -11,10 +12,9 @@ import torch
 import torch.distributed as dist
 from mt_parallel_state import GradSink, sharding_of
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from mt_data_parallel.assemble import assemble_bucket
-from mt_data_parallel.bucket import Bucket, BufferKey, Slot, allocate, plan
+from mt_data_parallel.bucket import Bucket, BufferKey, Slot, Units, allocate, plan
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout
 from mt_data_parallel.piece import Piece
@@ -79,6 +79,7 @@ class GradBuffer:
         overlap: Launch a bucket from inside backward; otherwise everything waits for `finish`.
         whole: Says by name and parameter which ones are never cut into ranges but owned whole by
             one rank, balanced by the cost of orthogonalising them (Muon).
+        units: What is whole only while it is needed; made by `shard`.
 
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
@@ -105,6 +106,7 @@ class GradBuffer:
         grad_dtype: torch.dtype | None = None,
         overlap: bool = True,
         whole: Callable[[str, Tensor], bool] | None = None,
+        units: Units | None = None,
     ) -> None:
         if grad_dtype is not None and not isinstance(grad_dtype, torch.dtype):
             raise TypeError(f"grad_dtype must be a torch.dtype or None, got {grad_dtype!r:.60}")
@@ -115,16 +117,19 @@ class GradBuffer:
         params = _checked(named_params)
         self._overlap = overlap
         self._layouts: dict[BufferKey, BufferLayout] = {}
-        self._buckets = self._allocate(params, _keys(params, group, grad_dtype, whole), bucket_size)
+        units = units or Units()
+        self._release = units.release
+        keys = _keys(params, group, grad_dtype, whole, units.of)
+        self._buckets = self._allocate(params, keys, bucket_size, units)
         slots = {slot.name: slot for bucket in self._buckets for slot in bucket.slots}
         self._slots = {name: slots[name] for name in params}
         self._closed = self._started = self._agreed = False
         self._next = 0
-        self._works: list[tuple[Bucket, dist.Work | None]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._sequence: list[Bucket] = []
+        self._at_close: list[Callable[[], None]] = []
         for slot in self._slots.values():
             hook = partial(self._accumulate, slot)
-            self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+            self.on_close(slot.param.register_post_accumulate_grad_hook(hook).remove)
 
     @property
     def layouts(self) -> dict[BufferKey, BufferLayout]:
@@ -147,10 +152,29 @@ class GradBuffer:
 
     def gather_params(self) -> None:
         """Fetch the parts of the parameters that other ranks stepped; every rank calls it."""
-        works = [bucket.gather() for bucket in self._buckets]
-        for work in works:
-            if work is not None:
-                work.wait()
+        if self._release == "all":  # they are fetched when they are needed
+            for bucket in self._buckets:
+                bucket.drop()
+            return
+        for bucket in self._buckets:
+            bucket.fetch()
+        for bucket in self._buckets:
+            bucket.arrive()
+
+    def unit_buckets(self, unit: str) -> list[Bucket]:
+        """Return the buckets of a unit of the model."""
+        return [bucket for bucket in self._buckets if bucket.key.unit == unit]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all parameters whole inside the block, to be read; every rank enters it."""
+        for bucket in self._buckets:
+            if not bucket.is_here:
+                bucket.fetch()
+                bucket.arrive()
+        yield
+        if self._release == "all":
+            self.gather_params()
 
     def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bring tensors of pieces together to tensors of parameters, as checkpoints write them.
@@ -237,10 +261,10 @@ class GradBuffer:
         self._started = True
         self._next = 0
         for bucket in self._buckets:
-            bucket.pending = len(bucket.slots)
-            for slot in bucket.slots:
-                slot.accumulated, slot.expected = 0, expected[slot.name]
-                slot.param.grad = None
+            bucket.expect(expected)
+        # The same on all ranks, whichever of their parameters become ready first.
+        rounds = max((bucket.rounds for bucket in self._buckets), default=0)
+        self._sequence = [b for turn in range(rounds) for b in self._buckets if turn < b.rounds]
 
     def finish(self) -> None:
         """Reduce what is left and wait until every gradient is the sum over the group.
@@ -250,21 +274,23 @@ class GradBuffer:
         """
         if not self._started:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
-        while self._next < len(self._buckets):
+        while self._next < len(self._sequence):
             self._launch()
-        for first in (True, False):
-            works = self._works
-            self._works = []
-            for bucket, work in works:
-                if work is not None:
-                    work.wait()
-                if first:
-                    self._works.append((bucket, bucket.launch_replicas()))
-        self._works.clear()
+        works: list[dist.Work | None] = []
+        for bucket in self._buckets:
+            bucket.settle()
+            works.append(bucket.launch_replicas())
+        for work in works:
+            if work is not None:
+                work.wait()
         self._started = False
         for slot in self._slots.values():
             if slot.piece is not None and slot.main_grad.dtype == slot.param.dtype:
                 slot.piece.param.grad = slot.piece.grad
+
+    def on_close(self, *functions: Callable[[], None]) -> None:
+        """Have functions called by `close`, such as those that remove hooks."""
+        self._at_close += functions
 
     def close(self) -> None:
         """Remove the hooks and `main_grad`, and let go of the group.
@@ -273,9 +299,9 @@ class GradBuffer:
         somebody still holds keeps its threads, which can abort the process when Python exits.
         """
         self._closed = True
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
+        for function in self._at_close:
+            function()
+        self._at_close.clear()
         for slot in self._slots.values():
             if getattr(slot.param, MAIN_GRAD, None) is slot.main_grad:
                 delattr(slot.param, MAIN_GRAD)
@@ -283,6 +309,7 @@ class GradBuffer:
             bucket.slots.clear()  # a cycle would keep the group until it is collected
         self._slots.clear()
         self._buckets.clear()
+        self._sequence.clear()
         self._layouts.clear()
 
     def __enter__(self) -> Self:
@@ -296,6 +323,7 @@ class GradBuffer:
         params: dict[str, Tensor],
         keys: dict[str, BufferKey],
         bucket_size: int | None,
+        units: Units,
     ) -> list[Bucket]:
         """Allocate the flat buffers and return their buckets in launch order."""
         # A bucket is complete when its earliest parameter (in model order) is.
@@ -305,9 +333,10 @@ class GradBuffer:
             own = {name: param for name, param in params.items() if keys[name] == key}
             # What two pipeline stages share has to be cut at the same places on both.
             alone = [name for name, param in own.items() if _is_shared(param)]
-            layout = plan(own, key, bucket_size=bucket_size, alone=alone)
+            size = bucket_size if key.unit is None else None
+            layout = plan(own, key, bucket_size=size, alone=alone)
             self._layouts[key] = layout
-            buckets += allocate(own, key, layout)
+            buckets += allocate(own, key, layout, units)
         earliest = {b: min(position[slot.name] for slot in b.slots) for b in buckets}
         return sorted(buckets, key=lambda bucket: earliest[bucket], reverse=True)
 
@@ -352,25 +381,28 @@ class GradBuffer:
                 f"{slot.name!r} got more than {slot.expected} gradients, the number that "
                 "start() was told to expect; pass start() the true number of backward passes"
             )
-        return slot.main_grad, slot.accumulated > 0
+        slot.bucket.receive()
+        return slot.main_grad, slot.fresh > 0
 
     def _end(self, slot: Slot) -> None:
         """Count a gradient, and launch the buckets that are complete with it."""
         slot.accumulated += 1
+        slot.fresh += 1
         if slot.accumulated == slot.expected:
             slot.bucket.pending -= 1
-            while (
-                self._overlap
-                and self._next < len(self._buckets)
-                and self._buckets[self._next].pending == 0
-            ):
-                self._launch()
+        while (
+            self._overlap
+            and self._next < len(self._sequence)
+            and self._sequence[self._next].is_ready
+        ):
+            self._launch()
 
     def _launch(self) -> None:
-        """Start the reduction of the next bucket."""
-        bucket = self._buckets[self._next]
+        """Start the next reduction."""
+        if self._next and self._release != "nothing":
+            self._sequence[self._next - 1].settle()  # at most two are whole at a time
+        self._sequence[self._next].launch()
         self._next += 1
-        self._works.append((bucket, bucket.launch()))
 
 
 def _compare(buckets: list[Bucket], group: dist.ProcessGroup) -> None:
@@ -394,6 +426,7 @@ def _keys(
     group: GroupChoice,
     grad_dtype: torch.dtype | None,
     whole: Callable[[str, Tensor], bool] | None,
+    units: Callable[[str], str] | None,
 ) -> dict[str, BufferKey]:
     """Return the flat buffer that each parameter belongs to."""
     keys: dict[str, BufferKey] = {}
@@ -405,6 +438,7 @@ def _keys(
             param_dtype=param.dtype if sharded else None,
             reduction=reduction,
             whole=sharded and whole is not None and bool(whole(name, param)),
+            unit=None if units is None else units(name),
         )
     return keys
 

@@ -428,14 +428,16 @@ class DataParallelSection:
     """What data- and context-parallel ranks share out of what each would have to hold.
 
     Attributes:
-        strategy: `none` (everything is on every rank) or `optimizer` (ZeRO-1: each rank has its
-            part of the optimizer's state and masters, and steps that). The numbers stay the same.
+        strategy: `none` (everything is on every rank), `optimizer` (ZeRO-1: each rank has its
+            part of the optimizer's state and masters, and steps that), `optimizer_gradients`
+            (ZeRO-2: of the gradients too, with a reduction per micro-batch) or `full` (ZeRO-3: of
+            the parameters too, which are fetched layer by layer). The numbers stay the same.
         replicas: Parts are shared out among the ranks of one of so many groups, and the groups
             are copies of each other: less to fetch from far away, for more memory. Divides
             `parallel.dp` x `parallel.cp`.
     """
 
-    strategy: Literal["none", "optimizer"] = "none"
+    strategy: Literal["none", "optimizer", "optimizer_gradients", "full"] = "none"
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -446,7 +448,7 @@ class DataParallelSection:
             checks.add(
                 "replicas",
                 f"{self.replicas} groups have nothing to share out with data_parallel.strategy "
-                "none; leave it out, or use strategy optimizer",
+                "none; leave it out, or use strategy optimizer, optimizer_gradients or full",
             )
         checks.done()
 
@@ -633,9 +635,27 @@ class RunConfig:
             errors["pipeline.stages"] = (
                 f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
             )
+        errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
         if errors:
             raise FieldError(errors)
+
+    def _sharding_errors(self) -> dict[str, str]:
+        """Say what does not go with parameters that are whole only while a layer runs."""
+        if self.data_parallel.strategy != "full":
+            return {}
+        why = (
+            "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
+        )
+        field = "data_parallel.strategy"
+        if self.training.compile:
+            return {field: f"full does not go with training.compile, {why}, or compile: false"}
+        if self.pipeline.schedule in ("dualpipe", "dualpipe-v"):
+            return {
+                field: f"full does not go with pipeline.schedule {self.pipeline.schedule}, which "
+                f"runs parts of two layers in turn, {why}, or schedule zb-v"
+            }
+        return {}
 
     def _evaluation_errors(self) -> dict[str, str]:
         length, batch = self.training.sequence_length, self.evaluation.micro_batch_size

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from mt_data import BatchSampler
-from mt_data_parallel import GradBuffer, reduce_partial_grads
+from mt_data_parallel import reduce_partial_grads, shard
 from mt_model import DTYPES, ModelConfig, flops_per_token
 from mt_optim import DistributedOptimizer, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
@@ -108,9 +108,11 @@ class Trainer:
         here = (plan.schedule, state.index("pp"), self.stages)
         self.named_parameters = list(named_parameters(*here).items())
         self._backwards = backwards_per_step(*here)
-        self.buffer = GradBuffer(
-            self.named_parameters,
+        self.buffer = shard(
+            torch.nn.ModuleList(self.stages),
+            config.data_parallel.strategy,
             group=reduction(config.data_parallel, state),
+            named_params=self.named_parameters,
             bucket_size=parallel.bucket_size,
             whole=kept_whole(config),
         )
