@@ -12,9 +12,10 @@ from mt_optim.matrix import is_hidden_matrix
 from mt_optim.muon import AdaptiveMuonRule, Muon, MuonRule
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.orthogonal import Orthogonalization
+from mt_optim.override import GroupOverride, mup_overrides, override_groups
 from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
-from mt_optim.schedule import LRSchedule
+from mt_optim.schedule import LRSchedule, WeightDecaySchedule
 from mt_optim.sgd import SGD, SGDRule
 from mt_optim.torch_rule import TorchRule
 
@@ -26,6 +27,7 @@ __all__ = [
     "Batch",
     "DecayFilter",
     "DistributedOptimizer",
+    "GroupOverride",
     "LRSchedule",
     "Lion",
     "LionRule",
@@ -39,10 +41,13 @@ __all__ = [
     "StepGuard",
     "StepResult",
     "TorchRule",
+    "WeightDecaySchedule",
     "build_optimizer",
     "clip_grad_norm",
     "default_decay_filter",
     "fused_obstacle",
     "grad_norm",
     "is_hidden_matrix",
+    "mup_overrides",
+    "override_groups",
 ]

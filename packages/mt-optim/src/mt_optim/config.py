@@ -8,6 +8,7 @@ from typing import Any
 
 from mt_optim.group import check_number, check_size
 from mt_optim.orthogonal import Orthogonalization
+from mt_optim.override import GroupOverride
 from mt_optim.storage import MomentStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
@@ -31,6 +32,7 @@ class OptimizerConfig:
         orthogonalization: Of muon; by default its updates have the size of adamw's.
         moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
             with scales.
+        overrides: What some parameters have in place of that.
         options: Further arguments of a class of torch.
         max_norm: Largest norm of the whole model's gradient; None never clips.
         max_value: Largest magnitude of a gradient's element; None for any.
@@ -52,6 +54,7 @@ class OptimizerConfig:
         default_factory=lambda: Orthogonalization(extra_scale=0.2)
     )
     moments_dtype: str = "full"
+    overrides: tuple[GroupOverride, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
     max_value: float | None = None
@@ -74,6 +77,8 @@ class OptimizerConfig:
             limit = getattr(self, what)
             if limit is not None and not check_number(what, limit) > 0:
                 raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
+        if not all(isinstance(override, GroupOverride) for override in self.overrides):
+            raise TypeError(f"overrides must be GroupOverrides, got {self.overrides!r:.60}")
         MomentStorage(self.moments_dtype)
         if self.moments_dtype != "full" and self.name.startswith(TORCH):
             raise ValueError(

@@ -17,6 +17,7 @@ from mt_optim.lion import LionRule
 from mt_optim.matrix import is_hidden_matrix
 from mt_optim.muon import AdaptiveMuonRule, MuonRule
 from mt_optim.optimizer import NamedOptimizer
+from mt_optim.override import override_groups
 from mt_optim.rule import Rule
 from mt_optim.sgd import SGDRule
 from mt_optim.torch_rule import TorchRule
@@ -59,7 +60,7 @@ def build_optimizer(
     rules = _rules(config, state)
     matrix_rule = rules[0].name
     optimizer = NamedOptimizer(
-        named,
+        override_groups(named, config.overrides),
         rules,
         lr=config.lr,
         weight_decay=config.weight_decay,

@@ -18,7 +18,9 @@ MASTER_DTYPES = {
     torch.bfloat16: torch.float32,
 }
 # `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
-_KEYS = ("initial_lr", "name", "rule")
+# `lr_scale` and `wd_scale` are what `step(lr=, weight_decay=)` multiplies with.
+SCALES = ("lr_scale", "wd_scale")
+_KEYS = ("initial_lr", "name", "rule", *SCALES)
 LARGEST_LR = torch.finfo(torch.float32).max  # of more an fp32 weight becomes infinite
 
 
@@ -123,10 +125,12 @@ def check_options(group: Mapping[str, Any]) -> None:
     if lr > LARGEST_LR:
         raise ValueError(f"lr is {lr}, which fp32 weights cannot hold; use a smaller one")
     check_size("weight_decay", group["weight_decay"])
+    for key in SCALES:
+        check_size(key, group.get(key, 1.0))
 
 
-def check_size(what: str, value: Any) -> None:
-    """Check a number that is 0 or more.
+def check_size(what: str, value: Any) -> float:
+    """Return a number that is 0 or more.
 
     Raises:
         TypeError: It is not a number.
@@ -134,6 +138,7 @@ def check_size(what: str, value: Any) -> None:
     """
     if not 0 <= check_number(what, value) <= LARGEST_LR:
         raise ValueError(f"{what} must be 0 or more and finite, got {value}")
+    return value
 
 
 def check_number(what: str, value: Any) -> float:

@@ -16,6 +16,7 @@ from mt_optim.group import (
     MASTER_DTYPES,
     DecayFilter,
     check_options,
+    check_size,
     read_group,
     read_groups,
 )
@@ -124,7 +125,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         if not parts:  # all are frozen: the group keeps its place
             parts[forced or next(iter(self._rules)), True] = []
         for rule, decays in sorted(parts, key=lambda key: not key[1]):
-            given = options if decays else {**options, "weight_decay": 0.0}
+            given = options if decays else {**options, "weight_decay": 0.0, "wd_scale": 0.0}
             group = self._new_group(rule, given, parts[rule, decays], is_named=is_named)
             self.param_groups.append(group)
 
@@ -203,13 +204,20 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has overloads)
-        self, closure: Callable[[], Any] | None = None, *, lr: float | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        lr: float | None = None,
+        weight_decay: float | None = None,
     ) -> StepResult:
         """Update every parameter from its gradient.
 
         Args:
             closure: Called first, with gradients enabled, where it is given.
-            lr: Learning rate of all groups, from now on; by default each keeps its own.
+            lr: Learning rate of all groups, from now on, times a group's `lr_scale` where it has
+                one; by default each keeps its own.
+            weight_decay: The same for weight decay and `wd_scale`, which is 0 where `decay_filter`
+                refuses a parameter.
 
         Returns:
             What was done; `loss` is what the closure returned.
@@ -221,10 +229,19 @@ class NamedOptimizer(torch.optim.Optimizer):
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function; for a learning rate write lr={closure!r}")
         groups = self.param_groups
-        for group in groups:
-            self._check_group(self._rule(group), group if lr is None else {**group, "lr": lr})
-        for group in groups if lr is not None else ():
-            group["lr"] = lr
+        given: dict[str, tuple[str, float]] = {}
+        if lr is not None:
+            given["lr"] = ("lr_scale", check_size("lr", lr))
+        if weight_decay is not None:
+            given["weight_decay"] = ("wd_scale", check_size("weight_decay", weight_decay))
+        news = [
+            {key: value * group.get(scale, 1.0) for key, (scale, value) in given.items()}
+            for group in groups
+        ]
+        for group, new in zip(groups, news, strict=True):
+            self._check_group(self._rule(group), {**group, **new})
+        for group, new in zip(groups, news, strict=True):
+            group.update(new)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -358,6 +375,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         group: dict[str, Any] = {"params": [piece.param for piece in pieces]}
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
+        for key, scale in (("lr", "lr_scale"), ("weight_decay", "wd_scale")):
+            if key not in options:
+                group[key] = group[key] * group.get(scale, 1.0)
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mt_optim.group import LARGEST_LR, check_number
+from mt_optim.group import LARGEST_LR, check_number, check_size
 
 KINDS = ("constant", "linear", "cosine", "inverse-sqrt", "wsd")
 
@@ -143,3 +143,52 @@ class LRSchedule:
                 f"kind 'wsd' needs wsd_anneal between 0 and decay - warmup = {longest}, "
                 f"got {self.wsd_anneal}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecaySchedule:
+    """Weight decay after `n` units, from `start` to `end` over `length` units.
+
+    A pure function like `LRSchedule`: a resumed run asks for the same `n`, and nothing is stored.
+
+    Attributes:
+        start: Weight decay at 0.
+        end: Weight decay from `length` on.
+        length: Units of the change.
+        kind: `linear` `start + v (end - start)` or `cosine` `start + (1 + cos(pi (1 - v))) / 2
+            (end - start)`, with `v = n / length`.
+
+    Raises:
+        ValueError: A field is out of range.
+        TypeError: A field is not a number where one is needed.
+
+    Example:
+        >>> WeightDecaySchedule(start=0.0, end=0.1, length=100).at(50)
+        0.05
+    """
+
+    start: float
+    end: float
+    length: int
+    kind: str = "linear"
+
+    def __post_init__(self) -> None:
+        check_size("start", self.start)
+        check_size("end", self.end)
+        if not check_number("length", self.length) > 0:
+            raise ValueError(f"length must be positive, got {self.length}")
+        if self.kind not in ("linear", "cosine"):
+            raise ValueError(f"kind must be linear or cosine; got {self.kind!r:.60}")
+
+    def at(self, n: float) -> float:
+        """Return the weight decay at `n` units.
+
+        Raises:
+            ValueError: `n` is negative.
+        """
+        if not check_number("n", n) >= 0:
+            raise ValueError(f"n must be 0 or more, got {n}")
+        done = min(n / self.length, 1.0)
+        if self.kind == "cosine":
+            done = 0.5 * (1.0 + math.cos(math.pi * (1.0 - done)))
+        return self.start + done * (self.end - self.start)
