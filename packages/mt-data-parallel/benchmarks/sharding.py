@@ -1,6 +1,6 @@
 """Steps of every strategy beside torch's own, in one run: ratios of time, and bytes per rank.
 
-`OMP_NUM_THREADS=1 torchrun --nproc 2 benchmarks/sharding.py`
+`OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/sharding.py`
 """
 
 import time
