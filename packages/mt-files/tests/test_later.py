@@ -1,9 +1,10 @@
 """Names that are imported when somebody asks for them."""
 
+import gc
 import sys
 
 import pytest
-from mt_files import resolve_later
+from mt_files import quick_imports, resolve_later
 
 
 def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_path, monkeypatch):
@@ -29,3 +30,17 @@ def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_p
         _ = lazy_shop.door
     assert not hasattr(lazy_shop, "_till")
     assert callable(resolve_later("any"))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_imports_are_not_collected_and_the_collector_is_as_before(enabled: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with quick_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        (gc.enable if was else gc.disable)()

@@ -13,7 +13,7 @@ from mt_files.field import (
     hints_of,
     shorten,
 )
-from mt_files.later import resolve_later
+from mt_files.later import quick_imports, resolve_later
 from mt_files.lock import FolderLock
 from mt_files.reading import check_file, open_file, parse_json, read_bytes, read_json, read_text
 from mt_files.schema import (
@@ -53,6 +53,7 @@ __all__ = [
     "multiples_near",
     "open_file",
     "parse_json",
+    "quick_imports",
     "read_bytes",
     "read_json",
     "read_text",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from mt_files import did_you_mean, shorten
+from mt_files import did_you_mean, quick_imports, shorten
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
@@ -112,9 +112,10 @@ def _bounded(text: str) -> str:
 
 
 def _run(command: Generate, *, can_print: bool) -> int:
-    from mt_parallel_state import detect_env, launch, must_launch
+    with quick_imports():
+        from mt_parallel_state import detect_env, launch, must_launch
 
-    from mt_infer.loading import open_run
+        from mt_infer.loading import open_run
 
     if not can_print:
         raise OSError("standard output is closed, so nothing can be printed; open or redirect it")

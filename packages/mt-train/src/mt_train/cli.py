@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from mt_files import did_you_mean, shorten
+from mt_files import did_you_mean, quick_imports, shorten
 
 from mt_train.document import COMMAND_LINE
 from mt_train.problem import ConfigError, Problem
@@ -258,7 +258,8 @@ def _run(command: Run, arguments: list[str]) -> int:
 
     loaded = load_config(command.config, command.overrides)
     out = _run_folder(command.config) if command.out is None else _folder(command.out)
-    env, launches = _place(command.nproc)
+    with quick_imports():
+        env, launches = _place(command.nproc)
     if launches:
         return _launch(loaded, arguments, command.nproc)
     from mt_train.session import run
@@ -270,7 +271,8 @@ def _quickstart(command: Quickstart, arguments: list[str]) -> int:
     from mt_train.quickstart import load_quickstart, quickstart
 
     out = _folder(command.out)
-    env, launches = _place(command.nproc)
+    with quick_imports():
+        env, launches = _place(command.nproc)
     loaded = load_quickstart(command.steps, max(command.nproc, env.world_size))
     if launches:
         return _launch(loaded, arguments, command.nproc)
