@@ -34,10 +34,11 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
     port in between. OMP_NUM_THREADS is the number of cores divided by `nproc` unless it is set.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which then have two minutes to save and
-    leave; a second signal is passed on too, and what still runs a second later is killed. When a
-    rank fails, the others are ended: SIGTERM at once, SIGKILL three seconds later, since a rank
-    inside a collective may not react to the former. A rank that exits with 75 was stopped and can
-    be resumed, which is no failure. On Linux the ranks also end when this process is killed.
+    leave; a second signal is passed on too, and what still runs a second later is killed, which
+    counts as an end by that signal. When a rank fails, the others are ended: SIGTERM at once,
+    SIGKILL three seconds later, since a rank inside a collective may not react to the former. A
+    rank that exits with 75 was stopped and can be resumed, which is no failure. On Linux the ranks
+    also end when this process is killed.
 
     Args:
         module: An installed module, or one on PYTHONPATH; the working directory is not searched.
@@ -100,8 +101,9 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], noted: list[int]) -> int:
     failed: int | None = None
     deadline = float("inf")
     forwarded = 0
+    insisted = False
     while any(process.poll() is None for process in ranks):
-        if failed is None and (failed := _first_failure(ranks)) is not None:
+        if failed is None and (failed := _first_failure(ranks, insisted=insisted)) is not None:
             alive = [process for process in ranks if process.poll() is None]
             _report(failed, ranks[failed].returncode, len(alive), noted)
             _signal_all(alive, signal.SIGTERM)
@@ -112,20 +114,27 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], noted: list[int]) -> int:
             grace = _STOP_GRACE_SECONDS if forwarded == 1 else _SECOND_SIGNAL_GRACE_SECONDS
             deadline = min(deadline, time.monotonic() + grace)
         if time.monotonic() > deadline:
+            insisted = failed is None and forwarded > 1
             _signal_all(ranks, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(_POLL_SECONDS)
-    if failed is None and (failed := _first_failure(ranks)) is not None:
+    if failed is None and (failed := _first_failure(ranks, insisted=insisted)) is not None:
         _report(failed, ranks[failed].returncode, 0, noted)
     if failed is not None:
         return _exit_code(ranks[failed].returncode)
+    if insisted:
+        return 128 + noted[forwarded - 1]
     return STOPPED if any(process.returncode == STOPPED for process in ranks) else 0
 
 
-def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed; a signal goes first, being the cause of the others' errors."""
+def _first_failure(ranks: list[subprocess.Popen[bytes]], *, insisted: bool) -> int | None:
+    """Return the rank that failed; a signal goes first, being the cause of the others' errors.
+
+    A rank that was killed here, as somebody insisted on a stop, did not fail.
+    """
+    sound = (0, STOPPED, -signal.SIGKILL) if insisted else (0, STOPPED)
     codes = [(process.poll() or 0, rank) for rank, process in enumerate(ranks)]
-    return next((rank for code, rank in sorted(codes) if code not in (0, STOPPED)), None)
+    return next((rank for code, rank in sorted(codes) if code not in sound), None)
 
 
 def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
