@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
     from mt_testing.strategies import layouts
-    from mt_testing.tolerances import FACTORS, Tolerance, assert_close, tolerance
+    from mt_testing.tolerances import FACTORS, assert_close, tolerance
 
 __all__ = [
     "FACTORS",
@@ -21,7 +21,6 @@ __all__ = [
     "RankFailure",
     "RankPool",
     "RankTimeout",
-    "Tolerance",
     "assert_close",
     "expect_kill",
     "fake_world",
@@ -39,7 +38,6 @@ _HOMES = {
     "RankFailure": "errors",
     "RankPool": "pool",
     "RankTimeout": "errors",
-    "Tolerance": "tolerances",
     "assert_close": "tolerances",
     "expect_kill": "faults",
     "fake_world": "fake",

@@ -7,23 +7,10 @@ here once, so that a test names what it computes and not a number that happened 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Allowed error of one element: `|actual - expected| <= rtol * |expected| + atol * scale`.
-
-    `scale` is the root mean square of the expected values unless the caller knows better: a sum
-    that cancels to nearly zero keeps the rounding errors of its terms, which have that size.
-    """
-
-    rtol: float
-    atol: float
 
 
 # Multiples of eps: (fp64 and fp32, which accumulate in themselves; bf16, fp16 and fp8, which are
@@ -43,8 +30,12 @@ FACTORS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def tolerance(dtype: torch.dtype, op: str) -> Tolerance:
-    """Return the tolerance of the table for a dtype and a kind of operation.
+def tolerance(dtype: torch.dtype, op: str) -> float:
+    """Return how far one element may be off, as the table has it for a dtype and an operation.
+
+    It is allowed `|actual - expected| <= tolerance * (|expected| + scale)`, where `scale` is the
+    root mean square of the expected values unless the caller knows better: a sum that cancels to
+    nearly zero keeps the rounding errors of its terms, which have that size.
 
     Args:
         dtype: Of the computed values; integers and bool are always exact.
@@ -60,11 +51,10 @@ def tolerance(dtype: torch.dtype, op: str) -> Tolerance:
     if not isinstance(op, str) or op not in FACTORS:
         raise ValueError(f"op is {op!r}; the table has {', '.join(FACTORS)}")
     if not (dtype.is_floating_point or dtype.is_complex):
-        return Tolerance(rtol=0.0, atol=0.0)
+        return 0.0
     wide, narrow = FACTORS[op]
     eps = torch.finfo(dtype).eps
-    bound = eps * (narrow if eps > torch.finfo(torch.float32).eps else wide)
-    return Tolerance(rtol=bound, atol=bound)
+    return eps * (narrow if eps > torch.finfo(torch.float32).eps else wide)
 
 
 def assert_close(
@@ -137,15 +127,15 @@ def _assert_tensors_close(
         )
     bound = tolerance(dtype or actual.dtype, op)
     kind = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
-    if bound.rtol == 0.0 and actual.dtype == expected.dtype:
+    if bound == 0.0 and actual.dtype == expected.dtype:
         kind = actual.dtype  # int64 and uint64 have values that fp64 has not
     left, right = actual.cpu().to(kind), expected.cpu().to(kind)
     if scale is None:
         scale = _root_mean_square(right)
-    if bound.rtol == 0.0:
+    if bound == 0.0:
         wrong = (left != right) & ~(left.isnan() & right.isnan())
     else:
-        allowed = bound.rtol * right.abs() + bound.atol * scale
+        allowed = bound * right.abs() + bound * scale
         near = left.isfinite() & right.isfinite() & ((left - right).abs() <= allowed)
         near |= left == right  # equal infinities
         wrong = ~(near | (left.isnan() & right.isnan()))
@@ -157,8 +147,8 @@ def _assert_tensors_close(
     raise AssertionError(
         f"{prefix}{int(wrong.sum())} of {wrong.numel()} elements differ; the worst at "
         f"{list(place)}: {left[place].item()} instead of {right[place].item()}. "
-        f"Allowed for op={op!r} in {dtype or actual.dtype}: {bound.rtol:.3g} relative plus "
-        f"{bound.atol * scale:.3g} (atol {bound.atol:.3g} x scale {scale:.3g})"
+        f"Allowed for op={op!r} in {dtype or actual.dtype}: {bound:.3g} relative plus "
+        f"{bound * scale:.3g} ({bound:.3g} x scale {scale:.3g})"
     )
 
 
