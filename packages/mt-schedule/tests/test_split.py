@@ -15,7 +15,6 @@ from mt_schedule import (
     balance_layers,
     make_schedule,
     parse_layout,
-    place_layers,
     place_stages,
     split_layers,
 )
@@ -38,12 +37,11 @@ def test_the_v_turns_around_at_the_last_rank():
 
 
 def test_ends_have_fewer_layers_where_their_other_work_counts():
-    assert lengths(place_layers(10, 4, count_embedding=True, count_loss=True)) == [2, 3, 3, 2]
-    assert lengths(place_layers(7, 2, count_loss=True)) == [4, 3]
-    assert lengths(place_layers(10, 3, first=2, last=2)) == [2, 6, 2]
-    assert lengths(place_layers(11, 4, last=2)) == [3, 3, 3, 2]
-    assert lengths(place_layers(5, 2, first=1, last=4)) == [1, 4]
-    assert place_layers(9, 3) == split_layers(9, 3)
+    assert lengths(split_layers(10, 4, count_embedding=True, count_loss=True)) == [2, 3, 3, 2]
+    assert lengths(split_layers(7, 2, count_loss=True)) == [4, 3]
+    assert lengths(split_layers(10, 3, first=2, last=2)) == [2, 6, 2]
+    assert lengths(split_layers(11, 4, last=2)) == [3, 3, 3, 2]
+    assert lengths(split_layers(5, 2, first=1, last=4)) == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +56,7 @@ def test_ends_have_fewer_layers_where_their_other_work_counts():
 )
 def test_places_that_do_not_fit_are_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):
-        place_layers(*sizes, **options)
+        split_layers(*sizes, **options)
 
 
 @settings(max_examples=60, deadline=None)

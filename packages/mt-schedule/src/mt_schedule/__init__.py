@@ -11,7 +11,7 @@ from mt_schedule.notation import LayoutError, StageContent, parse_layout
 from mt_schedule.optimise import optimise
 from mt_schedule.schedules import SCHEDULES, make_schedule
 from mt_schedule.simulator import Simulation, Span, simulate
-from mt_schedule.split import balance_layers, place_layers, place_stages, split_layers
+from mt_schedule.split import balance_layers, place_stages, split_layers
 from mt_schedule.svg import draw_svg
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "make_schedule",
     "optimise",
     "parse_layout",
-    "place_layers",
     "place_stages",
     "simulate",
     "split_layers",

@@ -9,41 +9,7 @@ from collections.abc import Iterable, Sequence
 from mt_schedule.action import LARGEST, require_positive
 
 
-def split_layers(num_layers: int, stages: int) -> list[range]:
-    """Cut a list of layers into contiguous stages of as equal length as can be.
-
-    Where the layers do not divide evenly, the first of the middle stages take one more each, then
-    the first stage: the first stage also has the embedding, and the last stage, which also has the
-    head and the loss, never takes one.
-
-    Args:
-        num_layers: Number of layers.
-        stages: Number of stages.
-
-    Returns:
-        For each stage the range of its layers; together they are `range(num_layers)`.
-
-    Raises:
-        ValueError: `stages` is below 1, or a stage would have no layer.
-
-    Example:
-        >>> split_layers(10, 4)
-        [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
-    """
-    require_positive("stages", stages)
-    if num_layers > LARGEST:
-        raise ValueError(f"num_layers is {num_layers:,}: expected at most {LARGEST:,}")
-    if num_layers < stages:
-        raise ValueError(
-            f"{num_layers} layers cannot fill {stages} pipeline stages: every stage needs a layer, "
-            f"so use at most {max(num_layers, 1)} stages or at least {stages} layers"
-        )
-    each, remainder = divmod(num_layers, stages)
-    favoured = [*range(1, stages - 1), 0][:remainder]
-    return ranges_of(each + (stage in favoured) for stage in range(stages))
-
-
-def place_layers(
+def split_layers(
     num_layers: int,
     stages: int,
     *,
@@ -52,7 +18,11 @@ def place_layers(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> list[range]:
-    """Cut a list of layers into stages, with fewer layers where other work is.
+    """Cut a list of layers into contiguous stages of as equal length as can be.
+
+    Where the layers do not divide evenly, the first of the middle stages take one more each, then
+    the first stage: the first stage also has the embedding, and the last stage, which also has the
+    head and the loss, never takes one.
 
     Args:
         num_layers: Number of layers.
@@ -66,36 +36,39 @@ def place_layers(
         For each stage the range of its layers; together they are `range(num_layers)`.
 
     Raises:
-        ValueError: A stage would have no layer, the given numbers do not fit, or an end is both
-            given and counted.
+        ValueError: `stages` is below 1, a stage would have no layer, the given numbers do not fit,
+            or an end is both given and counted.
 
     Example:
-        >>> place_layers(10, 4, count_embedding=True, count_loss=True)
+        >>> split_layers(10, 4)
         [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
-        >>> place_layers(10, 3, first=2, last=2)
+        >>> split_layers(10, 3, first=2, last=2)
         [range(0, 2), range(2, 8), range(8, 10)]
     """
-    for what, given, counted in (
-        ("first", first, count_embedding),
-        ("last", last, count_loss),
-    ):
-        if given is None:
-            continue
-        if counted:
+    require_positive("stages", stages)
+    if num_layers > LARGEST:
+        raise ValueError(f"num_layers is {num_layers:,}: expected at most {LARGEST:,}")
+    if num_layers < stages:
+        raise ValueError(
+            f"{num_layers} layers cannot fill {stages} pipeline stages: every stage needs a layer, "
+            f"so use at most {max(num_layers, 1)} stages or at least {stages} layers"
+        )
+    for what, given, counted in (("first", first, count_embedding), ("last", last, count_loss)):
+        if given is not None and counted:
             raise ValueError(f"{what} is {given} and its other work is counted too: give one")
-        if given < 1:
+        if given is not None and given < 1:
             raise ValueError(f"{what} is {given}: expected at least 1 layer")
-    counts = [given for given in (first, last) if given is not None]
-    middle = num_layers - sum(counts) + count_embedding + count_loss
-    rest = stages - len(counts)
-    if (rest == 0 and middle) or (rest > 0 and middle < rest) or rest < 0:
+    head, tail = ([] if given is None else [given] for given in (first, last))
+    rest = stages - len(head + tail)
+    middle = num_layers - sum(head + tail) + count_embedding + count_loss
+    if rest < 0 or middle < rest or (rest == 0 and middle):
         raise ValueError(
             f"{num_layers} layers do not fit {stages} stages with first={first}, last={last}: "
             f"{max(rest, 0)} other stages would share {middle} layers"
         )
-    lengths = [len(part) for part in split_layers(middle, rest)] if rest else []
-    lengths = [*([first] if first is not None else []), *lengths]
-    lengths += [last] if last is not None else []
+    each, remainder = divmod(middle, rest or 1)
+    favoured = [*range(1, rest - 1), 0][:remainder]
+    lengths = [*head, *(each + (stage in favoured) for stage in range(rest)), *tail]
     lengths[0] -= count_embedding
     lengths[-1] -= count_loss
     if min(lengths) < 1:
