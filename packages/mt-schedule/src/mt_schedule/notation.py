@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _MOST_CHARACTERS = 4096
 _MOST_SYMBOLS = 65_536
 _DEEPEST = 16
 _SYMBOLS = "EtmL|"
+_TOKEN = re.compile(r"\*[\s,]*([0-9]*)|[^\s,]")
 
 
 class LayoutError(ValueError):
@@ -79,7 +81,7 @@ def parse_layout(
     if len(text) > _MOST_CHARACTERS:
         reason = f"the layout has {len(text)} characters; at most {_MOST_CHARACTERS} are read"
         raise LayoutError(text, _MOST_CHARACTERS, reason)
-    symbols = _Parser(text).symbols()
+    symbols = _symbols(text)
     _check_order(text, symbols)
     result: list[StageContent] = []
     layers = 0
@@ -102,78 +104,42 @@ def parse_layout(
     return tuple(result)
 
 
-class _Parser:
-    """Recursive descent: layout = {(symbol | "(" layout ")") ["*" number]}."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def symbols(self) -> list[tuple[str, int]]:
-        """Every symbol with the position that it was read from, repetitions written out."""
-        found = self._layout(depth=0)
-        if self._at < len(self._text):
-            raise self._error("')' closes no '('")
-        return found
-
-    def _layout(self, depth: int) -> list[tuple[str, int]]:
-        found: list[tuple[str, int]] = []
-        while (symbol := self._peek()) not in ("", ")"):
-            start = self._at
-            if symbol == "(":
-                item = self._group(start, depth)
-            elif symbol in _SYMBOLS:
-                self._at += 1
-                item = [(symbol, start)]
-            elif symbol == "*":
-                raise self._error("'*' repeats what is before it, and there is nothing")
-            else:
-                raise self._error(f"{symbol!r} is unknown: use E, t, m, L, |, (, ) and *")
-            times_at = self._at
-            found += item * self._times(len(item))
-            if len(found) > _MOST_SYMBOLS:
-                self._at = times_at
-                raise self._error(f"written out it has more than {_MOST_SYMBOLS} symbols")
-        return found
-
-    def _group(self, start: int, depth: int) -> list[tuple[str, int]]:
-        if depth == _DEEPEST:
-            raise self._error(f"groups are nested more than {_DEEPEST} deep")
-        self._at += 1
-        item = self._layout(depth + 1)
-        if self._peek() != ")":
-            self._at = start
-            raise self._error("'(' is never closed")
-        self._at += 1
-        return item
-
-    def _times(self, length: int) -> int:
-        if self._peek() != "*":
-            return 1
-        self._at += 1
-        self._peek()
-        start = self._at
-        while self._at < len(self._text) and self._text[self._at] in "0123456789":
-            self._at += 1
-        digits = self._text[start : self._at]
-        if not digits or int(digits[:9]) == 0:
-            self._at = start
-            raise self._error("after '*' comes how often: a whole number of at least 1")
-        if len(digits) > 9 or int(digits) * length > _MOST_SYMBOLS:
-            self._at = start
-            raise self._error(f"written out it has more than {_MOST_SYMBOLS} symbols")
-        return int(digits)
-
-    def _peek(self) -> str:
-        """The next character that means something, empty at the end."""
-        while self._at < len(self._text) and (
-            self._text[self._at] == "," or self._text[self._at].isspace()
-        ):
-            self._at += 1
-        return self._text[self._at : self._at + 1]
-
-    def _error(self, reason: str) -> LayoutError:
-        return LayoutError(self._text, self._at, reason)
+def _symbols(text: str) -> list[tuple[str, int]]:
+    """Every symbol with the position that it was read from, repetitions written out."""
+    found: list[tuple[str, int]] = []
+    groups: list[tuple[int, int]] = []  # where each open one begins: in the text, and in `found`
+    item: int | None = None  # where in `found` what a '*' repeats begins
+    for token in _TOKEN.finditer(text):
+        symbol, at = token[0][0], token.start()
+        if symbol == "*":
+            if item is None:
+                raise LayoutError(text, at, "'*' repeats what is before it, and there is nothing")
+            at, times = token.start(1), int(token[1] or 0)
+            if times < 1:
+                reason = "after '*' comes how often: a whole number of at least 1"
+                raise LayoutError(text, at, reason)
+            length = len(found) - item
+            if times > _MOST_SYMBOLS or len(found) + (times - 1) * length > _MOST_SYMBOLS:
+                raise LayoutError(text, at, f"written out it has more than {_MOST_SYMBOLS} symbols")
+            found += found[item:] * (times - 1)
+            item = None
+        elif symbol == "(":
+            if len(groups) == _DEEPEST:
+                raise LayoutError(text, at, f"groups are nested more than {_DEEPEST} deep")
+            groups.append((at, len(found)))
+            item = None
+        elif symbol == ")":
+            if not groups:
+                raise LayoutError(text, at, "')' closes no '('")
+            _, item = groups.pop()
+        elif symbol in _SYMBOLS:
+            item = len(found)
+            found.append((symbol, at))
+        else:
+            raise LayoutError(text, at, f"{symbol!r} is unknown: use E, t, m, L, |, (, ) and *")
+    if groups:
+        raise LayoutError(text, groups[-1][0], "'(' is never closed")
+    return found
 
 
 def _check_order(text: str, symbols: list[tuple[str, int]]) -> None:
