@@ -156,7 +156,7 @@ def test_costs_that_are_one_number_do_not_say_how_large_a_piece_is():
     costs = Costs(forward=[1.0] * 6, activation_bytes=1.0)
     best = optimise(costs, ranks=3, microbatches=6, trials=20)
     simulated = simulate(best, costs=costs)
-    assert simulated == simulate(best, costs=costs.spread(6))
+    assert simulated == simulate(best, costs=costs.merged(6))
     assert simulated.makespan <= 6 * 6 + 2
 
 
@@ -200,9 +200,9 @@ def test_a_weight_that_is_not_given_stays_half_of_the_backward():
     costs = dataclasses.replace(Costs(), backward=4.0)
     assert costs.weight is None
     assert costs == Costs(backward=4.0)
-    assert costs.spread(2).weight == costs.merged(2).weight == (2.0, 2.0)
+    assert costs.merged(2).weight == (2.0, 2.0)
     uneven = dataclasses.replace(costs, backward=[2.0, 3.0])
-    assert (uneven.spread(2).weight, uneven.merged(1).weight) == ((1.0, 1.5), (2.5,))
+    assert (uneven.merged(2).weight, uneven.merged(1).weight) == ((1.0, 1.5), (2.5,))
     # Half of 4.0: I and W take 2 each. A W of 1.0 would leave 3.
     schedule = make_schedule("zb-h1", 2, 1)
     assert (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Op(StrEnum):
@@ -108,32 +110,31 @@ def require_size(stages: Any, microbatches: Any) -> None:
         )
 
 
-def require_type(where: str, value: Any, kind: type, described: str) -> None:
-    """Raise ValueError unless a value of a document has the wanted type."""
+def require_kind(value: Any, kind: type[T]) -> T:
+    """Return a value of the wanted class, or raise TypeError."""
     if not isinstance(value, kind):
-        # A bad document is a bad value, whatever type is found in it.
-        raise ValueError(f"{where} is {value!r:.80}: expected {described}")  # noqa: TRY004
-
-
-def read_list(value: Any, where: str) -> Sequence[Any]:
-    """Read a JSON list."""
-    require_type(where, value, list, "a list")
+        raise TypeError(f"expected a {kind.__name__}, got {value!r:.60} ({type(value).__name__})")
     return value
 
 
-def read_ints(value: Any, where: str) -> tuple[int, ...]:
-    """Read a JSON list of whole numbers."""
-    items = read_list(value, where)
-    for index, item in enumerate(items):
-        if not _is_int(item):
-            raise ValueError(f"{where}[{index}] is {item!r:.80}: expected a whole number")
-    return tuple(items)
+def read_list(value: Any, where: str, read: Callable[[Any, str], T]) -> tuple[T, ...]:
+    """Read a JSON list, each item by `read`."""
+    if not isinstance(value, list):
+        # A bad document is a bad value, whatever type is found in it.
+        raise ValueError(f"{where} is {value!r:.80}: expected a list")  # noqa: TRY004
+    return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def read_int(value: Any, where: str) -> int:
+    """Read a whole number."""
+    if not _is_int(value):
+        raise ValueError(f"{where} is {value!r:.80}: expected a whole number")
+    return value
 
 
 def read_actions(value: Any, where: str) -> tuple[Action, ...]:
     """Read a list of `[op, stage, microbatch]`."""
-    items = read_list(value, where)
-    return tuple(_read_action(item, f"{where}[{index}]") for index, item in enumerate(items))
+    return read_list(value, where, _read_action)
 
 
 def read_pair(value: Any, where: str) -> tuple[Action, Action]:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mt_schedule.action import Action, Op
+from mt_schedule.action import Action, Op, require_kind
 from mt_schedule.communication import steps
 from mt_schedule.costs import Costs
-from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.ir import Schedule
 from mt_schedule.simulator import advance, source_of
 
 _Channel: TypeAlias = tuple[int, int]  # from rank, to rank
@@ -55,7 +55,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
     Returns:
         The violations by rank and index; empty when the schedule is right.
     """
-    require_schedule(schedule)
+    require_kind(schedule, Schedule)
     if buffers < 0:
         raise ValueError(f"buffers is {buffers}: expected 0 or more")
     places: dict[Action, int] = {}
@@ -160,15 +160,13 @@ def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _doubled(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    for action, index in places.items():
+    for action in places:
         if action.op is Op.B:
             for op in (Op.I, Op.W):
                 part = action._replace(op=op)
                 if part in places:
-                    rank = schedule.stage_ranks[action.stage]
-                    yield Violation(
-                        rank, index, f"{action} does what {part}, action {places[part]}, does too"
-                    )
+                    sentence = f"{action} does what {part}, action {places[part]}, does too"
+                    yield _violation(schedule, places, action, sentence)
 
 
 def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
@@ -177,8 +175,8 @@ def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         for need in _needs(schedule, action, hooked):
             at = places.get(need, -1)
             if at > index:
-                rank = schedule.stage_ranks[action.stage]
-                yield Violation(rank, index, f"{action} needs {need}, which is action {at}")
+                sentence = f"{action} needs {need}, which is action {at}"
+                yield _violation(schedule, places, action, sentence)
 
 
 def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
@@ -198,8 +196,8 @@ def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         for send, receive in zip(sent, receives[source, target], strict=True):
             if schedule.other_end(send) != receive:
                 clash = f"rank {source} sends {send} where rank {target} expects {receive}"
-                yield Violation(source, places[send], f"messages out of order: {clash}")
-                yield Violation(target, places[receive], f"messages out of order: {clash}")
+                for end in (send, receive):
+                    yield _violation(schedule, places, end, f"messages out of order: {clash}")
                 break
 
 
@@ -212,11 +210,11 @@ def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
         if (action := timeline.stuck_at(rank)) is not None
     }
     found = []
-    for rank, (action, source) in stuck.items():
+    for action, source in stuck.values():
         peer = schedule.stage_ranks[source.stage]
         at = f"which is stuck at {stuck[peer][0]}" if peer in stuck else "which never does it"
         sentence = f"deadlock: {action} waits for {source} on rank {peer}, {at}"
-        found.append(Violation(rank, places[action], sentence))
+        found.append(_violation(schedule, places, action, sentence))
     return found
 
 
@@ -250,11 +248,11 @@ def _deadlocks(schedule: Schedule, places: _Places, buffers: int) -> Iterator[Vi
                 posted[sending, channel] += 1
                 runnable.append(peer)
             at[rank] += 1
-    for rank, left in enumerate(pending):
+    for left in pending:
         for action, *_ in left[:1]:
             peer = _peer(schedule, action)
             sentence = f"deadlock: {action} waits for rank {peer}, stuck at {pending[peer][0][0]}"
-            yield Violation(rank, places[action], sentence)
+            yield _violation(schedule, places, action, sentence)
 
 
 def _peer(schedule: Schedule, action: Action) -> int:
@@ -276,9 +274,8 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
         count, peak = len(live[rank]), (schedule.peak_activations or ())[rank]
         if count > peak and rank not in reported:
             reported.add(rank)
-            yield Violation(
-                rank, index, f"{count} live activations, but the schedule declares {peak}"
-            )
+            sentence = f"{count} live activations, but the schedule declares {peak}"
+            yield Violation(rank, index, sentence)
 
 
 def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
@@ -297,10 +294,10 @@ def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
                 yield _violation(schedule, places, action, sentence)
             paired.add(action)
         if first in places and second in places:
-            ranks = [schedule.stage_ranks[action.stage] for action in (first, second)]
-            if ranks[0] != ranks[1]:
-                sentence = f"{first} cannot overlap {second}: it is on rank {ranks[1]}"
-                yield Violation(ranks[0], places[first], sentence)
+            rank, other = (schedule.stage_ranks[action.stage] for action in (first, second))
+            if rank != other:
+                sentence = f"{first} cannot overlap {second}: it is on rank {other}"
+                yield _violation(schedule, places, first, sentence)
 
 
 def _violation(schedule: Schedule, places: _Places, action: Action, sentence: str) -> Violation:

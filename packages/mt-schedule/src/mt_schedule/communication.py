@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mt_schedule.action import Action, Op, require_size
-from mt_schedule.costs import Costs, require_costs
-from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.action import Action, Op, require_kind, require_size
+from mt_schedule.costs import Costs
+from mt_schedule.ir import Schedule
 from mt_schedule.simulator import action_times, simulate
 
 
@@ -40,9 +40,10 @@ def insert_communication(schedule: Schedule, costs: Costs | None = None) -> Sche
         ValueError: The costs do not fit the stages, or the schedule cannot complete (`check` says
             why).
     """
-    if require_schedule(schedule).has_communication:
+    if require_kind(schedule, Schedule).has_communication:
         return schedule
-    costs = _lasting(schedule, require_costs(costs))
+    costs = Costs() if costs is None else require_kind(costs, Costs)
+    costs = _lasting(schedule, costs)
     # Sorted by time, messages before the computation that starts with them, then by the pair of
     # ranks, so that both ends of a message agree on the order of all messages between them.
     events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
@@ -100,7 +101,7 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
     Raises:
         ValueError: The schedule has hooks already.
     """
-    if any(action.op.is_hook for _, _, action in require_schedule(schedule)):
+    if any(action.op.is_hook for _, _, action in require_kind(schedule, Schedule)):
         raise ValueError(f"schedule {schedule.name!r} has hooks already")
     ranks = []
     for rank, actions in enumerate(schedule.ranks):
@@ -140,7 +141,7 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     Returns:
         A schedule with communication and without backwards. It keeps no activations.
     """
-    require_size(require_schedule(schedule).depth, microbatches)
+    require_size(require_kind(schedule, Schedule).depth, microbatches)
     share = schedule.microbatches // schedule.directions
     ranks = tuple(
         tuple(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mt_schedule.action import require_positive
 
@@ -22,7 +21,7 @@ class Costs:
         forward: Time of one F.
         backward: Time of one B: input and weight gradients together.
         weight: Time of one W, the part of `backward` that is not I. None: half of it, also after
-            `dataclasses.replace(costs, backward=...)`; `spread` and `merged` give the numbers.
+            `dataclasses.replace(costs, backward=...)`; `merged` gives the numbers.
         activation_bytes: What a stage keeps of one micro-batch between its forward and the end of
             its backward.
         message_bytes: Size of a stage's output for one micro-batch, and of its gradient.
@@ -81,29 +80,16 @@ class Costs:
         given = (getattr(self, what) for what in _PER_STAGE)
         return next((len(value) for value in given if isinstance(value, tuple)), None)
 
-    def spread(self, stages: int) -> Costs:
-        """The same costs with one number for each stage.
-
-        Raises:
-            ValueError: They are for another number of stages.
-        """
-        require_positive("stages", stages)
-        if self.stages not in (None, stages):
-            what = next(f for f in _PER_STAGE if isinstance(getattr(self, f), tuple))
-            raise ValueError(
-                f"{what} has {self.stages} numbers for {stages} stages: give one per stage"
-            )
-        return replace(self, **{what: tuple(self._listed(what, stages)) for what in _PER_STAGE})
-
     def merged(self, stages: int) -> Costs:
-        """The costs when neighbouring stages are joined, so that there are `stages` of them.
+        """The costs with one number for each of `stages` stages, neighbouring ones being joined.
 
         Times and activations add up; a joined stage hands on what its last part does.
 
         Raises:
             ValueError: The number of stages is not a divisor of that of the costs.
         """
-        have = self.stages or require_positive("stages", stages)
+        require_positive("stages", stages)
+        have = self.stages or stages
         if have % stages:
             raise ValueError(f"{have} stages cannot be joined to {stages}: use a divisor of {have}")
         each = have // stages
@@ -119,10 +105,3 @@ class Costs:
         if value is None:  # the weight, where it is not given
             return [time / 2 for time in self._listed("backward", stages)]
         return [float(value)] * stages if isinstance(value, int | float) else list(value)
-
-
-def require_costs(costs: Any) -> Costs:
-    """Return costs, those of `Costs()` for None, or raise TypeError where it is something else."""
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"expected Costs, got {costs!r:.60} ({type(costs).__name__})")
-    return Costs() if costs is None else costs

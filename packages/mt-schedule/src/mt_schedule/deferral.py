@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable
 
-from mt_schedule.action import Action, Op
-from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.action import Action, Op, require_kind
+from mt_schedule.ir import Schedule
 
 
 def defer_weights(schedule: Schedule, actions: Collection[Action] | None = None) -> Schedule:
@@ -27,7 +27,9 @@ def defer_weights(schedule: Schedule, actions: Collection[Action] | None = None)
     Raises:
         ValueError: One of the actions is no B or W of the schedule.
     """
-    present = {action for _, _, action in require_schedule(schedule) if action.op in (Op.B, Op.W)}
+    present = {
+        action for _, _, action in require_kind(schedule, Schedule) if action.op in (Op.B, Op.W)
+    }
     late = present if actions is None else set(actions)
     for action in late - present:
         raise ValueError(f"{action} cannot be put off: the schedule has no such B or W")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mt_schedule.action import Action, require_positive
-from mt_schedule.ir import Schedule, require_schedule
-from mt_schedule.simulator import Simulation, Span
+from mt_schedule.action import Action, require_kind, require_positive
+from mt_schedule.ir import Schedule
+from mt_schedule.simulator import Simulation, Span, busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Panel:
     unit: str = "time of a forward"
 
     def __post_init__(self) -> None:
-        require_schedule(self.schedule)
+        require_kind(self.schedule, Schedule)
         if len(self.timeline) != len(self.schedule.ranks):
             raise ValueError(
                 f"the timeline has {len(self.timeline)} ranks, but the schedule has "
@@ -73,14 +72,10 @@ class Panel:
 
     def idle(self) -> float:
         """The share of all ranks' time in which they do not compute."""
-        busy = 0.0
-        for rank in range(len(self.timeline)):
-            until = 0.0
-            for bar in self.bars(rank):
-                busy += max(0.0, bar.end - max(bar.start, until))
-                until = max(until, bar.end)
-        whole = self.makespan * len(self.timeline)
-        return 1.0 - busy / whole if whole else 0.0
+        ranks = range(len(self.timeline))
+        worked = sum(busy((bar.start, bar.end) for bar in self.bars(rank)) for rank in ranks)
+        whole = self.makespan * len(ranks)
+        return 1.0 - worked / whole if whole else 0.0
 
     def bars(self, rank: int) -> list[Bar]:
         """What to draw for a rank, in the order of time; hooks and messages left out."""
@@ -101,12 +96,6 @@ class Panel:
         ]
 
 
-def require_panel(panel: Any) -> None:
-    """Raise TypeError where something is no panel."""
-    if not isinstance(panel, Panel):
-        raise TypeError(f"expected a Panel, got {panel!r:.60} ({type(panel).__name__})")
-
-
 def draw_text(panel: Panel, *, width: int = 120) -> str:
     """Draw a run in characters, one line for each rank and the time from left to right.
 
@@ -120,7 +109,7 @@ def draw_text(panel: Panel, *, width: int = 120) -> str:
         micro-batch 3 in the rank's second stage; of an overlapped pair the forward is shown and
         `&`.
     """
-    require_panel(panel)
+    require_kind(panel, Panel)
     if require_positive("width", width, 10_000) < 20:
         raise ValueError(f"width is {width}: expected at least 20 characters")
     ranks = range(len(panel.timeline))

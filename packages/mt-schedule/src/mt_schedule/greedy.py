@@ -116,17 +116,16 @@ class _Greedy:
         """Let a result arrive; say on which rank."""
         op, stage, _ = action
         forward = op is Op.F
-        after = self._shape.next_stage(stage) if forward else self._shape.previous_stage(stage)
-        if after is None and not forward:
-            return set()
-        target = (op, stage if after is None else after)
+        after = (self._shape.next_stage if forward else self._shape.previous_stage)(stage)
         if after is None:
-            target = (Op.I, stage)
-        holder = self._shape.stage_ranks[target[1]]
+            if not forward:
+                return set()
+            op, after = Op.I, stage
+        holder = self._shape.stage_ranks[after]
         if holder != self._shape.stage_ranks[stage]:
-            size = self._messages[min(stage, target[1])]
+            size = self._messages[min(stage, after)]
             end += self._costs.latency + (size / self._costs.bandwidth if size else 0.0)
-        self._arrived[target[0]][target[1]].append(end)
+        self._arrived[op][after].append(end)
         return {holder}
 
     def _choose(self, rank: int) -> tuple[float, Action] | None:

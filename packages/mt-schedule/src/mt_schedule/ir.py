@@ -7,23 +7,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from mt_schedule.action import (
     LOCAL,
     Action,
     Op,
     read_actions,
-    read_ints,
+    read_int,
     read_list,
     read_pair,
     require_positive,
     require_size,
-    require_type,
 )
 
 _FORMAT = "mt-schedule"
 _VERSION = 1
+_OTHER_END = MappingProxyType(
+    {
+        Op.SEND_F: Op.RECV_F,
+        Op.RECV_F: Op.SEND_F,
+        Op.SEND_B: Op.RECV_B,
+        Op.RECV_B: Op.SEND_B,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +171,7 @@ class Schedule:
         """
         if not 0 <= action.stage < self.stages or action.op in LOCAL:
             return None
-        downstream = action.op in (Op.F, Op.SEND_F, Op.RECV_B)
-        other = (self.next_stage if downstream else self.previous_stage)(action.stage)
+        other = self._neighbour(action)
         if other is None or self.stage_ranks[other] == self.stage_ranks[action.stage]:
             return None
         return self.stage_ranks[other]
@@ -177,17 +182,14 @@ class Schedule:
         Raises:
             ValueError: The action does not communicate, or there is no stage at that side.
         """
-        ends = {
-            Op.SEND_F: (Op.RECV_F, self.next_stage),
-            Op.RECV_F: (Op.SEND_F, self.previous_stage),
-            Op.SEND_B: (Op.RECV_B, self.previous_stage),
-            Op.RECV_B: (Op.SEND_B, self.next_stage),
-        }
-        op, neighbour = ends.get(message.op, (message.op, None))
-        stage = None if neighbour is None else neighbour(message.stage)
+        stage = self._neighbour(message) if message.op in _OTHER_END else None
         if stage is None:
             raise ValueError(f"{message} has no other end")
-        return Action(op, stage, message.microbatch)
+        return Action(_OTHER_END[message.op], stage, message.microbatch)
+
+    def _neighbour(self, action: Action) -> int | None:
+        downstream = action.op in (Op.F, Op.SEND_F, Op.RECV_B)
+        return (self.next_stage if downstream else self.previous_stage)(action.stage)
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
         """Every action with its rank and its index in that rank's list."""
@@ -268,28 +270,18 @@ class Schedule:
                 f"schedule version {document.get('version')!r:.60} is not supported: "
                 f"this package reads version {_VERSION}"
             )
-        require_type("name", document.get("name"), str, "a string")
-        peak = document.get("peak_activations")
+        name, peak = document.get("name"), document.get("peak_activations")
+        if not isinstance(name, str):
+            raise ValueError(f"name is {name!r:.80}: expected a string")  # noqa: TRY004
         return cls(
-            name=document["name"],
+            name=name,
             stages=require_positive("stages", document.get("stages")),
             microbatches=require_positive("microbatches", document.get("microbatches")),
             directions=require_positive("directions", document.get("directions", 1)),
-            ranks=tuple(
-                read_actions(actions, f"ranks[{rank}]")
-                for rank, actions in enumerate(read_list(document.get("ranks"), "ranks"))
+            ranks=read_list(document.get("ranks"), "ranks", read_actions),
+            pairs=frozenset(read_list(document.get("pairs", []), "pairs", read_pair)),
+            stage_ranks=read_list(document.get("stage_ranks"), "stage_ranks", read_int),
+            peak_activations=(
+                None if peak is None else read_list(peak, "peak_activations", read_int)
             ),
-            pairs=frozenset(
-                read_pair(pair, f"pairs[{index}]")
-                for index, pair in enumerate(read_list(document.get("pairs", []), "pairs"))
-            ),
-            stage_ranks=read_ints(document.get("stage_ranks"), "stage_ranks"),
-            peak_activations=None if peak is None else read_ints(peak, "peak_activations"),
         )
-
-
-def require_schedule(schedule: Any) -> Schedule:
-    """Return a schedule, or raise TypeError where it is something else."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"expected a Schedule, got {schedule!r:.60} ({type(schedule).__name__})")
-    return schedule

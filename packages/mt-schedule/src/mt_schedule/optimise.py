@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mt_schedule.action import require_positive, require_size
-from mt_schedule.costs import Costs, require_costs
+from mt_schedule.action import require_kind, require_positive, require_size
+from mt_schedule.costs import Costs
 from mt_schedule.greedy import Policy, schedule_greedily
 from mt_schedule.ir import Schedule
 from mt_schedule.schedules import SCHEDULES, make_schedule
@@ -62,7 +62,7 @@ def optimise(
     require_positive("ranks", ranks)
     require_positive("microbatches", microbatches)
     require_positive("trials", trials + 1, 10**6)
-    costs = require_costs(costs)
+    require_kind(costs, Costs)
     pieces = costs.stages
     if pieces is None:
         raise ValueError(
@@ -79,7 +79,7 @@ def optimise(
     if len(caps) != ranks or any(not cap > 0 for cap in caps):
         raise ValueError(f"memory_cap is {memory_cap}: expected one number above 0, or {ranks}")
     require_size(pieces, microbatches)
-    costs = costs.spread(pieces)
+    costs = costs.merged(pieces)
     found: list[tuple[float, int, Schedule]] = []
     least = math.inf
     for number, schedule in enumerate(_candidates(costs, caps, ranks, microbatches)):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mt_schedule.action import Action, Op
-from mt_schedule.costs import Costs, require_costs
-from mt_schedule.ir import Schedule, require_schedule
+from mt_schedule.action import Action, Op, require_kind
+from mt_schedule.costs import Costs
+from mt_schedule.ir import Schedule
 
 
 class Span(NamedTuple):
@@ -46,16 +46,17 @@ class Timeline(NamedTuple):
         plan, ran = self.plans[rank], len(self.ends[rank])
         return plan[ran] if ran < len(plan) else None
 
-    def busy(self, rank: int) -> float:
-        """For how long a rank computed."""
-        total, until = 0.0, 0.0
-        for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
-            if start >= until:
-                total += end - start
-            elif end > until:  # what is overlapped counts once
-                total += end - until
-            until = max(until, end)
-        return total
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """For how long a rank computed, given the starts and ends of its actions in order."""
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        if start >= until:
+            total += end - start
+        elif end > until:  # what is overlapped counts once
+            total += end - until
+        until = max(until, end)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ def simulate(
         ValueError: A measured time is negative or not finite, a measured action is not in the
             schedule, or the schedule cannot complete (`check` says why).
     """
-    require_schedule(schedule)
-    costs = require_costs(costs)
+    require_kind(schedule, Schedule)
+    costs = Costs() if costs is None else require_kind(costs, Costs)
     _require_places(schedule)
     if measured is not None:
         _require_measured(schedule, measured)
@@ -118,12 +119,13 @@ def simulate(
     if any(timeline.stuck_at(rank) for rank in ranks):
         raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
     makespan = max((ends[-1] for ends in timeline.ends if ends), default=0.0)
-    edges = zip(timeline.starts, timeline.ends, strict=True)
+    edges = list(zip(timeline.starts, timeline.ends, strict=True))
+    work = [busy(zip(starts, ends, strict=True)) for starts, ends in edges]
     memory = peaks(schedule, costs)
     return Simulation(
         makespan=makespan,
         longest_rank=max((ends[-1] - starts[0] for starts, ends in edges if ends), default=0.0),
-        bubble=tuple(1.0 - timeline.busy(rank) / makespan if makespan else 0.0 for rank in ranks),
+        bubble=tuple(1.0 - time / makespan if makespan else 0.0 for time in work),
         peak_activations=tuple(count for count, _ in memory),
         peak_bytes=tuple(size for _, size in memory),
         _timeline=timeline,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mt_schedule.action import Op, require_positive
-from mt_schedule.gantt import Bar, Panel, require_panel
+from mt_schedule.action import Op, require_kind, require_positive
+from mt_schedule.gantt import Bar, Panel
 
 # For each operation its colour and that of the rank's second, third ... stage, which is darker.
 _COLOURS = {
@@ -45,7 +45,7 @@ def draw_svg(*panels: Panel, width: int = 960) -> str:
     if not panels:
         raise ValueError("there is nothing to draw: give at least one Panel")
     for panel in panels:
-        require_panel(panel)
+        require_kind(panel, Panel)
     if require_positive("width", width, 100_000) < 200:
         raise ValueError(f"width is {width}: expected at least 200 pixels")
     longest = max(panel.makespan for panel in panels) or 1.0

@@ -26,9 +26,6 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
         stages: Number of ranks and of stages of the model, p; even.
         microbatches: Number of micro-batches, m; even, and at least 2p.
 
-    Returns:
-        The schedule, with its peak declared.
-
     Raises:
         ValueError: p or m does not fit.
     """
@@ -82,9 +79,6 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of ranks, n. Rank r holds stages r and 2n - 1 - r.
         microbatches: Number of micro-batches, m; at least 2n.
-
-    Returns:
-        The schedule, with its peak declared.
 
     Raises:
         ValueError: m is too small.

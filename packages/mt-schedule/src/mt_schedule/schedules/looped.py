@@ -37,9 +37,6 @@ def interleaved(
             smallest number above it that fits m, or m where m < p.
         overlap: Whether forwards and backwards are overlapped pairs.
 
-    Returns:
-        The schedule, with its peak declared.
-
     Raises:
         ValueError: N is not from p to m, or leaves a last group of fewer than p micro-batches.
     """
@@ -111,9 +108,6 @@ def looped_bfs(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         stages: Number of ranks, p. Chunk c of rank r is stage `c * p + r`.
         microbatches: Number of micro-batches, m; any number.
         chunks: Number of stages on each rank, v.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     require_positive("chunks", chunks)
     numbers = range(microbatches)

@@ -17,9 +17,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of stages, p; one per rank.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     numbers = range(microbatches)
     return Schedule(
@@ -54,9 +51,6 @@ def one_forward_one_backward(stages: int, microbatches: int, *, overlap: bool = 
         stages: Number of stages, p; one per rank.
         microbatches: Number of micro-batches, m; any number, also fewer than stages.
         overlap: Whether forwards and backwards are overlapped pairs.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     numbers = range(microbatches)
     ranks, peaks, pairs = [], [], []

@@ -33,9 +33,6 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     orders = _orders(stages, microbatches, (4, 2, 4, 2))
     return _v_schedule("zb-v", orders, microbatches, limit=2 * stages, early=True)
@@ -49,9 +46,6 @@ def v_half(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     orders = _orders(stages, microbatches, (2, 1, 2, 1))
     return _v_schedule("v-half", orders, microbatches, limit=2 * (stages // 2 + 1))
@@ -65,9 +59,6 @@ def v_min(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     orders = _orders(stages, microbatches, (1, 1, 1, 1))
     return _v_schedule("v-min", orders, microbatches, limit=2 * ((stages + 4) // 3))

@@ -20,9 +20,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of stages, p; one per rank.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     return _split_1f1b("zb-h1", stages, microbatches, [stages - r - 1 for r in range(stages)])
 
@@ -38,9 +35,6 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     Args:
         stages: Number of stages, p; one per rank.
         microbatches: Number of micro-batches, m; any number.
-
-    Returns:
-        The schedule, with its peak declared.
     """
     return _split_1f1b("zb-h2", stages, microbatches, [2 * (stages - r - 1) for r in range(stages)])
 
