@@ -6,6 +6,7 @@ here once, so that a test names what it computes and not a number that happened 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,27 +85,20 @@ def assert_close(
         AssertionError: Naming the place, the worst element and the tolerance.
     """
     __tracebackhide__ = True
+    check = functools.partial(assert_close, op=op, dtype=dtype, scale=scale)
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping) or actual.keys() != expected.keys():
             keys = sorted(actual) if isinstance(actual, Mapping) else type(actual).__name__
             raise AssertionError(f"{name or 'actual'}: {keys} is not {sorted(expected)}")
         for key in expected:
-            assert_close(
-                actual[key],
-                expected[key],
-                op=op,
-                dtype=dtype,
-                scale=scale,
-                name=f"{name}[{key!r}]",
-            )
-        return
-    if isinstance(expected, Sequence) and not isinstance(expected, str):
+            check(actual[key], expected[key], name=f"{name}[{key!r}]")
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
         if not isinstance(actual, Sequence) or len(actual) != len(expected):
             raise AssertionError(f"{name or 'actual'}: {actual!r} has not {len(expected)} items")
         for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
-            assert_close(left, right, op=op, dtype=dtype, scale=scale, name=f"{name}[{index}]")
-        return
-    _assert_tensors_close(actual, expected, op=op, dtype=dtype, scale=scale, name=name)
+            check(left, right, name=f"{name}[{index}]")
+    else:
+        _assert_tensors_close(actual, expected, op=op, dtype=dtype, scale=scale, name=name)
 
 
 def _assert_tensors_close(
