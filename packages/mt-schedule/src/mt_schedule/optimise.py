@@ -19,7 +19,6 @@ from mt_schedule.simulator import simulate
 from mt_schedule.split import place_stages
 
 _PATIENCE = (0.0, 0.5, 1.0)
-_SHARES = (1.0, 0.75, 0.5)
 
 
 def optimise(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from mt_schedule.action import Action, Op
 from mt_schedule.ir import Schedule
 from mt_schedule.split import place_stages
-
-_Locate: TypeAlias = Callable[[int, int], tuple[int, int]]  # chunk, number -> stage, micro-batch
 
 
 def dualpipe(stages: int, microbatches: int) -> Schedule:
@@ -41,32 +40,13 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
             f"at least {2 * stages}; use {fitting}"
         )
     half = microbatches // 2
-
-    def locate(rank: int) -> _Locate:
+    lists = []
+    for rank in range(stages):
         # Of chunk 0 and 1 each rank's first is the one whose data starts at its own end.
-        near = 0 if rank < stages // 2 else 1
-        held = (rank, 2 * stages - 1 - rank)
-
-        def at(chunk: int, number: int) -> tuple[int, int]:
-            direction = near if chunk == 0 else 1 - near
-            return held[direction], direction * half + number
-
-        return at
-
-    lists = [
-        _eight_phases(stages // 2, min(rank, stages - 1 - rank), half, locate(rank))
-        for rank in range(stages)
-    ]
-    return Schedule(
-        name="dualpipe",
-        stages=2 * stages,
-        microbatches=microbatches,
-        directions=2,
-        ranks=tuple(tuple(action for unit in units for action in unit) for units in lists),
-        stage_ranks=place_stages(stages, 2, v_shape=True),
-        peak_activations=(stages + 1,) * stages,
-        pairs=frozenset((u[0], u[1]) for units in lists for u in units if len(u) == 2),
-    )
+        ways = [(rank, 0), (2 * stages - 1 - rank, half)]
+        chunks = ways if rank < stages // 2 else ways[::-1]
+        lists.append(_eight_phases(stages // 2, min(rank, stages - 1 - rank), half, chunks))
+    return _schedule("dualpipe", lists, microbatches, peak=stages + 1, directions=2)
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
@@ -88,20 +68,31 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
             f"microbatches is {microbatches}: dualpipe-v on {stages} ranks takes at least "
             f"{2 * stages}; use that many, or zb-v, which takes any number"
         )
+    lists = [
+        _eight_phases(stages, rank, microbatches, [(rank, 0), (2 * stages - 1 - rank, 0)])
+        for rank in range(stages)
+    ]
+    return _schedule("dualpipe-v", lists, microbatches, peak=2 * stages + 1)
 
-    def locate(rank: int) -> _Locate:
-        held = (rank, 2 * stages - 1 - rank)
-        return lambda chunk, number: (held[chunk], number)
 
-    lists = [_eight_phases(stages, rank, microbatches, locate(rank)) for rank in range(stages)]
+def _schedule(
+    name: str,
+    lists: Sequence[Sequence[tuple[Action, ...]]],
+    microbatches: int,
+    *,
+    peak: int,
+    **options: Any,
+) -> Schedule:
+    ranks = len(lists)
     return Schedule(
-        name="dualpipe-v",
-        stages=2 * stages,
+        name=name,
+        stages=2 * ranks,
         microbatches=microbatches,
         ranks=tuple(tuple(action for unit in units for action in unit) for units in lists),
-        stage_ranks=place_stages(stages, 2, v_shape=True),
-        peak_activations=(2 * stages + 1,) * stages,
+        stage_ranks=place_stages(ranks, 2, v_shape=True),
+        peak_activations=(peak,) * ranks,
         pairs=frozenset((u[0], u[1]) for units in lists for u in units if len(u) == 2),
+        **options,
     )
 
 
@@ -113,15 +104,34 @@ def phase_lengths(ranks: int, rank: int, microbatches: int) -> tuple[int, ...]:
 
 
 def _eight_phases(
-    ranks: int, rank: int, microbatches: int, locate: _Locate
+    ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
 ) -> list[tuple[Action, ...]]:
     """What a rank does: single actions, and pairs to be overlapped.
 
-    Chunk 0 comes before chunk 1 on the data's way, which turns at the last of the ranks.
+    Of its two chunks, each given by its stage and its first micro-batch, chunk 0 comes before
+    chunk 1 on the data's way, which turns at the last of the ranks.
     """
     n = phase_lengths(ranks, rank, microbatches)
-    counter = _Counter(locate)
-    forward, backward, weight = counter.forward, counter.backward, counter.weight
+    forwards, backwards = [
+        [
+            map(Action, itertools.repeat(op), itertools.repeat(stage), itertools.count(first))
+            for stage, first in chunks
+        ]
+        for op in (Op.F, Op.B)
+    ]
+    weights: deque[Action] = deque()  # of the split backwards, the oldest first
+
+    def forward(chunk: int) -> Action:
+        return next(forwards[chunk])
+
+    def backward(chunk: int, *, split: bool = False) -> Action:
+        action = next(backwards[chunk])
+        if not split:
+            return action
+        weights.append(action._replace(op=Op.W))
+        return action._replace(op=Op.I)
+
+    weight = weights.popleft
     units: list[tuple[Action, ...]] = []
     units += [(forward(0),) for _ in range(n[0])]
     for _ in range(n[1]):
@@ -141,32 +151,3 @@ def _eight_phases(
         units += [(weight(),), (backward(0, split=True),)]
     units += [(weight(),) for _ in range(n[7])]
     return units
-
-
-class _Counter:
-    """Gives the next action of each kind of one rank; W in the order of the split backwards."""
-
-    def __init__(self, locate: _Locate) -> None:
-        self._locate = locate
-        self._numbers = {(is_forward, chunk): 0 for is_forward in (True, False) for chunk in (0, 1)}
-        self._split: deque[Action] = deque()
-
-    def forward(self, chunk: int) -> Action:
-        """The next forward of a chunk."""
-        return Action(Op.F, *self._next(chunk, is_forward=True))
-
-    def backward(self, chunk: int, *, split: bool = False) -> Action:
-        """The next backward of a chunk, or its first half."""
-        action = Action(Op.I if split else Op.B, *self._next(chunk, is_forward=False))
-        if split:
-            self._split.append(action)
-        return action
-
-    def weight(self) -> Action:
-        """The oldest second half that is left."""
-        return self._split.popleft()._replace(op=Op.W)
-
-    def _next(self, chunk: int, *, is_forward: bool) -> tuple[int, int]:
-        number = self._numbers[is_forward, chunk]
-        self._numbers[is_forward, chunk] += 1
-        return self._locate(chunk, number)
