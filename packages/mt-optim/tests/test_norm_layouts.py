@@ -20,6 +20,7 @@ from torch import nn
 
 EXPERT = {"etp", "ep", "edp"}
 ZERO = ("none", "ranges", "hybrid")
+KINDS = (*ZERO, "whole")
 
 
 def draw_layout(number):
@@ -127,17 +128,31 @@ def own_gradient(state, name):
     return logical(name, shape)[box]
 
 
-def clipped_errors(sizes, zero):
+def reductions(state, kind):
+    """Over whom gradients are summed, of dense and of expert parameters."""
+    found = {}
+    for what, axes in (("dense", "dp-cp"), ("expert", "edp")):
+        group, size = state.group(axes), state.size(axes)
+        if kind == "none":
+            found[what] = Reduction(replicas=group)
+        elif kind == "hybrid" and size % 2 == 0:
+            shards, replicas = state.level_groups(axes, (size // 2, 2))
+            found[what] = Reduction(shards=shards, replicas=replicas)
+        else:
+            found[what] = Reduction(shards=group)
+    return lambda name, _: found["expert" if "experts" in name else "dense"]
+
+
+def clipped_errors(layout, kind):
     """Clip real gradients; return the norm and the largest error of a clipped element."""
-    with ParallelState(ParallelLayout(**sizes)) as state:
+    with ParallelState(layout) as state:
         params = make_params(state)
-        groups = {"dense": state.group("dp-cp"), "expert": state.group("edp")}
-
-        def group(name, _):
-            found = groups["expert" if "experts" in name else "dense"]
-            return Reduction(shards=found) if zero else Reduction(replicas=found)
-
-        with GradBuffer(params.items(), group=group, bucket_size=150) as buffer:
+        with GradBuffer(
+            params.items(),
+            group=reductions(state, kind),
+            bucket_size=150,
+            whole=(lambda _, param: param.dim() > 1) if kind == "whole" else None,
+        ) as buffer:
             buffer.start(1)
             replicas = {
                 name: state.size("edp" if "experts" in name else "dp-cp") for name in params
@@ -162,7 +177,20 @@ def clipped_errors(sizes, zero):
         return norm, max(errors, default=0.0)
 
 
-@pytest.mark.parametrize("zero", [False, True])
+def assert_clips_like_one_rank(ranks, layout, kind):
+    size = layout.world_size
+    shapes = {
+        name: shape for rank in range(size) for name, (shape, _) in params_of(layout, rank).items()
+    }
+    expected = torch.cat([logical(n, s).flatten() for n, s in shapes.items()]).norm().item()
+    results = ranks(size, clipped_errors, layout, kind)
+    for norm, error in results:
+        assert norm == pytest.approx(expected, rel=1e-14)
+        assert norm == results[0][0]
+        assert error < 1e-15
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -175,14 +203,18 @@ def clipped_errors(sizes, zero):
     ],
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
-def test_clipped_gradients_equal_one_ranks(ranks, sizes, zero):
-    layout = ParallelLayout(**sizes)
-    shapes = {
-        name: shape for rank in range(4) for name, (shape, _) in params_of(layout, rank).items()
-    }
-    expected = torch.cat([logical(n, s).flatten() for n, s in shapes.items()]).norm().item()
-    results = ranks(4, clipped_errors, sizes, zero)
-    for norm, error in results:
-        assert norm == pytest.approx(expected, rel=1e-14)
-        assert norm == results[0][0]
-        assert error < 1e-15
+def test_clipped_gradients_equal_one_ranks(ranks, sizes, kind):
+    assert_clips_like_one_rank(ranks, ParallelLayout(**sizes), kind)
+
+
+def in_ci(number):
+    """One drawn layout of eight, where it has eight ranks at most."""
+    return number % 8 == 0 and draw_layout(number)[0].world_size <= 8
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=() if in_ci(n) else pytest.mark.campaign) for n in range(200)],
+)
+def test_clipped_gradients_equal_one_ranks_in_drawn_layouts(ranks, number):
+    assert_clips_like_one_rank(ranks, draw_layout(number)[0], KINDS[(number + number // 8) % 4])

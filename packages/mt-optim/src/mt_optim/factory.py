@@ -97,7 +97,7 @@ def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:
     if config.name == "sgd":
         return [SGDRule(**{"momentum": 0.9, **momentum})]
     if config.name.startswith(TORCH):
-        return [TorchRule(config.name.removeprefix(TORCH), config.options)]
+        return [TorchRule(config.name.removeprefix(TORCH), config.options, state=state)]
     others = AdamWRule(eps=config.eps, **{"betas": (0.9, 0.95), **betas})
     how = {"orthogonalization": config.orthogonalization, "state": state}
     if config.name == "muon":

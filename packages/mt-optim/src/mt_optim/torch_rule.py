@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from mt_data_parallel import Piece
+from mt_parallel_state import ParallelState
 from torch import Tensor
 
+from mt_optim.matrix import Shards
 from mt_optim.rule import Batch, Rule
+
+# Classes that look at one element at a time: a part of a parameter is stepped like the whole.
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
 
 
 class TorchRule(Rule):
@@ -20,17 +26,23 @@ class TorchRule(Rule):
     Args:
         class_name: Such as "Adafactor" or "RAdam".
         options: Its arguments beside `params`, `lr` and `weight_decay`.
+        state: Process groups; a class that needs whole parameters refuses what they split.
 
     Raises:
         ValueError: torch.optim has no such class, or it can't be stepped without a closure.
         TypeError: The class does not take an option.
     """
 
-    is_elementwise = False
     makes_more = True
     moments = ()
 
-    def __init__(self, class_name: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        class_name: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        state: ParallelState | None = None,
+    ) -> None:
         found = getattr(torch.optim, class_name, None)
         known = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
         if not known:
@@ -42,7 +54,8 @@ class TorchRule(Rule):
                 f"torch.optim.{class_name} can't run here: it needs closures, or sparse gradients"
             )
         self._class: Any = found
-        self._given = dict(options or {})
+        self._given, self._state = dict(options or {}), state
+        self.is_elementwise = class_name in _ELEMENTWISE  # pyright: ignore[reportAttributeAccessIssue]
         defaults = self._class([torch.zeros(1)], **self._given).defaults
         self.name = class_name  # pyright: ignore[reportAttributeAccessIssue] (one per class)
         self.takes_decay = "weight_decay" in defaults
@@ -57,8 +70,21 @@ class TorchRule(Rule):
             raise ValueError(f"torch.optim.{self.name} has no weight_decay; make it 0")
 
     def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
-        """Return the step alone; the class makes the rest."""
+        """Return the step alone; the class makes the rest.
+
+        Raises:
+            ValueError: The class needs a whole parameter, and this is a part of one.
+        """
+        if not self.is_elementwise:
+            self._check_whole(piece)
         return {"step": torch.zeros((), dtype=torch.float32)}
+
+    def _check_whole(self, piece: Piece) -> None:
+        why = f"torch.optim.{self.name} looks at whole parameters and this is a part of one; "
+        if not piece.is_whole:
+            raise ValueError(f"{why}give the GradBuffer whole=lambda name, param: True")
+        if Shards(piece.source, self._state).groups:
+            raise ValueError(f"{why}train it without tensor parallelism, or by another optimizer")
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Step an optimizer of the class."""

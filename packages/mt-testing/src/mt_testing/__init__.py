@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mt_testing.covering import pairwise
     from mt_testing.errors import PoolError, RankDied, RankFailure, RankTimeout
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
@@ -25,6 +26,7 @@ __all__ = [
     "expect_kill",
     "fake_world",
     "layouts",
+    "pairwise",
     "tolerance",
 ]
 
@@ -42,6 +44,7 @@ _HOMES = {
     "expect_kill": "faults",
     "fake_world": "fake",
     "layouts": "strategies",
+    "pairwise": "covering",
     "tolerance": "tolerances",
 }
 

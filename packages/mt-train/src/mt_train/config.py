@@ -30,14 +30,19 @@ _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ff
 _UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
 _UNIFORM += ("window", "sinks", "softcap", "attention_scale")
 
-# Settings of some optimizers only.
+# Settings of some optimizers, or of some schedules, only.
 _MUON = ("muon", "adaptive_muon")
 _ONLY_FOR = {
-    "momentum": ("sgd", *_MUON),
-    "nesterov": ("sgd", *_MUON),
-    "muon_coefficients": _MUON,
-    "muon_scale": ("muon",),
-    "muon_tp": _MUON,
+    "betas": ("name", ("adamw", "adam", "lion", *_MUON)),
+    "eps": ("name", ("adamw", "adam", *_MUON)),
+    "momentum": ("name", ("sgd", *_MUON)),
+    "nesterov": ("name", ("sgd", *_MUON)),
+    "muon_coefficients": ("name", _MUON),
+    "muon_scale": ("name", ("muon",)),
+    "muon_tp": ("name", _MUON),
+    "min_lr": ("schedule", ("linear", "cosine", "inverse-sqrt", "wsd")),
+    "anneal": ("schedule", ("wsd",)),
+    "anneal_shape": ("schedule", ("wsd",)),
 }
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -342,22 +347,30 @@ class OptimizerSection:
             if self.anneal > 1:
                 checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
             if self.min_lr > self.lr:
-                checks.add("min_lr", f"{self.min_lr} is above lr {self.lr}")
+                checks.add(
+                    "min_lr", f"{self.min_lr} is above optimizer.lr {self.lr}; use that or less"
+                )
             if not all(0 <= beta < 1 for beta in self.betas):
                 checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
-        for key, names in _ONLY_FOR.items():
-            value = getattr(self, key)
-            if self.name not in names and value != type(self).__dataclass_fields__[key].default:
+        for key, (decides, names) in _ONLY_FOR.items():
+            value, chosen = getattr(self, key), getattr(self, decides)
+            if chosen not in names and value != type(self).__dataclass_fields__[key].default:
                 text = value if isinstance(value, str) else json.dumps(value)
                 checks.add(
                     key,
-                    f"{text} does not go with optimizer.name {self.name}; leave it out, or use "
+                    f"{text} does not go with optimizer.{decides} {chosen}; leave it out, or use "
                     f"{' or '.join(names)}",
                 )
         if self.momentum is not None and not 0 <= self.momentum < 1:
             checks.add("momentum", f"{self.momentum}: expected a number from 0 to below 1")
         elif self.name == "sgd" and self.nesterov and self.momentum == 0:
             checks.add("nesterov", "true needs an optimizer.momentum above 0")
+        if self.name == "sgd" and self.momentum == 0 and self.moments_dtype != "full":
+            checks.add(
+                "moments_dtype",
+                f"{self.moments_dtype} has nothing to keep with optimizer.momentum 0; leave it "
+                "out, or use a momentum above 0",
+            )
         checks.done()
 
 

@@ -1,0 +1,488 @@
+"""Every optimizer under every strategy and layout against plain steps of whole parameters.
+
+The gradient of an element depends on the element, its place and the sample only, so that a shard or
+a pipeline stage can compute its own, and one process all of them. What is compared is everything
+from there on: buckets, reductions, partial sums, norm, clipping, steps and what fetches parameters.
+"""
+
+import functools
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from mt_data_parallel import Reduction, reduce_partial_grads, shard
+from mt_optim import (
+    DistributedOptimizer,
+    OptimizerConfig,
+    Orthogonalization,
+    build_optimizer,
+    is_hidden_matrix,
+)
+from mt_parallel_state import (
+    MatrixSpec,
+    ParallelLayout,
+    ParallelState,
+    PartitionSpec,
+    mark_matrix,
+    shard_param,
+)
+from mt_testing import pairwise
+from torch import nn
+
+STEPS, SAMPLES, LAYERS, LR, DECAY = 10, 8, 4, 0.02, 0.1
+MATRIX_RULES = ("muon", "adaptive_muon")
+QKV = MatrixSpec(part_dim=1, parts=(2, 1, 1))
+# name: shape, the dim that tensor parallelism splits (or "partial"), what it is fused of
+LAYER = {
+    "qkv": ((2, 4, 3, 10), 0, QKV),
+    "proj": ((10, 6), 1, None),
+    "norm": ((10,), "partial", None),
+    "bias": ((10,), None, None),
+}
+TABLE = ((14, 10), 0, None)
+FACTORS = {
+    "optimizer": ("adamw", "adam", "sgd", "lion", *MATRIX_RULES, "torch.optim.RAdam"),
+    "strategy": ("none", "optimizer", "optimizer_gradients", "full"),
+    "replicas": (1, 2),
+    "dp": (1, 2, 4),
+    "tp": (1, 2),
+    "pp": (1, 2),
+    "accumulation": (1, 2),
+    "tied": (False, True),
+    "frozen": (False, True),
+    "overlap": (False, True),
+    "bucket_size": (1, 200, None),
+    "clip": (None, 0.5),
+}
+WHERE = ("optimizer", "strategy", "replicas", "dp", "tp", "pp")
+HOW = [name for name in FACTORS if name not in WHERE]
+
+
+def can_be(row):
+    """Copies of what is shared out need both, and a pool has 16 ranks at most."""
+    return row["replicas"] == 1 or (row["strategy"] != "none" and row["dp"] % row["replicas"] == 0)
+
+
+def quick(row):
+    return can_be(row) and row["dp"] * row["tp"] * row["pp"] <= 8
+
+
+def crossed(names):
+    """All rows of some factors."""
+    values = itertools.product(*(FACTORS[name] for name in names))
+    return [dict(zip(names, row, strict=True)) for row in values]
+
+
+SAMPLE = pairwise(FACTORS, allowed=quick, seed=12)
+GRID = [where for where in crossed(WHERE) if can_be(where)]
+
+
+def label(row):
+    return "-".join(f"{key}={value}" for key, value in row.items())
+
+
+def seeded(*key):
+    seed = sum(ord(letter) * 31**place for place, letter in enumerate(repr(key)))
+    return torch.Generator().manual_seed(seed % 2**40)
+
+
+def initial(name, shape, dtype):
+    return torch.randn(shape, generator=seeded(name), dtype=torch.float64).to(dtype)
+
+
+def pull(name, shape, dtype, step, sample):
+    """What a sample pulls each element of a parameter with."""
+    pulls = torch.randn(shape, generator=seeded(name, step, sample), dtype=torch.float64)
+    return pulls.to(dtype)
+
+
+def logical(tied):
+    """Name, shape, split dim and matrix of each logical parameter."""
+    layers = {f"layers.{i}.{key}": what for i in range(LAYERS) for key, what in LAYER.items()}
+    return {"embedding": TABLE, **layers} | ({} if tied else {"head": TABLE})
+
+
+def is_frozen(name, frozen):
+    return frozen and (name.startswith("layers.1.") or name in ("layers.2.proj", "embedding"))
+
+
+class Held(nn.Module):
+    """Parameters of one rank under their names, and the loss that their pulls make."""
+
+    def __init__(self, names, state, tied, frozen, dtype):
+        super().__init__()
+        self.names, self.state, self.dtype = names, state, dtype
+        for name in names:
+            shape, dim, matrix = logical(tied)[name]
+            spec = PartitionSpec(*(None,) * dim, "tp") if isinstance(dim, int) else PartitionSpec()
+            param = nn.Parameter(self.own(initial(name, shape, dtype), dim).clone())
+            param.requires_grad_(not is_frozen(name, frozen))
+            partial = ("tp",) if dim == "partial" else ()
+            mark_matrix(shard_param(param, spec, partial_grad=partial), matrix)
+            self.register_parameter(name.split(".")[-1], param)
+
+    def own(self, whole, dim):
+        if not isinstance(dim, int):
+            return whole
+        return whole.chunk(self.state.size("tp"), dim)[self.state.index("tp")]
+
+    def pulled(self, param, name, key, when):
+        """Add up what a parameter contributes; of a partial gradient each rank has its share."""
+        shape, dim, _ = logical(False)[name]
+        pulls = self.own(pull(key, shape, self.dtype, *when), dim)
+        if dim == "partial":
+            place, size = self.state.index("tp"), self.state.size("tp")
+            pulls = pulls * (2 * (place + 1) / (size * (size + 1)))
+        return (param.tanh() * pulls).sum()
+
+    def forward(self, x, when):
+        for name in self.names:
+            param = getattr(self, name.split(".")[-1])
+            x = x + self.pulled(param, name, name, when)
+        return x
+
+
+class Net(nn.Module):
+    """A pipeline stage: its layers, and the tables of the first and the last."""
+
+    def __init__(self, state, tied, frozen, dtype):
+        super().__init__()
+        stage, per_stage = state.index("pp"), LAYERS // state.size("pp")
+        self.first, self.last = stage == 0, stage == state.size("pp") - 1
+        self.tied = tied
+        args = (state, tied, frozen, dtype)
+        numbers = range(stage * per_stage, (stage + 1) * per_stage)
+        self.layers = nn.ModuleDict(
+            {str(i): Held([f"layers.{i}.{key}" for key in LAYER], *args) for i in numbers}
+        )
+        tables = ["embedding"] if self.first or (self.last and tied) else []
+        self.tables = Held(tables + (["head"] if self.last and not tied else []), *args)
+        if tied and self.first != self.last:
+            shared = self.tables.embedding
+            spec = PartitionSpec("tp")
+            shard_param(shared, spec, partial_grad=("embedding",), is_copy=self.last)
+
+    def named(self):
+        for layer in (*self.layers.values(), self.tables):
+            for name in layer.names:
+                yield name, getattr(layer, name.split(".")[-1])
+
+    def forward(self, when):
+        tables, x = self.tables, 0.0
+        if self.first:
+            x = x + tables.pulled(tables.embedding, "embedding", "embedding", when)
+        for layer in self.layers.values():
+            x = layer(x, when)
+        if self.last:
+            table = tables.embedding if self.tied else tables.head
+            x = x + tables.pulled(table, "embedding" if self.tied else "head", "head", when)
+        return x
+
+
+def config_of(name, clip, dtype):
+    return OptimizerConfig(
+        name=name,
+        lr=LR,
+        weight_decay=DECAY,
+        max_norm=clip,
+        orthogonalization=Orthogonalization(extra_scale=0.2, dtype=dtype),
+    )
+
+
+def reduction(state, replicas):
+    if replicas == 1:
+        return Reduction(shards=state.group("dp"))
+    inner, outer = state.level_groups("dp", (state.size("dp") // replicas, replicas))
+    return Reduction(shards=inner, replicas=outer)
+
+
+def train(row, dtype):
+    """Train one row of the grid; return this rank's parameters by name, with place and norms."""
+    layout = ParallelLayout(tp=row["tp"], dp=row["dp"], pp=row["pp"])
+    with ParallelState(layout) as state:
+        net = Net(state, row["tied"], row["frozen"], dtype)
+        strategy = row["strategy"]
+        group = state.group("dp") if strategy == "none" else reduction(state, row["replicas"])
+        with shard(
+            net,
+            strategy,
+            group=group,
+            named_params=net.named(),
+            bucket_size=row["bucket_size"],
+            overlap=row["overlap"],
+            whole=is_hidden_matrix if row["optimizer"] in MATRIX_RULES else None,
+        ) as buffer:
+            config = config_of(row["optimizer"], row["clip"], dtype)
+            optimizer = DistributedOptimizer(
+                buffer, lambda pieces: build_optimizer(pieces, config, state)
+            )
+            norms = [step(net, buffer, optimizer, state, row, n) for n in range(STEPS)]
+            assert optimizer.step_count == STEPS
+            with buffer.gathered():
+                params = {name: param.detach().clone() for name, param in net.named()}
+        return {axis: state.index(axis) for axis in ("tp", "pp")}, params, norms
+
+
+def step(net, buffer, optimizer, state, row, number):
+    own = SAMPLES // state.size("dp")
+    per_backward = own // row["accumulation"]
+    buffer.start(row["accumulation"])
+    for part in range(row["accumulation"]):
+        first = state.index("dp") * own + part * per_backward
+        sum(net((number, first + i)) for i in range(per_backward)).backward()
+    buffer.finish()
+    reduce_partial_grads(optimizer.pieces, state)
+    return optimizer.step().grad_norm
+
+
+# The references: whole parameters, one process, and no class of ours.
+
+
+class Lion:
+    """Chen et al., as its algorithm stands in the paper."""
+
+    def __init__(self, params, decay):
+        self.params, self.decay = params, decay
+        self.moments = [torch.zeros_like(p) for p in params]
+
+    def step(self):
+        for param, moment in zip(self.params, self.moments, strict=True):
+            direction = torch.sign(0.9 * moment + (1 - 0.9) * param.grad)
+            param.data = param.data - LR * (direction + self.decay * param.data)
+            moment.copy_(0.99 * moment + (1 - 0.99) * param.grad)
+
+
+def orthogonal(x):
+    """Five steps of Newton and Schulz, as a polynomial of the matrix."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+class Matrices:
+    """Muon and AdaMuon, matrix by matrix."""
+
+    def __init__(self, named, adaptive):
+        self.named, self.adaptive = named, adaptive
+        self.momenta = {name: torch.zeros_like(p) for name, p in named.items()}
+        self.squares = {name: torch.zeros_like(p) for name, p in named.items()}
+
+    def step(self):
+        for name, param in self.named.items():
+            momentum = self.momenta[name]
+            momentum.copy_(0.95 * momentum + 0.05 * param.grad)
+            update = 0.05 * param.grad + 0.95 * momentum
+            with torch.no_grad():
+                param.mul_(1 - LR * DECAY)
+                fused = (2, 1, 1) if "qkv" in name else (param.shape[1],)
+                cut = [t.split(fused, 1) for t in (param, update, self.squares[name])]
+                for own, u, square in zip(*cut, strict=True):
+                    own.sub_(LR * self.direction(u, square))
+
+    def direction(self, update, square):
+        matrix = update.reshape(-1, update.shape[-1])
+        if not self.adaptive:
+            found = orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape))
+            return found.reshape(update.shape)
+        found = orthogonal(matrix.sign()).reshape(update.shape)
+        square.copy_(0.95 * square + 0.05 * found**2)
+        found = found / (square.sqrt() + 1e-8)
+        return found * (0.2 * 0.2 * math.sqrt(found.numel()) / found.norm())
+
+
+def plain_optimizers(name, params):
+    """The optimizers of matrices, and of what has no weight decay."""
+    matrices = [p for p in params.values() if p.dim() > 1]
+    vectors = [p for p in params.values() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    if name == "lion":
+        return [Lion(matrices, DECAY), Lion(vectors, 0.0)]
+    if name == "sgd":
+        return [torch.optim.SGD(groups, lr=LR, momentum=0.9, foreach=True)]
+    if name in MATRIX_RULES:
+        hidden = {n: p for n, p in params.items() if p.dim() > 1 and n not in ("embedding", "head")}
+        tables = [params[n] for n in ("embedding", "head") if n in params]
+        groups[0]["params"] = tables
+        rest = [group for group in groups if group["params"]]
+        adamw = torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95), fused=True)
+        return [Matrices(hidden, name == "adaptive_muon"), adamw]
+    if name.startswith("torch.optim."):
+        return [getattr(torch.optim, name.removeprefix("torch.optim."))(groups, lr=LR)]
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
+    return [kind(groups, lr=LR, fused=True)]
+
+
+@functools.cache
+def reference(name, tied, frozen, clip, dtype, shares=((SAMPLES,),)):
+    """Whole parameters and norms; `shares` are the samples of each backward of each replica."""
+    params = {
+        key: nn.Parameter(initial(key, shape, dtype).clone())
+        for key, (shape, _, _) in logical(tied).items()
+        if not is_frozen(key, frozen)
+    }
+    optimizers = plain_optimizers(name, params)
+    norms = []
+    for number in range(STEPS):
+        set_gradients(params, number, tied, dtype, shares)
+        norm = torch.cat([p.grad.double().flatten() for p in params.values()]).norm().item()
+        norms.append(norm)
+        if clip is not None and clip / (norm + 1e-6) < 1:
+            for param in params.values():
+                param.grad.mul_(clip / (norm + 1e-6))
+        for optimizer in optimizers:
+            optimizer.step()
+    whole = {key: initial(key, shape, dtype) for key, (shape, _, _) in logical(tied).items()}
+    return whole | {key: param.detach() for key, param in params.items()}, norms
+
+
+def set_gradients(params, number, tied, dtype, shares):
+    sums = {key: [] for key in params}
+    sample = 0
+    for replica in shares:
+        totals = {}
+        for count in replica:
+            for param in params.values():
+                param.grad = None
+            losses = [
+                (param.tanh() * pull(use, param.shape, dtype, number, n)).sum()
+                for n in range(sample, sample + count)
+                for key, param in params.items()
+                for use in ((key, "head") if tied and key == "embedding" else (key,))
+            ]
+            sum(losses).backward()
+            sample += count
+            for key, param in params.items():
+                totals[key] = totals[key] + param.grad if key in totals else param.grad
+        for key, total in totals.items():
+            sums[key].append(total)
+    for key, param in params.items():
+        param.grad = sum(sums[key][1:], sums[key][0])
+
+
+def joined(results, tied):
+    """Put the ranks' shards together, and see that ranks which hold the same hold the same bits."""
+    parts = {}
+    for place, params, _ in results:
+        for name, param in params.items():
+            first = parts.setdefault((name, place["tp"]), param)
+            assert torch.equal(first, param), (name, place)
+    shapes = logical(tied)
+    ranks = 1 + max(place for _, place in parts)
+    return {
+        name: torch.cat([parts[name, i] for i in range(ranks)], dim)
+        if isinstance(dim, int)
+        else parts[name, 0]
+        for name, (_, dim, _) in shapes.items()
+    }
+
+
+def assert_equal_run(results, row, expected, norms, rel, **bounds):
+    for _, _, seen in results:
+        assert seen == results[0][2]
+    assert results[0][2] == pytest.approx(norms, rel=rel)
+    found = joined(results, row["tied"])
+    assert found.keys() == expected.keys()
+    for name, param in found.items():
+        torch.testing.assert_close(
+            param, expected[name], **bounds, msg=lambda text, name=name: f"{row} {name}: {text}"
+        )
+
+
+def assert_like_one_process(results, row):
+    settings = (row["optimizer"], row["tied"], row["frozen"], row["clip"])
+    expected, norms = reference(*settings, torch.float64)
+    assert_equal_run(results, row, expected, norms, 1e-12, rtol=1e-12, atol=1e-12)
+
+
+def world(row):
+    return row["dp"] * row["tp"] * row["pp"]
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=label)
+def test_every_pair_of_settings_steps_like_one_process_to_1e_minus_12(ranks, row):
+    assert_like_one_process(ranks(world(row), train, row, torch.float64), row)
+
+
+def train_all(rows, dtype):
+    return [train(row, dtype) for row in rows]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", GRID, ids=label)
+def test_the_whole_grid_steps_like_one_process_to_1e_minus_12(ranks, where):
+    rows = [where | how for how in crossed(HOW)]
+    found = ranks(world(where), train_all, rows, torch.float64, timeout=1200)
+    for row, *results in zip(rows, *found, strict=True):
+        assert_like_one_process(results, row)
+
+
+# In fp32 a sum of two has one order. So has a run whose replicas each sum their backwards first, if
+# it has at most two; a tied table has its two uses in another order on two stages, and clipping
+# depends on a norm whose last bit does too.
+BIT_EQUAL = ("adamw", "adam", "sgd", "torch.optim.RAdam")
+
+
+def has_one_order(row):
+    each_backward = row["strategy"] in ("optimizer_gradients", "full") and row["accumulation"] > 1
+    return (
+        row["dp"] <= 2
+        and row["tp"] == 1
+        and not (each_backward and row["dp"] > 1)
+        and not (row["tied"] and row["pp"] > 1)
+    )
+
+
+ONE_ORDER = FACTORS | {"optimizer": BIT_EQUAL, "clip": (None,)}
+ORDERED = pairwise(ONE_ORDER, allowed=lambda row: quick(row) and has_one_order(row), seed=32)
+
+
+@pytest.mark.parametrize("row", ORDERED, ids=label)
+def test_fp32_is_bit_equal_where_the_order_of_additions_is_the_same(ranks, row):
+    share = SAMPLES // row["dp"] // row["accumulation"]
+    shares = ((share,) * row["accumulation"],) * row["dp"]
+    settings = (row["optimizer"], row["tied"], row["frozen"], None)
+    expected, norms = reference(*settings, torch.float32, shares)
+    results = ranks(world(row), train, row, torch.float32)
+    assert_equal_run(results, row, expected, norms, 1e-6, rtol=0, atol=0)
+
+
+def published():
+    """The table of the page: by how much weights may differ in fp32."""
+    page = Path(__file__).parents[3] / "docs" / "mt-optim.md"
+    table = page.read_text().split("| optimizer | fp32:")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[2:]]
+    return {name: float(bound) for _, names, bound, _ in rows for name in names.split(", ")}
+
+
+PUBLISHED = published()
+OTHER_ORDERS = pairwise(FACTORS, allowed=lambda row: quick(row) and not has_one_order(row), seed=23)
+
+
+def test_the_page_has_a_bound_for_every_optimizer():
+    assert PUBLISHED.keys() == set(FACTORS["optimizer"])
+
+
+def assert_as_published(results, row):
+    settings = (row["optimizer"], row["tied"], row["frozen"], row["clip"])
+    expected, norms = reference(*settings, torch.float32)
+    bound = PUBLISHED[row["optimizer"]]
+    assert_equal_run(results, row, expected, norms, 1e-6, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("row", OTHER_ORDERS[::2], ids=label)
+def test_fp32_is_as_published_in_any_other_order(ranks, row):
+    assert_as_published(ranks(world(row), train, row, torch.float32), row)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", GRID, ids=label)
+def test_the_whole_grid_in_fp32_is_as_published(ranks, where):
+    rows = [where | how for how in crossed(HOW)]
+    found = ranks(world(where), train_all, rows, torch.float32, timeout=1200)
+    for row, *results in zip(rows, *found, strict=True):
+        assert_as_published(results, row)

@@ -1,0 +1,171 @@
+"""Two settings that can't work together: the message names both, and says what would."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from mt_train import ConfigError, load_config
+from mt_train.config import _ONLY_FOR, DataParallelSection, OptimizerSection
+
+# By the field that is blamed: the overrides, and the words of the message.
+PAIRS = {
+    "data_parallel.replicas": [
+        (
+            ["data_parallel.replicas=2"],
+            "2 groups have nothing to share out with data_parallel.strategy none; leave it out, or "
+            "use strategy optimizer, optimizer_gradients or full",
+        ),
+        (
+            ["data_parallel.replicas=3", "data_parallel.strategy=full", "parallel.cp=2"],
+            "3 does not divide parallel.dp 2 x parallel.cp 2 = 4; use one of 1, 2, 4",
+        ),
+    ],
+    "data_parallel.strategy": [
+        (
+            ["data_parallel.strategy=full", "training.compile=true"],
+            "full does not go with training.compile, as its parameters are whole only while a "
+            "layer runs; use strategy optimizer_gradients, or compile: false",
+        ),
+        *(
+            (
+                ["data_parallel.strategy=full", f"pipeline.schedule={name}", "parallel.pp=2"],
+                f"full does not go with pipeline.schedule {name}, which runs parts of two layers "
+                "in turn, as its parameters are whole only while a layer runs; use strategy "
+                "optimizer_gradients, or schedule zb-v",
+            )
+            for name in ("dualpipe", "dualpipe-v")
+        ),
+    ],
+    "optimizer.betas": [
+        (
+            ["optimizer.betas=[0.8, 0.9]", "optimizer.name=sgd"],
+            "[0.8, 0.9] does not go with optimizer.name sgd; leave it out, or use adamw or adam or "
+            "lion or muon or adaptive_muon",
+        ),
+    ],
+    "optimizer.eps": [
+        (
+            ["optimizer.eps=1e-6", f"optimizer.name={name}"],
+            f"1e-06 does not go with optimizer.name {name}; leave it out, or use adamw or adam or "
+            "muon or adaptive_muon",
+        )
+        for name in ("sgd", "lion")
+    ],
+    "optimizer.momentum": [
+        (
+            ["optimizer.momentum=0.8", f"optimizer.name={name}"],
+            f"0.8 does not go with optimizer.name {name}; leave it out, or use sgd or muon or "
+            "adaptive_muon",
+        )
+        for name in ("adamw", "adam", "lion")
+    ],
+    "optimizer.nesterov": [
+        (
+            ["optimizer.nesterov=true"],
+            "true does not go with optimizer.name adamw; leave it out, or use sgd or muon or "
+            "adaptive_muon",
+        ),
+        (
+            ["optimizer.nesterov=true", "optimizer.name=sgd", "optimizer.momentum=0.0"],
+            "true needs an optimizer.momentum above 0",
+        ),
+    ],
+    "optimizer.moments_dtype": [
+        (
+            ["optimizer.moments_dtype=fp8", "optimizer.name=sgd", "optimizer.momentum=0.0"],
+            "fp8 has nothing to keep with optimizer.momentum 0; leave it out, or use a momentum "
+            "above 0",
+        ),
+    ],
+    "optimizer.muon_coefficients": [
+        (
+            ["optimizer.muon_coefficients=quintic"],
+            "quintic does not go with optimizer.name adamw; leave it out, or use muon or "
+            "adaptive_muon",
+        ),
+    ],
+    "optimizer.muon_scale": [
+        (
+            ["optimizer.muon_scale=shape_scaling", "optimizer.name=adaptive_muon"],
+            "shape_scaling does not go with optimizer.name adaptive_muon; leave it out, or use "
+            "muon",
+        ),
+    ],
+    "optimizer.muon_tp": [
+        (
+            ["optimizer.muon_tp=distributed", "optimizer.name=sgd"],
+            "distributed does not go with optimizer.name sgd; leave it out, or use muon or "
+            "adaptive_muon",
+        ),
+    ],
+    "optimizer.min_lr": [
+        (
+            ["optimizer.min_lr=1e-5", "optimizer.schedule=constant"],
+            "1e-05 does not go with optimizer.schedule constant; leave it out, or use linear or "
+            "cosine or inverse-sqrt or wsd",
+        ),
+        (["optimizer.min_lr=0.5"], "0.5 is above optimizer.lr 0.01; use that or less"),
+    ],
+    "optimizer.anneal": [
+        (
+            ["optimizer.anneal=0.5"],
+            "0.5 does not go with optimizer.schedule cosine; leave it out, or use wsd",
+        ),
+    ],
+    "optimizer.anneal_shape": [
+        (
+            ["optimizer.anneal_shape=cosine"],
+            "cosine does not go with optimizer.schedule cosine; leave it out, or use wsd",
+        ),
+    ],
+}
+# Keys that go with all others: each says why.
+ALONE = {
+    "optimizer.name": "what does not go with it is blamed instead",
+    "optimizer.lr": "every optimizer and schedule has one; min_lr is blamed",
+    "optimizer.weight_decay": "every optimizer has it",
+    "optimizer.schedule": "what does not go with it is blamed instead",
+    "optimizer.warmup": "a run shorter than its warm-up ends below lr",
+}
+
+
+def refused(tiny, given):
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiny.config, ["training.micro_batch_size=1", *given]).check_world(4)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "words"),
+    [(field, *case) for field, cases in PAIRS.items() for case in cases],
+    ids=[f"{field}-{case[0]}" for field, cases in PAIRS.items() for case in cases],
+)
+def test_a_pair_that_can_not_work_is_refused_by_both_names(field, given, words, tiny) -> None:
+    (problem,) = refused(tiny, given)
+    assert problem.endswith(f"{field}: {words}")
+    others = {key.split("=")[0] for key in given} - {field}
+    assert not others or any(key.split(".")[1] in words for key in others)
+
+
+def test_every_key_has_its_pairs_or_goes_with_all() -> None:
+    keys = {
+        f"{section}.{item.name}"
+        for section, cls in (
+            ("data_parallel", DataParallelSection),
+            ("optimizer", OptimizerSection),
+        )
+        for item in dataclasses.fields(cls)
+    }
+    assert keys == PAIRS.keys() | ALONE.keys()
+    assert not PAIRS.keys() & ALONE.keys()
+
+
+def test_every_rule_of_the_table_is_tried() -> None:
+    assert {f"optimizer.{key}" for key in _ONLY_FOR} <= PAIRS.keys()
+
+
+def test_what_is_left_at_its_default_never_complains(tiny) -> None:
+    for name in ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon"):
+        for schedule in ("constant", "linear", "cosine", "inverse-sqrt", "wsd"):
+            load_config(tiny.config, [f"optimizer.name={name}", f"optimizer.schedule={schedule}"])
