@@ -47,7 +47,7 @@ def pairwise(
         (a, i, b, j) for a, b in combinations(names, 2) for i in numbers[a] for j in numbers[b]
     }
 
-    def row_with(fixed: Mapping[str, int]) -> dict[str, int] | None:
+    def row_with(fixed: dict[str, int]) -> dict[str, int] | None:
         for _ in range(_PATIENCE):
             row = {name: draw.choice(numbers[name]) for name in names} | fixed
             if may(_values(factors, row)):
