@@ -289,6 +289,28 @@ def test_moments_in_fewer_bits_resume_bit_equal(moments, tiny, tmp_path, losses)
     assert list(rest.values()) == [expected[step] for step in rest]
 
 
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "optimizer_gradients", "full"])
+def test_where_and_how_states_are_kept_changes_no_bit_and_a_run_can_change_it(
+    strategy, tiny, tmp_path, losses, arrays
+) -> None:
+    common = [f"data_parallel.strategy={strategy}", "training.dtype=bf16", "checkpoint.every=10"]
+    common += ["training.micro_batch_size=4", "optimizer.schedule=constant"]
+    other = ["optimizer.masters=remainder", "optimizer.offload=0.5"]
+    other += [f"optimizer.offload_dir={tmp_path}"]
+    plain = tiny.train(tmp_path / "plain", *common, nproc=2)
+    kept = tiny.train(tmp_path / "kept", *common, *other, nproc=2)
+    assert losses(kept) == losses(plain)
+    for step in (10, 20):
+        for prefix in ("model/", "optimizer/"):
+            ours, theirs = arrays(kept, step, prefix), arrays(plain, step, prefix)
+            assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    for source, options in ((plain, other), (kept, [])):
+        saved = source / "checkpoints" / "step_00000010"
+        out = tmp_path / f"from_{source.name}"
+        resumed = tiny.train(out, *common, *options, f"checkpoint.load={saved}", nproc=2)
+        assert losses(resumed) == {step: losses(plain)[step] for step in range(11, 21)}
+
+
 # Every schedule on 2 and 4 ranks, where it can: name, ranks, micro-batches, options.
 SCHEDULES = [
     ("gpipe", 2, 4, []),

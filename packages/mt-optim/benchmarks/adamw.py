@@ -1,7 +1,8 @@
 """AdamW.step against torch.optim.AdamW(fused=True), and clipping against torch's, in one run.
 
-    python packages/mt-optim/benchmarks/adamw.py
+    python packages/mt-optim/benchmarks/adamw.py [cuda] [large]
 
+`large` has 50M parameters, which are no longer in a cache.
 Prints ratios of the median times, ours over torch's: below 1 is faster.
 """
 
@@ -17,12 +18,14 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
 SHAPES = [(4096, 256)] + [(768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,)] * 8
+LARGE = [(16384, 512)] + [(1536, 512), (512, 512), (2048, 512), (512, 2048), (512,), (512,)] * 13
 ROUNDS = 30
 
 
 def make_params(device: str) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES]
+    shapes = LARGE if "large" in sys.argv else SHAPES
+    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     return params

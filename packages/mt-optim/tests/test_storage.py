@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mt_optim import AdamWRule, NamedOptimizer, OptimizerConfig, build_optimizer
+from mt_optim import AdamWRule, NamedOptimizer, OptimizerConfig, StateStorage, build_optimizer
 from mt_optim.storage import MomentStorage
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
@@ -93,7 +93,13 @@ def test_fp32_moments_of_fp32_masters_are_the_plain_ones(dtype):
         named = model.named_parameters()
         train(
             model,
-            NamedOptimizer(named, rule, lr=1e-2, weight_decay=0.1, moments_dtype=moments),
+            NamedOptimizer(
+                named,
+                rule,
+                lr=1e-2,
+                weight_decay=0.1,
+                storage=StateStorage(moments_dtype=moments),
+            ),
         )
         runs.append(list(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))

@@ -113,6 +113,24 @@ BROKEN = {
         MINIMAL + "optimizer:\n  moments_dtype: int8\n",
         "run.yaml:13: optimizer.moments_dtype: 'int8' is not one of full, fp32, bf16, fp16, fp8",
     ),
+    "remainders of weights that lack nothing": (
+        MINIMAL + "  dtype: fp32\noptimizer:\n  masters: remainder\n",
+        "run.yaml:14: optimizer.masters: remainder is what bf16 weights lack, and training.dtype "
+        "is fp32; use masters full, or dtype bf16",
+    ),
+    "more than all of the states on the host": (
+        MINIMAL + "optimizer:\n  offload: 1.5\n",
+        "run.yaml:13: optimizer.offload: 1.5 is too large; use 1 or less",
+    ),
+    "a folder for states that nobody offloads": (
+        MINIMAL + "optimizer:\n  offload_dir: .\n",
+        "run.yaml:13: optimizer.offload_dir: '.' stays empty with optimizer.offload 0; set offload "
+        "to a share above 0, or leave offload_dir out",
+    ),
+    "a folder for states that is not there": (
+        MINIMAL + "optimizer:\n  offload: 0.5\n  offload_dir: nowhere\n",
+        "nowhere does not exist; paths are relative to the YAML file",
+    ),
     "a look ahead without momentum": (
         MINIMAL + "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n",
         "run.yaml:15: optimizer.nesterov: true needs an optimizer.momentum above 0",

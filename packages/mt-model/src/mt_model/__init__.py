@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
     from mt_model.dtype import DTYPES
+    from mt_model.initialization import initializer
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
 
@@ -50,6 +51,7 @@ __all__ = [
     "flops_per_token",
     "gpt",
     "gpt_arguments",
+    "initializer",
     "keep_freed_memory",
     "num_parameters",
     "preset",
@@ -64,6 +66,7 @@ __getattr__ = resolve_later(
     cache="KVCache",
     decoder="GPT",
     dtype="DTYPES",
+    initialization="initializer",
     lora="export_lora",
     losses="Losses",
 )

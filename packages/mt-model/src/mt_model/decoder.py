@@ -238,12 +238,13 @@ class GPT(nn.Module):
         """Return the activation that enters this stage's layers, and what they share."""
         if self.has_embedding:
             given = batch.get("embeddings")
-            length = (batch["tokens"] if given is None else given).shape[1]
+            given = batch["tokens"] if given is None else given
+            length, device = given.shape[1], given.device
         else:
             x = _received(x)
             length = x.shape[1] * (self.placement.tp if self.placement.sequence_parallel else 1)
+            device = x.device
         length *= self.placement.context.size
-        device = self.placement.device if x is None else x.device
         positions = self._positions(batch, length, device)
         shared = self._share(batch, positions, length, device)
         if self.has_embedding:

@@ -7,6 +7,7 @@ from mt_optim.distributed import DistributedOptimizer
 from mt_optim.factory import build_optimizer
 from mt_optim.group import DecayFilter, default_decay_filter
 from mt_optim.guard import StepGuard
+from mt_optim.host import Traffic
 from mt_optim.lion import Lion, LionRule
 from mt_optim.matrix import is_hidden_matrix
 from mt_optim.muon import AdaptiveMuonRule, Muon, MuonRule
@@ -17,6 +18,7 @@ from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
 from mt_optim.schedule import LRSchedule, WeightDecaySchedule
 from mt_optim.sgd import SGD, SGDRule
+from mt_optim.storage import StateStorage
 from mt_optim.torch_rule import TorchRule
 
 __all__ = [
@@ -38,9 +40,11 @@ __all__ = [
     "Orthogonalization",
     "Rule",
     "SGDRule",
+    "StateStorage",
     "StepGuard",
     "StepResult",
     "TorchRule",
+    "Traffic",
     "WeightDecaySchedule",
     "build_optimizer",
     "clip_grad_norm",

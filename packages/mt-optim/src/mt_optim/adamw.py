@@ -65,11 +65,11 @@ class AdamWRule(Rule):
 
     def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step; the engine must run for the parameter."""
-        obstacle = fused_obstacle(piece.param)
+        obstacle = fused_obstacle(master)
         if self.engine == "fused" and obstacle is not None:
             raise ValueError(f"engine 'fused' does not run: {obstacle}")
         state = super().new_state(piece, master)
-        if self._is_fused(piece.param):  # where torch.optim.AdamW keeps it for that kernel
+        if self._is_fused(master):  # where torch.optim.AdamW keeps it for that kernel
             state["step"] = state["step"].to(master.device)
         return state
 

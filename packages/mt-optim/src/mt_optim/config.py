@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from mt_optim.group import check_number, check_size
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.override import GroupOverride
-from mt_optim.storage import MomentStorage
+from mt_optim.storage import StateStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
 TORCH = "torch.optim."
@@ -32,6 +33,10 @@ class OptimizerConfig:
         orthogonalization: Of muon; by default its updates have the size of adamw's.
         moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
             with scales.
+        masters: What is kept of the fp32 masters of bf16 parameters: full (a copy), or remainder
+            (the 17 bits that the parameter lacks of it).
+        offload: Share of the states, 0 to 1, that lives on the host and is stepped there.
+        offload_dir: A folder for files that hold these states; None for the host's memory.
         overrides: What some parameters have in place of that.
         options: Further arguments of a class of torch.
         max_norm: Largest norm of the whole model's gradient; None never clips.
@@ -54,6 +59,9 @@ class OptimizerConfig:
         default_factory=lambda: Orthogonalization(extra_scale=0.2)
     )
     moments_dtype: str = "full"
+    masters: str = "full"
+    offload: float = 0.0
+    offload_dir: str | os.PathLike[str] | None = None
     overrides: tuple[GroupOverride, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
@@ -79,14 +87,25 @@ class OptimizerConfig:
                 raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
         if not all(isinstance(override, GroupOverride) for override in self.overrides):
             raise TypeError(f"overrides must be GroupOverrides, got {self.overrides!r:.60}")
-        MomentStorage(self.moments_dtype)
-        if self.moments_dtype != "full" and self.name.startswith(TORCH):
-            raise ValueError(
-                f"moments_dtype {self.moments_dtype!r} is not for classes of torch, and name is "
-                f"{self.name!r}; leave it out"
-            )
+        self.storage()
+        for what, plain in (("moments_dtype", "full"), ("offload", 0)):
+            value = getattr(self, what)
+            if value != plain and self.name.startswith(TORCH):
+                raise ValueError(
+                    f"{what} {value!r} is not for classes of torch, and name is {self.name!r}; "
+                    "leave it out"
+                )
         if self.options and not self.name.startswith(TORCH):
             raise ValueError(
                 f"options {sorted(self.options)} are for classes of torch, and name is "
                 f"{self.name!r}; its settings are fields of their own"
             )
+
+    def storage(self) -> StateStorage:
+        """Return what keeps the states of one optimizer."""
+        return StateStorage(
+            moments_dtype=self.moments_dtype,
+            masters=self.masters,
+            offload=self.offload,
+            offload_dir=self.offload_dir,
+        )

@@ -9,6 +9,7 @@ import torch
 from mt_data_parallel import GradBuffer, Piece, pieces_of
 from torch import nn
 
+from mt_optim.host import Traffic
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.result import StepResult
 
@@ -86,6 +87,19 @@ class DistributedOptimizer:
         """Set the parameters to their masters on all ranks; every rank calls it."""
         self.inner.sync_params()
         self.buffer.gather_params()
+
+    @property
+    def offload_traffic(self) -> Traffic:
+        """What the last step copied between this rank's device and host."""
+        return self.inner.offload_traffic
+
+    def offload_state(self) -> None:
+        """Move this rank's masters and moments to the host, until `restore_state`."""
+        self.inner.offload_state()
+
+    def restore_state(self) -> None:
+        """Move them back."""
+        self.inner.restore_state()
 
     def non_finite(self) -> list[str]:
         """Name the parameters of which a weight or moment is not finite, in what this rank has."""

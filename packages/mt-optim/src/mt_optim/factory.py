@@ -68,7 +68,7 @@ def build_optimizer(
         if len(rules) == 1
         else lambda name, param: matrix_rule if is_hidden_matrix(name, param) else "adamw",
         decay_filter=default_decay_filter,
-        moments_dtype=config.moments_dtype,
+        storage=config.storage(),
     )
     optimizer.guard = StepGuard(
         named,

@@ -13,7 +13,6 @@ from mt_data_parallel import Piece, grad_of
 from torch import Tensor
 
 from mt_optim.group import (
-    MASTER_DTYPES,
     DecayFilter,
     check_options,
     check_size,
@@ -21,12 +20,13 @@ from mt_optim.group import (
     read_groups,
 )
 from mt_optim.guard import StepGuard
+from mt_optim.host import Traffic
 from mt_optim.result import StepResult
-from mt_optim.rule import Batch, Rule
+from mt_optim.rule import Rule
 from mt_optim.saved import read_options, read_state
-from mt_optim.storage import MomentStorage
+from mt_optim.storage import StateStorage
+from mt_optim.update import portions, update
 
-_CHUNK = 1 << 25  # elements whose moments are converted at a time
 RuleFilter = Callable[[str, Tensor], str]
 
 
@@ -54,12 +54,13 @@ class NamedOptimizer(torch.optim.Optimizer):
             applies to all, as in torch. `default_decay_filter` spares biases and vectors.
         rule_filter: Called with name and parameter, gives the name of its rule; for several rules.
             Each rule's parameters become groups of their own.
-        moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
-            with a scale for each 256 elements.
+        storage: In what precision states are kept, and which share of them on the host; by default
+            in that of the masters, on the device. One for each optimizer.
 
     Attributes:
         param_groups: The groups with their options, which may be changed between steps.
         guard: Asked by every step whether it may be taken; None, as at first, takes each.
+        offload_traffic: What the last step copied between device and host.
 
     Raises:
         ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
@@ -76,7 +77,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         decay_filter: DecayFilter | None = None,
         rule_filter: RuleFilter | None = None,
-        moments_dtype: str = "full",
+        storage: StateStorage | None = None,
     ) -> None:
         for what, given in (("decay_filter", decay_filter), ("rule_filter", rule_filter)):
             if given is not None and not callable(given):
@@ -86,7 +87,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
         self._pieces: dict[str, Piece] = {}
         self.guard: StepGuard | None = None
-        self._storage = MomentStorage(moments_dtype)
+        self._storage = StateStorage() if storage is None else storage
+        self._is_away = False
+        self.offload_traffic = Traffic()
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         for rule in several:
             defaults |= rule.options
@@ -117,6 +120,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             raise ValueError("some groups have parameters with names and some without: give all")
         pieces = [piece for piece in pieces if piece.param.requires_grad]
         self._check_new(pieces)
+        self._storage.place(pieces)
         parts: dict[tuple[str, bool], list[Piece]] = {}
         for piece in pieces:
             rule = forced or self._rule_of(piece.name, piece.source)
@@ -152,10 +156,27 @@ class NamedOptimizer(torch.optim.Optimizer):
         """Return the full-precision parameter: the parameter itself, or its fp32 copy for bf16.
 
         Shape:
-            The parameter's. Writing into it changes the state; call `sync_params` afterwards.
+            The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
+            remainders are kept it comes as a copy, and `set_master` changes it.
         """
-        param = self._param(name)
-        return self.state[param].get("master", param).detach()
+        piece = self._piece(name)
+        return self._storage.master(piece, self.state[piece.param]).detach()
+
+    @torch.no_grad()
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Set what `master` gives; call `sync_params` afterwards.
+
+        Raises:
+            KeyError: There is no such parameter.
+            ValueError: It has another shape.
+        """
+        piece = self._piece(name)
+        if value.shape != piece.param.shape:
+            raise ValueError(
+                f"the master of parameter {name!r} has shape {tuple(piece.param.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        self._storage.set_master(piece, self.state[piece.param], value)
 
     @property
     def moment_keys(self) -> tuple[str, ...]:
@@ -164,7 +185,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def moments(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors of the parameter's shape that its rule keeps."""
-        param = self._param(name)
+        param = self._piece(name).param
         return next(
             self._rule(group).moments
             for group in self.param_groups
@@ -178,13 +199,12 @@ class NamedOptimizer(torch.optim.Optimizer):
             The parameter's. Writing into it changes the state, except where moments are kept with
             scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
         """
-        state = self.state[self._param(name)]
+        piece = self._piece(name)
         if key not in self.moments(name):
             raise KeyError(
                 f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
             )
-        is_scaled = self._storage.is_scaled and self._storage.converts(self.master(name).dtype)
-        return self._storage.unpack(key, state, torch.float32 if is_scaled else state[key].dtype)
+        return self._storage.moment(piece, self.state[piece.param], key)
 
     @torch.no_grad()
     def set_moment(self, name: str, key: str, value: Tensor) -> None:
@@ -200,7 +220,7 @@ class NamedOptimizer(torch.optim.Optimizer):
                 f"{key} of parameter {name!r} has shape {tuple(own.shape)}, got "
                 f"{tuple(value.shape)}"
             )
-        self._storage.write(self.state[self._param(name)], key, value)
+        self._storage.set_moment(self.state[self._piece(name).param], key, value)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has overloads)
@@ -225,7 +245,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: An option of a group is out of range; no parameter has changed then.
             TypeError: An option is not a number, or the closure not a function.
+            RuntimeError: The state is on the host, where `offload_state` moved it.
         """
+        if self._is_away:
+            raise RuntimeError("the state was moved to the host; call restore_state() first")
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function; for a learning rate write lr={closure!r}")
         groups = self.param_groups
@@ -248,10 +271,7 @@ class NamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         result = StepResult() if self.guard is None else self.guard.admit()
         if result.stepped:
-            for group in groups:
-                for params in self._chunks(group["params"]):
-                    self._update(params, self._rule(group), group)
-            self.sync_params()
+            self._update()
         return replace(result, loss=loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
@@ -271,6 +291,36 @@ class NamedOptimizer(torch.optim.Optimizer):
                 param.grad = None
         if zeroed:
             torch._foreach_zero_(zeroed)
+
+    @torch.no_grad()
+    def offload_state(self) -> None:
+        """Move masters and moments to the host, so that the device has room for something else.
+
+        Parameters stay. Until `restore_state` no step can be taken; everything else works.
+        """
+        self._move_state(away=True)
+
+    @torch.no_grad()
+    def restore_state(self) -> None:
+        """Move back what `offload_state` moved."""
+        self._move_state(away=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state, as torch has it.
+
+        The state of a bf16 parameter has its `master` whether or not that is kept, so that it can
+        be loaded into an optimizer with any storage.
+        """
+        given = super().state_dict()
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        pieces = self._by_param()
+        with torch.no_grad():
+            for number, param in zip(numbers, params, strict=True):
+                if number in given["state"]:
+                    state = given["state"][number]
+                    given["state"][number] = self._storage.saved(pieces[param], state)
+        return given
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave: moments, masters, steps and the groups' options.
@@ -296,21 +346,20 @@ class NamedOptimizer(torch.optim.Optimizer):
         for group, read in zip(self.param_groups, options, strict=True):
             self._check_group(self._rule(group), {**group, **read})
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        names = {piece.param: name for name, piece in self._pieces.items()}
-        states: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        pieces = self._by_param()
+        states: list[tuple[Piece, dict[str, Tensor]]] = []
         for group in self.param_groups:
             makes_more = self._rule(group).makes_more
             for param, number in zip(group["params"], numbers, strict=False):
-                own = self.state[param]
-                found = given["state"].get(number)
-                states.append((own, read_state(names[param], found, own, makes_more=makes_more)))
+                found, piece = given["state"].get(number), pieces[param]
+                own, optional = self._storage.template(piece, self.state[param])
+                values = read_state(
+                    piece.name, found, own, makes_more=makes_more, optional=optional
+                )
+                states.append((piece, values))
         with torch.no_grad():
-            for state, values in states:
-                for key, value in values.items():
-                    if key in state:
-                        state[key].copy_(value)
-                    else:
-                        state[key] = value.clone()
+            for piece, values in states:
+                self._storage.load(piece, self.state[piece.param], values)
         for group, read in zip(self.param_groups, options, strict=True):
             group.update(read)
         self.sync_params()
@@ -344,20 +393,18 @@ class NamedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def sync_params(self) -> None:
         """Set every bf16 parameter to its master, rounded to nearest even; others are theirs."""
-        copies = self._copies()
-        if copies:
-            torch._foreach_copy_(list(copies), list(copies.values()))
+        self._sync(self._pieces.values())
 
     @torch.no_grad()
     def sync_masters(self) -> None:
         """Set every master to its bf16 parameter, after weights were loaded into the model."""
-        copies = self._copies()
-        if copies:
-            torch._foreach_copy_(list(copies.values()), list(copies))
+        for piece in self._pieces.values():
+            self._storage.set_master(piece, self.state[piece.param], piece.param.detach())
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
         own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
+        own |= {"_is_away": self._is_away, "offload_traffic": self.offload_traffic}
         return {**super().__getstate__(), **own}
 
     def _new_group(
@@ -394,58 +441,47 @@ class NamedOptimizer(torch.optim.Optimizer):
         check_options(group)
         rule.check(group)
 
-    def _chunks(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Cut a group where moments are converted, so that few of them are in full at a time."""
-        if not any(self._storage.converts(MASTER_DTYPES[param.dtype]) for param in params):
-            return [params] if params else []
-        chunks: list[list[Tensor]] = []
-        room = 0
-        for param in params:
-            if room < param.numel():
-                chunks.append([])
-                room = _CHUNK
-            chunks[-1].append(param)
-            room -= param.numel()
-        return chunks
-
-    def _update(self, params: list[Tensor], rule: Rule, group: Mapping[str, Any]) -> None:
-        by_param = {piece.param: piece for piece in self._pieces.values()}
-        states = [self.state[param] for param in params]
-        masters = [s.get("master", p) for s, p in zip(states, params, strict=True)]
-        grads = [_gradient(p, master) for p, master in zip(params, masters, strict=True)]
-        converted = [self._storage.converts(master.dtype) for master in masters]
-        opened = [
-            self._storage.opened(state, rule.moments, master.dtype) if converts else state
-            for state, master, converts in zip(states, masters, converted, strict=True)
-        ]
-        rule.update(Batch([by_param[param] for param in params], masters, grads, opened), group)
-        for state, new, converts in zip(states, opened, converted, strict=True):
-            for key in rule.moments if converts else ():
-                self._storage.write(state, key, new[key])
-
     def _new_state(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
-        dtype = MASTER_DTYPES[piece.param.dtype]
-        is_own = piece.param.dtype == dtype
-        master = piece.param if is_own else piece.param.detach().to(dtype)
         try:
-            state = rule.new_state(piece, master)
+            return self._storage.new(piece, rule)
         except ValueError as error:
             raise ValueError(f"parameter {piece.name!r}: {error}") from None
-        for key in rule.moments:
-            state |= self._storage.pack(key, state[key])
-        return state if is_own else {**state, "master": master}
+
+    def _update(self) -> None:
+        pieces, work = self._by_param(), []
+        for group in self.param_groups:
+            own = [pieces[param] for param in group["params"]]
+            work += portions(own, self._rule(group), group, self._storage)
+        self.offload_traffic = update(work, self.state, self._storage)
+        self._sync(piece for piece in pieces.values() if not self._storage.is_offloaded(piece))
+
+    def _sync(self, pieces: Iterable[Piece]) -> None:
+        """Set parameters that are not their own masters to these."""
+        held = [piece.param for piece in pieces if "master" in self.state[piece.param]]
+        if held:
+            torch._foreach_copy_(held, [self.state[param]["master"] for param in held])
+
+    def _move_state(self, *, away: bool) -> None:
+        if away == self._is_away:
+            raise RuntimeError(
+                "the state is on the host already; call restore_state() first"
+                if away
+                else "the state was not moved; call offload_state() first"
+            )
+        for piece in self._pieces.values():
+            if not self._storage.is_offloaded(piece):
+                self._storage.move(piece, self.state[piece.param], away=away)
+        self._is_away = away
 
     def _tensors(self) -> list[Tensor]:
         return [piece.param for piece in self._pieces.values()]
 
-    def _copies(self) -> dict[Tensor, Tensor]:
-        """Return the parameters that are not their own masters, with these."""
-        states = ((param, self.state[param]) for param in self._tensors())
-        return {param: state["master"] for param, state in states if "master" in state}
+    def _by_param(self) -> dict[Tensor, Piece]:
+        return {piece.param: piece for piece in self._pieces.values()}
 
-    def _param(self, name: str) -> Tensor:
+    def _piece(self, name: str) -> Piece:
         try:
-            return self._pieces[name].param
+            return self._pieces[name]
         except (KeyError, TypeError):
             raise KeyError(
                 f"no parameter {name!r} in this optimizer; it has {', '.join(self._pieces)}"
@@ -459,11 +495,3 @@ class NamedOptimizer(torch.optim.Optimizer):
                 first = names.get(piece.param, piece.name)
                 raise ValueError(f"parameter {piece.name!r} is listed twice (first as {first!r})")
             params[piece.name], names[piece.param] = piece.param, piece.name
-
-
-def _gradient(param: Tensor, master: Tensor) -> Tensor:
-    """Return the gradient in the master's dtype, in memory order as the fused kernel reads it."""
-    grad = grad_of(param)
-    if grad is None:
-        return torch.zeros_like(master)
-    return grad.to(master.dtype).contiguous()

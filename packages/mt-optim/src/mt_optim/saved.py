@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,12 @@ def _options(index: int, group: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_state(
-    name: str, given: Any, own: Mapping[str, Tensor], *, makes_more: bool = False
+    name: str,
+    given: Any,
+    own: Mapping[str, Tensor],
+    *,
+    makes_more: bool = False,
+    optional: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Return the values of one parameter's state.
 
@@ -69,6 +74,7 @@ def read_state(
         given: Its entry in the state dict, None where there is none.
         own: The tensors that are to get the values.
         makes_more: Whether the rule makes tensors while it runs: those are taken as they are.
+        optional: Which of `own` may be missing.
 
     Raises:
         ValueError: A value is missing or has another shape.
@@ -76,6 +82,8 @@ def read_state(
     """
     values: dict[str, Tensor] = {}
     for key, tensor in own.items():
+        if key in optional and isinstance(given, Mapping) and key not in given:
+            continue
         if not isinstance(given, Mapping) or key not in given:
             raise ValueError(f"the state of parameter {name!r} has no {key}")
         value = given[key]

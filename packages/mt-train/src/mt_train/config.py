@@ -305,6 +305,12 @@ class OptimizerSection:
         nesterov: Whether sgd (by default not) and muon (by default) look a step ahead.
         moments_dtype: What the moments are kept in between steps: `full` (as the master weights),
             `fp32`, `bf16`, or `fp16` or `fp8` with a scale for each 256 elements.
+        masters: What is kept of the fp32 master weights beside bf16 ones: `full` (a copy of 32
+            bits), or `remainder`, the 17 bits that the bf16 weight lacks. The numbers are the same.
+        offload: Share of master weights and moments, 0 to 1, that lives in the host's memory and is
+            stepped by the CPU; each rank decides for whole parameters.
+        offload_dir: A folder on a fast local disk for files that hold these; by default they are in
+            memory. The files have no names and end with the run.
         muon_coefficients: Of the iterations that make a matrix orthogonal: `simple` or `quintic`.
         muon_scale: What an orthogonal matrix of `o` rows and `i` columns is multiplied with:
             `spectral` 0.2 sqrt(max(o, i)), which makes it as large as a step of AdamW,
@@ -328,6 +334,9 @@ class OptimizerSection:
     momentum: float | None = None
     nesterov: bool | None = None
     moments_dtype: Literal["full", "fp32", "bf16", "fp16", "fp8"] = "full"
+    masters: Literal["full", "remainder"] = "full"
+    offload: float = 0.0
+    offload_dir: str | None = None
     muon_coefficients: Literal["simple", "quintic"] = "simple"
     muon_scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     muon_tp: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
@@ -343,6 +352,14 @@ class OptimizerSection:
         checks.at_least(0, "min_lr", "weight_decay", "warmup", "anneal")
         checks.at_most(_MAX_STEPS, "warmup")
         checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay")
+        checks.at_least(0, "offload")
+        checks.at_most(1, "offload")
+        if self.offload_dir is not None and not self.offload:
+            checks.add(
+                "offload_dir",
+                f"{shorten(self.offload_dir)} stays empty with optimizer.offload 0; set offload to "
+                "a share above 0, or leave offload_dir out",
+            )
         if not checks.errors:
             if self.anneal > 1:
                 checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
@@ -647,6 +664,11 @@ class RunConfig:
         if stages is not None and parallel.pp not in (1, stages):
             errors["pipeline.stages"] = (
                 f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
+            )
+        if self.optimizer.masters == "remainder" and training.dtype != "bf16":
+            errors["optimizer.masters"] = (
+                f"remainder is what bf16 weights lack, and training.dtype is {training.dtype}; use "
+                "masters full, or dtype bf16"
             )
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()

@@ -161,6 +161,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     sections: dict[str, Any] = {}
     if "data" in bound.parts:
         sections["data"] = paths.data(bound.parts["data"])
+    if "optimizer" in bound.parts:
+        sections["optimizer"] = paths.optimizer(bound.parts["optimizer"])
     if "checkpoint" in bound.parts:
         sections["checkpoint"] = paths.checkpoint(bound.parts["checkpoint"])
     logging = bound.parts.get("logging")
@@ -203,6 +205,14 @@ class _Paths:
         if data.tokenizer is not None:
             changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
         return dataclasses.replace(data, **changes)
+
+    def optimizer(self, optimizer: Any) -> Any:
+        if optimizer.offload_dir is None:
+            return optimizer
+        found = self._resolve("optimizer.offload_dir", optimizer.offload_dir)
+        if Path(found).is_file():
+            self._add("optimizer.offload_dir", f"{shorten(found, 200)} is no folder; write one")
+        return dataclasses.replace(optimizer, offload_dir=found)
 
     def checkpoint(self, checkpoint: Any) -> Any:
         if checkpoint.load is None:

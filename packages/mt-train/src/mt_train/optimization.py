@@ -36,6 +36,9 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
             dtype=torch.float64 if config.training.dtype == "fp64" else torch.bfloat16,
         ),
         moments_dtype=section.moments_dtype,
+        masters=section.masters,
+        offload=section.offload,
+        offload_dir=section.offload_dir,
         max_norm=config.training.grad_clip,
     )
 

@@ -113,6 +113,8 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         cast=weights_only,
     )
     inner = trainer.optimizer.inner
+    for name, tensor in tensors[RunFolder.WEIGHTS].items():
+        inner.set_master(name, tensor)  # where remainders are kept it came as a copy
     for key in () if weights_only else inner.moment_keys:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies

@@ -1,0 +1,120 @@
+"""How a step goes through all pieces: on the device, and for offloaded ones on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mt_data_parallel import Piece
+from torch import Tensor
+
+from mt_optim.host import Traffic
+from mt_optim.rule import Batch, Rule
+from mt_optim.storage import StateStorage
+
+_CHUNK = 1 << 25  # elements of which a step has copies in full precision at a time
+_PORTION = 1 << 20  # elements that go to the host and back together
+States = Mapping[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """Pieces that are updated together.
+
+    Attributes:
+        pieces: The pieces.
+        rule: Theirs.
+        group: Its options.
+    """
+
+    pieces: list[Piece]
+    rule: Rule
+    group: Mapping[str, Any]
+
+
+def portions(
+    pieces: Sequence[Piece], rule: Rule, group: Mapping[str, Any], storage: StateStorage
+) -> Iterator[Portion]:
+    """Cut the pieces of a group into portions, each on the device or on the host.
+
+    It is cut where a step makes copies, so that there are few of them at a time.
+    """
+    here = [piece for piece in pieces if not storage.is_offloaded(piece)]
+    there = [piece for piece in pieces if storage.is_offloaded(piece)]
+    cut = _CHUNK if any(storage.is_converted(piece) for piece in here) else None
+    for chosen, size in ((here, cut), (there, _PORTION)):
+        for chunk in _chunks(chosen, size):
+            yield Portion(pieces=chunk, rule=rule, group=group)
+
+
+def update(work: Sequence[Portion], states: States, storage: StateStorage) -> Traffic:
+    """Update everything, the host and the device at the same time.
+
+    Parameters of offloaded pieces are set to their masters; others still have to be.
+
+    Returns:
+        What was copied.
+    """
+    here = [portion for portion in work if not storage.is_offloaded(portion.pieces[0])]
+    there = [portion for portion in work if storage.is_offloaded(portion.pieces[0])]
+    if not there:
+        for portion in here:
+            _update(portion, _grads(portion), states, storage)
+        return Traffic()
+    mover = storage.mover(there[0].pieces[0].param.device)
+    mover.begin()
+    mover.fetch(0, _grads(there[0]))
+    for portion in here:
+        _update(portion, _grads(portion), states, storage)
+    for turn, portion in enumerate(there):
+        if turn + 1 < len(there):
+            mover.fetch(turn + 1, _grads(there[turn + 1]))
+        _update(portion, mover.fetched(turn), states, storage)
+        params = [piece.param for piece in portion.pieces]
+        mover.send(turn, params, [states[param]["master"] for param in params])
+    mover.end()
+    return mover.traffic
+
+
+def _update(
+    portion: Portion, grads: Sequence[Tensor | None], states: States, storage: StateStorage
+) -> None:
+    own = [states[piece.param] for piece in portion.pieces]
+    opened = [
+        storage.opened(piece, state, portion.rule)
+        for piece, state in zip(portion.pieces, own, strict=True)
+    ]
+    masters = [master for master, _ in opened]
+    full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
+    batch = Batch(portion.pieces, masters, full, [state for _, state in opened])
+    portion.rule.update(batch, portion.group)
+    for piece, state, new in zip(portion.pieces, own, opened, strict=True):
+        storage.close(piece, state, portion.rule, new)
+
+
+def _grads(portion: Portion) -> list[Tensor | None]:
+    return [piece.grad for piece in portion.pieces]
+
+
+def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:
+    """Return the gradient in the master's dtype, in memory order as the fused kernel reads it."""
+    if grad is None:
+        return torch.zeros_like(master)
+    return grad.to(master.dtype).contiguous()
+
+
+def _chunks(pieces: Sequence[Piece], size: int | None) -> list[list[Piece]]:
+    """Cut a list where it has more than `size` elements."""
+    if size is None:
+        return [list(pieces)] if pieces else []
+    chunks: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not chunks or room < piece.param.numel():
+            chunks.append([])
+            room = size
+        chunks[-1].append(piece)
+        room -= piece.param.numel()
+    return chunks
