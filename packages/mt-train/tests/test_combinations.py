@@ -1,0 +1,180 @@
+"""Settings that meet: each combination trains like one process, or is refused by name.
+
+A row is one value of each setting. What the table of refusals does not name has to train two steps
+with the weights and moments of one process that has no layout at all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mt_testing import pairwise
+from mt_train import ConfigError, load_config, run
+
+Row = dict[str, Any]
+LR = 1e-2
+# What changes the numbers, and so has a reference of its own.
+NUMERICS = {
+    "training.dtype": ("fp64", "fp32", "bf16"),
+    "optimizer.name": ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon"),
+    "optimizer.moments_dtype": ("full", "bf16", "fp16", "fp8"),
+    "data.packing": ("none", "documents"),
+    "model.tied": (False, True),
+    "model.dropout": (0.0, 0.1),
+}
+SCHEDULES = ("1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+FACTORS = NUMERICS | {
+    "data_parallel.strategy": ("none", "optimizer", "optimizer_gradients", "full"),
+    "data_parallel.replicas": (1, 2),
+    "parallel.dp": (1, 2),
+    "parallel.tp": (1, 2),
+    "parallel.cp": (1, 2),
+    "parallel.pp": (1, 2),
+    "parallel.sequence_parallel": (False, True),
+    "parallel.bucket_size": (500, 25 * 2**20 // 4),
+    "pipeline.schedule": SCHEDULES,
+    "training.recompute": ("none", "selective", "full"),
+}
+# What can't work together: when, and the field and the words of the message.
+REFUSALS = [
+    (
+        lambda row: row["data_parallel.strategy"] == "none" and row["data_parallel.replicas"] > 1,
+        "data_parallel.replicas",
+        "data_parallel.strategy none; leave it out, or use strategy optimizer",
+    ),
+    (
+        lambda row: row["parallel.dp"] * row["parallel.cp"] % row["data_parallel.replicas"],
+        "data_parallel.replicas",
+        "2 does not divide parallel.dp 1 x parallel.cp 1 = 1; use one of 1",
+    ),
+    (
+        lambda row: row["data_parallel.strategy"] == "full" and "dualpipe" in schedule_of(row),
+        "data_parallel.strategy",
+        "full does not go with pipeline.schedule dualpipe",
+    ),
+]
+
+
+def schedule_of(row: Row) -> str:
+    return row["pipeline.schedule"]
+
+
+def world(row: Row) -> int:
+    return row["parallel.dp"] * row["parallel.tp"] * row["parallel.cp"] * row["parallel.pp"]
+
+
+def sensible(row: Row) -> bool:
+    """Schedules of several ranks where there are several; two refusals at most."""
+    several = row["parallel.pp"] > 1
+    return several or schedule_of(row) == "1f1b"
+
+
+def quick(row: Row) -> bool:
+    return world(row) <= 4 and sensible(row)
+
+
+ROWS = pairwise(FACTORS, allowed=quick, seed=8)
+LARGE = [
+    row
+    for seed in range(20)
+    for row in pairwise(FACTORS, allowed=lambda row: world(row) <= 8 and sensible(row), seed=seed)
+]
+
+
+def label(row: Row) -> str:
+    return "-".join(f"{key.split('.')[1]}={value}" for key, value in row.items())
+
+
+def options(row: Row) -> list[str]:
+    """The row as it is written on the command line, with four micro-batches a rank."""
+    given = [f"{key}={json.dumps(value)}" for key, value in row.items()]
+    chunks = ["pipeline.chunks=2"] if schedule_of(row) in ("interleaved", "bfs") else []
+    return [*given, *chunks, f"training.micro_batch_size={2 // row['parallel.dp']}"]
+
+
+COMMON = ["model.num_layers=4", "training.steps=2", "training.global_batch_size=8"]
+COMMON += [f"optimizer.lr={LR}", "evaluation.max_windows=1"]
+
+
+def train(config: Path, out: Path, given: list[str]) -> None:
+    """Run on every rank what the command runs."""
+    import torch.distributed as dist
+    from mt_parallel_state import DistributedEnv
+
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    env = DistributedEnv(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    run(load_config(config, given), env, out)
+
+
+@pytest.fixture(scope="session")
+def references(tiny, ranks, tmp_path_factory):
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def get(row: Row) -> Path:
+        key = tuple(row[name] for name in NUMERICS)
+        if key not in made:
+            out = tmp_path_factory.mktemp("one")
+            given = [f"{name}={json.dumps(row[name])}" for name in NUMERICS]
+            given += ["training.micro_batch_size=8", *COMMON]
+            ranks(1, train, tiny.config, out, given, timeout=120)
+            made[key] = out
+        return made[key]
+
+    return get
+
+
+# By dtype: of losses, relative; of weights and moments, absolute. In fewer bits a moment may be
+# rounded to the number beside, and a row of another length has its scales elsewhere.
+TOLERANCES = {"fp64": (1e-10, 1e-9), "fp32": (1e-5, 1e-4), "bf16": (2e-2, 2.1 * LR)}
+MOMENTS = {"full": 0.0, "bf16": LR / 2**6, "fp16": LR / 2**8, "fp8": LR / 2}
+
+
+def assert_trains_or_is_refused(row, tiny, references, ranks, out, losses, weights) -> None:
+    given = [*COMMON, *options(row)]
+    reasons = [(field, words) for when, field, words in REFUSALS if when(row)]
+    if reasons:
+        with pytest.raises(ConfigError) as caught:
+            load_config(tiny.config, given).check_world(world(row))
+        found = [str(problem) for problem in caught.value.problems]
+        assert any(f"{field}: " in p and words in p for field, words in reasons for p in found)
+        return
+    load_config(tiny.config, given).check_world(world(row))
+    ranks(world(row), train, tiny.config, out, given, timeout=120)
+    whole = references(row)
+    rtol, atol = TOLERANCES[row["training.dtype"]]
+    ours, theirs = losses(out), losses(whole)
+    assert list(ours) == list(theirs) == [1, 2]
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=rtol)
+    atol += MOMENTS[row["optimizer.moments_dtype"]]
+    found, expected = weights(out, 2), weights(whole, 2)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.startswith("model/"):
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=() if number % 4 == 0 else pytest.mark.campaign)
+        for number, row in enumerate(ROWS)
+    ],
+    ids=label,
+)
+def test_every_pair_of_settings_trains_like_one_process_or_is_refused_by_name(
+    row, tiny, references, ranks, tmp_path, losses, weights
+) -> None:
+    assert_trains_or_is_refused(row, tiny, references, ranks, tmp_path, losses, weights)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", LARGE, ids=label)
+def test_many_combinations_train_like_one_process_or_are_refused_by_name(
+    row, tiny, references, ranks, tmp_path, losses, weights
+) -> None:
+    assert_trains_or_is_refused(row, tiny, references, ranks, tmp_path, losses, weights)
