@@ -78,6 +78,20 @@ PAIRS = {
             "above 0",
         ),
     ],
+    "optimizer.masters": [
+        (
+            ["optimizer.masters=remainder", "training.dtype=fp32"],
+            "remainder is what bf16 weights lack, and training.dtype is fp32; use masters full, or "
+            "dtype bf16",
+        ),
+    ],
+    "optimizer.offload_dir": [
+        (
+            ["optimizer.offload_dir=.", "optimizer.offload=0.0"],
+            "'.' stays empty with optimizer.offload 0; set offload to a share above 0, or leave "
+            "offload_dir out",
+        ),
+    ],
     "optimizer.muon_coefficients": [
         (
             ["optimizer.muon_coefficients=quintic"],
@@ -125,6 +139,7 @@ ALONE = {
     "optimizer.name": "what does not go with it is blamed instead",
     "optimizer.lr": "every optimizer and schedule has one; min_lr is blamed",
     "optimizer.weight_decay": "every optimizer has it",
+    "optimizer.offload": "every optimizer can; offload_dir is blamed",
     "optimizer.schedule": "what does not go with it is blamed instead",
     "optimizer.warmup": "a run shorter than its warm-up ends below lr",
 }
