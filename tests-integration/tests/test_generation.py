@@ -51,6 +51,22 @@ def without_cache(run: Path, max_tokens: int) -> str:
         return generator.tokenizer.decode(tokens[start:])
 
 
+def test_the_average_of_weights_generates_where_training_kept_one(
+    run, tiny, generate, tmp_path, cli
+) -> None:
+    options = ["training.steps=60", "training.sequence_length=64", "optimizer.ema=0.0"]
+    same = tiny.train(tmp_path / "same", *options)  # of which nothing old is left
+    text = generate(same, "--max-tokens", 20, "--greedy")
+    assert generate(same, "--max-tokens", 20, "--greedy", "--ema", "--nproc", 2) == text
+    early = tiny.train(tmp_path / "early", *options[:2], "optimizer.ema=0.999")
+    other = generate(early, "--max-tokens", 20, "--greedy", "--ema")
+    assert other != generate(early, "--max-tokens", 20, "--greedy")
+    command = [sys.executable, "-m", "mt_infer", "generate", run, "--prompt", PROMPT, "--ema"]
+    result = cli(*command)
+    assert result.returncode == 1
+    assert "has no average of the weights; train with optimizer.ema, or leave" in result.stderr
+
+
 def test_greedy_is_the_same_at_tp_1_and_2_at_pp_2_and_without_a_cache(run, generate) -> None:
     alone = generate(run, "--max-tokens", 40, "--greedy")
     assert alone == generate(run, "--max-tokens", 40, "--greedy", "--nproc", 2)

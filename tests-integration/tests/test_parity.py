@@ -253,6 +253,9 @@ OPTIMIZERS = [
     ("adaptive_muon", 2, ["parallel.tp=2", "optimizer.muon_tp=distributed"]),
     ("lion", 2, ["data_parallel.strategy=optimizer", "training.micro_batch_size=4"]),
     ("sgd", 2, ["parallel.tp=2"]),
+    ("soap", 2, ["parallel.tp=2", SEQUENCE_PARALLEL]),
+    ("soap", 2, ["data_parallel.strategy=optimizer", "training.micro_batch_size=4"]),
+    ("soap", 4, ["parallel.tp=4"]),
 ]
 
 
@@ -274,6 +277,39 @@ def test_every_optimizer_trains_like_one_process_and_resumes_elsewhere(
     resumed = tiny.train(tmp_path / "resumed", *common, f"checkpoint.load={saved}")
     rest, expected = losses(resumed), losses(whole)
     np.testing.assert_allclose(list(rest.values()), [expected[s] for s in rest], rtol=1e-9)
+
+
+def test_the_average_of_weights_is_the_same_on_every_layout_and_resumes_elsewhere(
+    tiny, tmp_path, arrays
+) -> None:
+    common = ["training.dtype=fp64", "optimizer.ema=0.9", "optimizer.schedule=constant"]
+    common += ["checkpoint.every=10"]
+    whole = tiny.train(tmp_path / "whole", *common)
+    sharded = ["parallel.tp=2", "data_parallel.strategy=optimizer", "training.micro_batch_size=4"]
+    run = tiny.train(tmp_path / "run", *common, *sharded, nproc=4)
+    load = f"checkpoint.load={run / 'checkpoints' / 'step_00000010'}"
+    resumed = tiny.train(tmp_path / "resumed", *common, "parallel.pp=2", load, nproc=2)
+    expected, weights = arrays(whole, prefix="ema/"), arrays(whole)
+    assert {name.replace("ema/", "model/") for name in expected} == set(weights)
+    for name, value in expected.items():
+        assert not np.array_equal(value, weights[name.replace("ema/", "model/")])
+        for other in (run, resumed):
+            found = arrays(other, prefix="ema/")[name]
+            np.testing.assert_allclose(found, value, rtol=0, atol=1e-9, err_msg=name)
+
+
+def test_an_average_begins_in_a_run_that_had_none(tiny, tmp_path, arrays) -> None:
+    common = ["training.dtype=fp64", "optimizer.schedule=constant"]
+    first = tiny.train(tmp_path / "first", *common, "training.steps=1")
+    load = [f"checkpoint.load={first}", "training.steps=2"]
+    second = tiny.train(tmp_path / "second", *common, *load, "optimizer.ema=0.9")
+    before, after = arrays(first, step=1), arrays(second, step=2)
+    for name, value in arrays(second, step=2, prefix="ema/").items():
+        name = name.replace("ema/", "model/")
+        mean = 3 / 12 * before[name] + 9 / 12 * after[name]
+        np.testing.assert_allclose(value, mean, rtol=1e-12, atol=1e-15, err_msg=name)
+    third = tiny.train(tmp_path / "third", *common, f"checkpoint.load={second}")
+    assert arrays(third, prefix="ema/") == {}
 
 
 @pytest.mark.parametrize("moments", ["bf16", "fp16", "fp8"])

@@ -135,6 +135,30 @@ BROKEN = {
         MINIMAL + "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n",
         "run.yaml:15: optimizer.nesterov: true needs an optimizer.momentum above 0",
     ),
+    "an override that overrides nothing": (
+        MINIMAL + "optimizer:\n  overrides:\n    - names: embedding.*\n",
+        "run.yaml:14: optimizer.overrides[0].names: nothing is other; set one of lr_scale, ",
+    ),
+    "an override with a slip": (
+        MINIMAL + "optimizer:\n  overrides:\n    - {names: a, lr_scal: 1}\n",
+        "run.yaml:14: optimizer.overrides[0].lr_scal: unknown key. Did you mean "
+        "optimizer.overrides[0].lr_scale?",
+    ),
+    "a decay that ends nowhere": (
+        MINIMAL + "optimizer:\n  weight_decay_schedule: cosine\n",
+        "run.yaml:12: optimizer.weight_decay_end: missing; optimizer.weight_decay_schedule goes "
+        "there, or leave that out",
+    ),
+    "a decay that stays and ends elsewhere": (
+        MINIMAL + "optimizer:\n  weight_decay_end: 0.3\n",
+        "run.yaml:13: optimizer.weight_decay_end: 0.3 is not optimizer.weight_decay 0.1, and "
+        "optimizer.weight_decay_schedule is constant; use linear or cosine",
+    ),
+    "muP for muon": (
+        MINIMAL + "optimizer:\n  name: muon\n  width_multiplier: 4\n",
+        "run.yaml:14: optimizer.width_multiplier: 4.0 does not go with optimizer.name muon; leave "
+        "it out, or use adamw or adam or sgd or lion",
+    ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
         "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical "

@@ -38,6 +38,32 @@ def test_the_given_warm_up_is_taken_and_the_last_step_has_a_rate(steps, warmup, 
         assert rate == pytest.approx(3e-3 * step / warmup)
 
 
+def test_a_skipped_step_moves_no_schedule_and_still_is_a_step() -> None:
+    run = course(
+        "training.steps=100",
+        "optimizer.warmup=10",
+        "optimizer.weight_decay_schedule=linear",
+        "optimizer.weight_decay_end=0.5",
+    )
+    for step, skipped in ((5, 2), (50, 7)):
+        here, plain = Progress(step=step, skipped=skipped), Progress(step=step - skipped)
+        assert run.learning_rate(here) == run.learning_rate(plain)
+        assert run.weight_decay(here) == run.weight_decay(plain)
+        assert run.share(here) == step / 100
+
+
+def test_weight_decay_goes_from_its_start_to_its_end() -> None:
+    run = course(
+        "training.steps=100",
+        "optimizer.weight_decay=0.1",
+        "optimizer.weight_decay_end=0.3",
+        "optimizer.weight_decay_schedule=linear",
+    )
+    assert run.weight_decay(Progress(step=49)) == pytest.approx(0.2)
+    assert run.weight_decay(Progress(step=99)) == pytest.approx(0.3)
+    assert course("optimizer.weight_decay=0.1").weight_decay(Progress(step=7)) == 0.1
+
+
 def test_the_time_left_is_what_is_left_of_the_steps_at_this_speed() -> None:
     run = course("training.steps=100")
     assert run.seconds_left(Progress(step=25, elapsed=5.0)) == pytest.approx(15.0)

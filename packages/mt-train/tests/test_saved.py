@@ -59,6 +59,8 @@ BAD = [
     ("elapsed", None),
     ("consumed_samples", "4"),
     ("consumed_samples", -4),
+    ("skipped_steps", -1),
+    ("skipped_steps", 1000),
     ("config", None),
     ("config", []),
     ("config", {}),

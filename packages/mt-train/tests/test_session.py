@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from mt_train import ConfigError
 from mt_train.history import read_history
 from mt_train.saved import ResumeError
 
@@ -368,3 +370,77 @@ def test_a_picture_that_can_not_be_drawn_is_no_failure(tiny, tmp_path, capsys) -
     outcome = tiny.run(tmp_path)
     assert outcome.step == 4
     assert "the losses are not drawn" in capsys.readouterr().out
+
+
+def test_overrides_reach_the_parameters_that_they_name(tiny, tmp_path, weights) -> None:
+    entries = "[{names: embedding.*, lr_scale: 0}, {names: '*.up.weight', wd_scale: 0}]"
+    out = tmp_path / "run"
+    tiny.run(out, f"optimizer.overrides={entries}", "checkpoint.every=1")
+    first, last = weights(out, 1), weights(out, 4)
+    moved = [n for n in first if n.startswith("model/") and not np.array_equal(first[n], last[n])]
+    assert "model/embedding.weight" not in moved
+    assert len(moved) > 4
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            "[{names: embeding.weight, lr_scale: 0}]",
+            "optimizer.overrides\\[0\\].names: 'embeding.weight' is the name of no parameter. Did "
+            "you mean embedding.weight?",
+        ),
+        (
+            "[{names: '*.weight', lr_scale: 2}, {names: embedding.*, lr_scale: 3}]",
+            "parameter 'embedding.weight' has lr_scale 2.0 from override '\\*.weight' and 3.0 from "
+            "'embedding.\\*'",
+        ),
+    ],
+)
+def test_overrides_that_can_not_be_are_one_error(tiny, tmp_path, entries, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny.run(tmp_path, f"optimizer.overrides={entries}")
+
+
+def test_an_override_of_betas_for_a_matrix_of_muon_is_refused(tiny, tmp_path) -> None:
+    entries = "optimizer.overrides=[{names: '*', betas: [0.5, 0.6]}]"
+    with pytest.raises(ConfigError, match=r"sets betas of parameter '.*', which muon steps"):
+        tiny.run(tmp_path, entries, "optimizer.name=muon")
+
+
+def test_skipped_steps_count_for_the_data_and_not_for_the_schedules(
+    tiny, tmp_path, rows, weights, losses
+) -> None:
+    """A norm between those of the steps skips some; a resumed run goes on with the count."""
+    options = ["training.steps=8", "checkpoint.every=4", "optimizer.warmup=3"]
+    plain = tiny.run(tmp_path / "plain", *options)
+    assert plain.step == 8
+    norms = sorted(row["grad_norm"] for row in rows(tmp_path / "plain") if "grad_norm" in row)
+    options.append(f"optimizer.skip_above={norms[4]}")
+    tiny.run(tmp_path / "run", *options)
+    steps = [row for row in rows(tmp_path / "run") if "loss" in row]
+    skipped = [row["grad_norm"] > norms[4] for row in steps]
+    assert 0 < sum(skipped) < 8
+    assert [row["skipped_steps"] for row in steps] == list(np.cumsum(skipped))
+    same = [a["lr"] == b["lr"] for a, b in itertools.pairwise(steps)]
+    assert same[: len(skipped) - 1] == skipped[:-1]
+    load = f"checkpoint.load={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}"
+    tiny.run(tmp_path / "rest", *options, load)
+    for step, loss in losses(tmp_path / "rest").items():
+        assert loss == losses(tmp_path / "run")[step]
+    ours, theirs = weights(tmp_path / "rest", 8), weights(tmp_path / "run", 8)
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+def test_a_wider_model_slows_its_hidden_matrices(tiny, tmp_path, weights) -> None:
+    for width in (1, 4):
+        options = [f"optimizer.width_multiplier={width}", "training.steps=1", "optimizer.warmup=0"]
+        options += ["optimizer.weight_decay=0", "optimizer.eps=1e-20"]
+        tiny.run(tmp_path / str(width), *options)
+    tiny.run(tmp_path / "still", "training.steps=1", "optimizer.lr=1e-30")
+    still, one, four = (weights(tmp_path / name, 1) for name in ("still", "1", "4"))
+    for name, factor in (("layers.0.mixer.out.weight", 0.25), ("embedding.weight", 1.0)):
+        way = one[f"model/{name}"] - still[f"model/{name}"]
+        shorter = four[f"model/{name}"] - still[f"model/{name}"]
+        np.testing.assert_allclose(shorter, way * factor, rtol=1e-3, atol=1e-8)

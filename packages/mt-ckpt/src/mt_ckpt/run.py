@@ -24,10 +24,12 @@ class RunFolder:
         path: The folder.
         WEIGHTS: Prefix of the arrays of the model's parameters.
         OPTIMIZER: Prefix of all arrays of the optimizer.
+        EMA: Prefix of the parameters' averages over the steps, where a run keeps them.
     """
 
     WEIGHTS: ClassVar[str] = "model"
     OPTIMIZER: ClassVar[str] = "optimizer"
+    EMA: ClassVar[str] = "ema"
 
     path: Path
 

@@ -40,6 +40,8 @@ class Generate:
     """The text to continue; - reads it from standard input."""
     step: int | None = None
     """The checkpoint of this step; by default the latest."""
+    ema: bool = False
+    """Use the average of the weights over the steps, where training kept one (optimizer.ema)."""
     max_tokens: int = 128
     """Stop after this many tokens, or where the model's context ends."""
     greedy: bool = False
@@ -62,7 +64,8 @@ class Generate:
 
 
 _COMMANDS = {"generate": Generate}
-_FLAGS = ("--greedy", "--no-greedy")
+_SWITCHES = ("greedy", "ema")
+_FLAGS = tuple(f"--{no}{name}" for name in _SWITCHES for no in ("", "no-"))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -209,7 +212,10 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     from mt_model import validate_split
 
     from mt_infer.generation import encode_prompt
+    from mt_infer.loading import check_ema
 
+    if command.ema:
+        check_ema(run)
     processes = max(command.nproc or 1, env.world_size)
     try:
         validate_split(run.config, processes // command.pp)
@@ -228,11 +234,11 @@ def _as_arguments(command: Generate, step: int) -> list[str]:
     options = [
         f"--{field.name.replace('_', '-')}={value}"
         for field in fields(command)
-        if field.name not in ("run", "greedy")
+        if field.name not in ("run", *_SWITCHES)
         and (value := getattr(command, field.name)) is not None
     ]
-    greedy = ["--greedy"] if command.greedy else []
-    return ["generate", *options, *greedy, "--", str(command.run)]
+    switches = [f"--{name}" for name in _SWITCHES if getattr(command, name)]
+    return ["generate", *options, *switches, "--", str(command.run)]
 
 
 def _print(text: str) -> None:
@@ -258,7 +264,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
     layout = ParallelLayout(tp=env.world_size // command.pp, pp=command.pp)
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
         with same_run(run, state) as agreed:
-            generator = load_weights(agreed, state, dtype=command.dtype)
+            generator = load_weights(agreed, state, dtype=command.dtype, ema=command.ema)
         _use_threads(generator)
         return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 

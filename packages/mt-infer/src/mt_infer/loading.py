@@ -136,7 +136,12 @@ def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
 
 
 def load_run(
-    folder: Path, state: ParallelState, *, step: int | None = None, dtype: str | None = None
+    folder: Path,
+    state: ParallelState,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    ema: bool = False,
 ) -> Generator:
     """Load a checkpoint of a run on this rank's layout.
 
@@ -145,17 +150,31 @@ def load_run(
         state: This rank's place; tensor parallelism and pipeline stages are used.
         step: Which checkpoint; None: the latest, as the first rank sees it.
         dtype: `fp64`, `fp32` or `bf16`; by default fp32 on a CPU, bf16 on a GPU.
+        ema: Take the average of the weights over the steps (`optimizer.ema` of mt-train).
 
     Raises:
-        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit.
+        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit, or
+            the run kept no average.
         CheckpointError: There is no such step, or it is damaged.
         DataError: `tokenizer.json` is none.
     """
     with open_run(folder, step) as own, same_run(own, state) as run:
-        return load_weights(run, state, dtype=dtype)
+        return load_weights(run, state, dtype=dtype, ema=ema)
 
 
-def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) -> Generator:
+def check_ema(run: Run) -> None:
+    """Raise RunError unless the checkpoint has an average of the weights."""
+    arrays = inspect_checkpoint(run.checkpoint).arrays
+    if not any(name.startswith(f"{RunFolder.EMA}/") for name in arrays):
+        raise RunError(
+            f"{run.checkpoint} has no average of the weights; train with optimizer.ema, or leave "
+            "--ema out"
+        )
+
+
+def load_weights(
+    run: Run, state: ParallelState, *, dtype: str | None = None, ema: bool = False
+) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
@@ -163,8 +182,12 @@ def load_weights(run: Run, state: ParallelState, *, dtype: str | None = None) ->
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     named = model.named_parameters()
-    shards = param_shards(named, state.layout, state.rank, prefix=RunFolder.WEIGHTS)
-    ignore = (f"{RunFolder.OPTIMIZER}/",)
+    wanted, other = RunFolder.WEIGHTS, RunFolder.EMA
+    if ema:
+        check_ema(run)
+        wanted, other = other, wanted
+    shards = param_shards(named, state.layout, state.rank, prefix=wanted)
+    ignore = (f"{RunFolder.OPTIMIZER}/", f"{other}/")
     load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
     return Generator(
         model=model, config=run.config, tokenizer=run.tokenizer, stages=state.group("pp")

@@ -4,6 +4,7 @@ from mt_optim.adamw import AdamW, AdamWRule, fused_obstacle
 from mt_optim.clip import clip_grad_norm, grad_norm
 from mt_optim.config import OptimizerConfig
 from mt_optim.distributed import DistributedOptimizer
+from mt_optim.ema import EMA
 from mt_optim.factory import build_optimizer
 from mt_optim.group import DecayFilter, default_decay_filter
 from mt_optim.guard import StepGuard
@@ -18,11 +19,14 @@ from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
 from mt_optim.schedule import LRSchedule, WeightDecaySchedule
 from mt_optim.sgd import SGD, SGDRule
+from mt_optim.soap import SOAP, SOAPRule
 from mt_optim.storage import StateStorage
 from mt_optim.torch_rule import TorchRule
 
 __all__ = [
+    "EMA",
     "SGD",
+    "SOAP",
     "AdamW",
     "AdamWRule",
     "AdaptiveMuonRule",
@@ -40,6 +44,7 @@ __all__ = [
     "Orthogonalization",
     "Rule",
     "SGDRule",
+    "SOAPRule",
     "StateStorage",
     "StepGuard",
     "StepResult",

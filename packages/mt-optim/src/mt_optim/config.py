@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_optim.group import check_number, check_size
+from mt_optim.group import check_count, check_number, check_size
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.override import GroupOverride
+from mt_optim.rule import check_fraction
 from mt_optim.storage import StateStorage
 
-NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
+NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
 TORCH = "torch.optim."
 
 
@@ -21,22 +22,25 @@ class OptimizerConfig:
     """What `build_optimizer` builds.
 
     Attributes:
-        name: adamw, adam, sgd, lion, muon or adaptive_muon (both with adamw for what is no hidden
-            matrix), or a class of torch such as `torch.optim.RAdam`.
+        name: adamw, adam, sgd, lion, muon, adaptive_muon or soap (these three with adamw for what
+            is no hidden matrix), or a class of torch such as `torch.optim.RAdam`.
         lr: Learning rate; a schedule sets it anew for each step.
         weight_decay: Of matrices; biases, norms and other vectors have none.
-        betas: Decay rates of adamw and adam (default 0.9 and 0.999) and lion (0.9 and 0.99); the
-            second one also of adaptive_muon.
-        eps: Added to the root of the second moment of adamw and adam.
+        betas: Decay rates of adamw and adam (default 0.9 and 0.999), soap (0.95 and 0.95) and lion
+            (0.9 and 0.99); the second one also of adaptive_muon.
+        eps: Added to the root of the second moment of adamw, adam and soap.
         momentum: Of sgd (default 0.9) and muon (0.95).
         nesterov: Whether sgd (by default not) and muon (by default) look ahead.
         orthogonalization: Of muon; by default its updates have the size of adamw's.
+        soap_frequency: Steps from one refresh of soap's bases to the next.
+        soap_max_dim: A longer side of a matrix has no basis in soap.
         moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
             with scales.
         masters: What is kept of the fp32 masters of bf16 parameters: full (a copy), or remainder
             (the 17 bits that the parameter lacks of it).
         offload: Share of the states, 0 to 1, that lives on the host and is stepped there.
         offload_dir: A folder for files that hold these states; None for the host's memory.
+        ema: Share of the old in each step of an average of the weights; None for no average.
         overrides: What some parameters have in place of that.
         options: Further arguments of a class of torch.
         max_norm: Largest norm of the whole model's gradient; None never clips.
@@ -58,10 +62,13 @@ class OptimizerConfig:
     orthogonalization: Orthogonalization = field(
         default_factory=lambda: Orthogonalization(extra_scale=0.2)
     )
+    soap_frequency: int = 10
+    soap_max_dim: int = 8192
     moments_dtype: str = "full"
     masters: str = "full"
     offload: float = 0.0
     offload_dir: str | os.PathLike[str] | None = None
+    ema: float | None = None
     overrides: tuple[GroupOverride, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
@@ -80,11 +87,15 @@ class OptimizerConfig:
                 f"got {self.name[:60]!r}"
             )
         check_size("lr", self.lr)
+        check_count("soap_frequency", self.soap_frequency)
+        check_count("soap_max_dim", self.soap_max_dim)
         check_size("weight_decay", self.weight_decay)
         for what in ("max_norm", "max_value", "skip_above"):
             limit = getattr(self, what)
             if limit is not None and not check_number(what, limit) > 0:
                 raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
+        if self.ema is not None:
+            check_fraction("ema", self.ema)
         if not all(isinstance(override, GroupOverride) for override in self.overrides):
             raise TypeError(f"overrides must be GroupOverrides, got {self.overrides!r:.60}")
         self.storage()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mt_data_parallel import Piece
 from mt_parallel_state import ParallelState
-from torch import nn
+from torch import Tensor, nn
 
 from mt_optim.adamw import AdamWRule
 from mt_optim.config import TORCH, OptimizerConfig
+from mt_optim.ema import EMA
 from mt_optim.group import default_decay_filter
 from mt_optim.guard import StepGuard
 from mt_optim.lion import LionRule
@@ -20,6 +21,7 @@ from mt_optim.optimizer import NamedOptimizer
 from mt_optim.override import override_groups
 from mt_optim.rule import Rule
 from mt_optim.sgd import SGDRule
+from mt_optim.soap import SOAPRule
 from mt_optim.torch_rule import TorchRule
 
 
@@ -35,8 +37,8 @@ def build_optimizer(
     must be reduced over data-parallel ranks before.
 
     Args:
-        model: The model, or this rank's names and parameters, or pieces of a GradBuffer (for muon
-            and adaptive_muon of one with `whole=is_hidden_matrix`).
+        model: The model, or this rank's names and parameters, or pieces of a GradBuffer (for muon,
+            adaptive_muon and soap of one with `whole=is_hidden_matrix`).
         config: What to build.
         state: Process groups and this rank's place in them.
 
@@ -58,15 +60,19 @@ def build_optimizer(
         raise TypeError(f"state must be a ParallelState, got {state!r:.60}")
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     rules = _rules(config, state)
-    matrix_rule = rules[0].name
+    first, *others = rules
+
+    def rule_of(name: str, param: Tensor) -> str:
+        return first.name if not others or is_hidden_matrix(name, param) else others[0].name
+
+    groups = override_groups(named, config.overrides)
+    _check_settings(groups, {rule.name: rule for rule in rules}, rule_of)
     optimizer = NamedOptimizer(
-        override_groups(named, config.overrides),
+        groups,
         rules,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        rule_filter=None
-        if len(rules) == 1
-        else lambda name, param: matrix_rule if is_hidden_matrix(name, param) else "adamw",
+        rule_filter=rule_of,
         decay_filter=default_decay_filter,
         storage=config.storage(),
     )
@@ -77,7 +83,26 @@ def build_optimizer(
         max_value=config.max_value,
         skip_above=config.skip_above,
     )
+    if config.ema is not None:
+        optimizer.ema = EMA(optimizer, config.ema)
     return optimizer
+
+
+def _check_settings(
+    groups: Iterable[Mapping[str, Any]],
+    rules: Mapping[str, Rule],
+    rule_of: Callable[[str, Tensor], str],
+) -> None:
+    """Refuse what an override sets for a parameter whose rule does not have it."""
+    for group in groups:
+        for piece in group["params"]:
+            rule = rules[rule_of(piece.name, piece.source)]
+            for key, option in (("betas", "betas"), ("eps_scale", "eps")):
+                if key in group and option not in rule.options:
+                    raise ValueError(
+                        f"an override sets {key} of parameter {piece.name!r}, which {rule.name} "
+                        f"steps, and that has no {option}; let it match what has"
+                    )
 
 
 def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:
@@ -98,6 +123,10 @@ def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:
         return [SGDRule(**{"momentum": 0.9, **momentum})]
     if config.name.startswith(TORCH):
         return [TorchRule(config.name.removeprefix(TORCH), config.options, state=state)]
+    if config.name == "soap":
+        sizes = {"frequency": config.soap_frequency, "max_dim": config.soap_max_dim}
+        rule = SOAPRule(eps=config.eps, state=state, **sizes, **betas)
+        return [rule, AdamWRule(eps=config.eps, betas=rule.options["betas"])]
     others = AdamWRule(eps=config.eps, **{"betas": (0.9, 0.95), **betas})
     how = {"orthogonalization": config.orthogonalization, "state": state}
     if config.name == "muon":

@@ -18,8 +18,9 @@ MASTER_DTYPES = {
     torch.bfloat16: torch.float32,
 }
 # `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
-# `lr_scale` and `wd_scale` are what `step(lr=, weight_decay=)` multiplies with.
-SCALES = ("lr_scale", "wd_scale")
+# `lr_scale` and `wd_scale` are what `step(lr=, weight_decay=)` multiplies with, and `eps_scale` is
+# what eps was multiplied with when the group was made.
+SCALES = ("lr_scale", "wd_scale", "eps_scale")
 _KEYS = ("initial_lr", "name", "rule", *SCALES)
 LARGEST_LR = torch.finfo(torch.float32).max  # of more an fp32 weight becomes infinite
 
@@ -138,6 +139,20 @@ def check_size(what: str, value: Any) -> float:
     """
     if not 0 <= check_number(what, value) <= LARGEST_LR:
         raise ValueError(f"{what} must be 0 or more and finite, got {value}")
+    return value
+
+
+def check_count(what: str, value: Any) -> int:
+    """Return a whole number that is 1 or more.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} must be a whole number, got {_kind(value)}")
+    if value < 1:
+        raise ValueError(f"{what} must be 1 or more, got {value}")
     return value
 
 

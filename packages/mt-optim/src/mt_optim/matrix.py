@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch.distributed as dist
+from mt_data_parallel import Piece
 from mt_parallel_state import (
     MatrixSpec,
     ParallelState,
@@ -35,6 +37,19 @@ def matrix_spec(param: Tensor) -> MatrixSpec:
             "by mt_parallel_state.mark_matrix, or have AdamW step it"
         )
     return MatrixSpec() if found is None else found
+
+
+def check_whole(piece: Piece, who: str) -> None:
+    """Check that a piece is all of a parameter.
+
+    Raises:
+        ValueError: It is a range of one.
+    """
+    if not piece.is_whole:
+        raise ValueError(
+            f"{who} needs whole matrices and this is a range of one; give the GradBuffer "
+            "whole=is_hidden_matrix"
+        )
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
@@ -75,6 +90,11 @@ class Shards:
             group = state.group(axes[0]) if axes and state is not None else None
             if group is not None:
                 self.groups[dim] = group
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole of which a shard has this one."""
+        ranks = [group_size(self.groups.get(dim)) for dim in range(len(shape))]
+        return tuple(size * n for size, n in zip(shape, ranks, strict=True))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the whole of which every rank has a shard."""

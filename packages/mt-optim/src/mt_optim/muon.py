@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mt_optim.adamw import AdamWRule
 from mt_optim.group import DecayFilter, check_size
-from mt_optim.matrix import Shards, is_hidden_matrix, matrix_spec
+from mt_optim.matrix import Shards, check_whole, is_hidden_matrix, matrix_spec
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.rule import Batch, Rule, check_bool, check_fraction
@@ -62,11 +62,7 @@ class MuonRule(Rule):
         Raises:
             ValueError: It is no whole matrix, or its split needs a state that is not there.
         """
-        if not piece.is_whole:
-            raise ValueError(
-                "Muon needs whole matrices and this is a range of one; give the GradBuffer "
-                "whole=is_hidden_matrix"
-            )
+        check_whole(piece, "Muon")
         matrix_spec(piece.source)
         shards = Shards(piece.source, self._state)
         if self.orthogonalization.tp == "distributed":

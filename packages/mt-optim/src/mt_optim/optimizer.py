@@ -12,7 +12,9 @@ import torch
 from mt_data_parallel import Piece, grad_of
 from torch import Tensor
 
+from mt_optim.ema import EMA
 from mt_optim.group import (
+    SCALES,
     DecayFilter,
     check_options,
     check_size,
@@ -61,6 +63,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         param_groups: The groups with their options, which may be changed between steps.
         guard: Asked by every step whether it may be taken; None, as at first, takes each.
         offload_traffic: What the last step copied between device and host.
+        ema: Updated by every step that is taken; None, as at first, for no average.
 
     Raises:
         ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
@@ -87,6 +90,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
         self._pieces: dict[str, Piece] = {}
         self.guard: StepGuard | None = None
+        self.ema: EMA | None = None
         self._storage = StateStorage() if storage is None else storage
         self._is_away = False
         self.offload_traffic = Traffic()
@@ -138,6 +142,14 @@ class NamedOptimizer(torch.optim.Optimizer):
         """The parameters' names, in the order of the groups."""
         return tuple(self._pieces)
 
+    def piece(self, name: str) -> Piece:
+        """Return what is stepped under a name.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
+        return self._piece(name)
+
     @property
     def step_count(self) -> int:
         """Steps taken; set it after loading the moments of a checkpoint."""
@@ -185,12 +197,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def moments(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors of the parameter's shape that its rule keeps."""
-        param = self._piece(name).param
-        return next(
-            self._rule(group).moments
-            for group in self.param_groups
-            if any(param is own for own in group["params"])
-        )
+        return self._rule_of_param(name).moments
 
     def moment(self, name: str, key: str) -> Tensor:
         """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
@@ -205,6 +212,15 @@ class NamedOptimizer(torch.optim.Optimizer):
                 f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
             )
         return self._storage.moment(piece, self.state[piece.param], key)
+
+    def factors(self, name: str) -> dict[str, Tensor]:
+        """Return what the rule keeps for a parameter in shapes of their own, such as SOAP's bases.
+
+        They are of the whole parameter, also where tensor parallelism splits it: every rank that
+        steps a part of it has all of them. Writing into them changes the state.
+        """
+        state = self.state[self._piece(name).param]
+        return {key: state[key] for key in self._rule_of_param(name).factors(state)}
 
     @torch.no_grad()
     def set_moment(self, name: str, key: str, value: Tensor) -> None:
@@ -272,6 +288,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         result = StepResult() if self.guard is None else self.guard.admit()
         if result.stepped:
             self._update()
+            if self.ema is not None:
+                self.ema.update()
         return replace(result, loss=loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
@@ -381,7 +399,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         for name, piece in self._pieces.items():
             if piece.param.numel():
                 moments = [self.moment(name, key) for key in self.moments(name)]
-                values = [self.master(name), *moments]
+                values = [self.master(name), *moments, *self.factors(name).values()]
                 # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
                 found += [(name, torch.linalg.vector_norm(v, math.inf).double()) for v in values]
         if not found:
@@ -405,6 +423,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
         own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
         own |= {"_is_away": self._is_away, "offload_traffic": self.offload_traffic}
+        own |= {"ema": self.ema}
         return {**super().__getstate__(), **own}
 
     def _new_group(
@@ -422,8 +441,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         group: dict[str, Any] = {"params": [piece.param for piece in pieces]}
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
-        for key, scale in (("lr", "lr_scale"), ("weight_decay", "wd_scale")):
-            if key not in options:
+        for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
+            if key in group and key not in options:
                 group[key] = group[key] * group.get(scale, 1.0)
         if len(self._rules) > 1:
             group["rule"] = rule_name
@@ -436,6 +455,14 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._rules[group["rule"]] if "rule" in group else next(iter(self._rules.values()))
+
+    def _rule_of_param(self, name: str) -> Rule:
+        param = self._piece(name).param
+        return next(
+            self._rule(group)
+            for group in self.param_groups
+            if any(param is own for own in group["params"])
+        )
 
     def _check_group(self, rule: Rule, group: Mapping[str, Any]) -> None:
         check_options(group)

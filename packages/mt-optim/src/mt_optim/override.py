@@ -11,7 +11,8 @@ from typing import Any
 from mt_data_parallel import Piece, pieces_of
 from torch import Tensor, nn
 
-from mt_optim.group import check_size
+from mt_optim.group import SCALES, check_size
+from mt_optim.rule import check_betas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,11 @@ class GroupOverride:
         lr_scale: Times the learning rate, at each step of a schedule.
         wd_scale: Times the weight decay; 0 for none. Parameters that `decay_filter` refuses have
             none anyway.
+        eps_scale: Times what the rule adds to the root of its second moment.
+        betas: The rule's decay rates.
 
     Raises:
-        ValueError: Nothing says which parameters are meant, or a scale is out of range.
+        ValueError: Nothing says which parameters are meant, or a setting is out of range.
         TypeError: A field is of another type.
     """
 
@@ -39,6 +42,8 @@ class GroupOverride:
     where: Callable[[str, Tensor], bool] | None = None
     lr_scale: float | None = None
     wd_scale: float | None = None
+    eps_scale: float | None = None
+    betas: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for what in ("names", "attribute"):
@@ -48,15 +53,19 @@ class GroupOverride:
             raise TypeError(f"where must be a function, got {self.where!r:.60}")
         if self.names is None and self.attribute is None and self.where is None:
             raise ValueError("an override needs names, attribute or where, to say whose it is")
-        for what, value in self.settings.items():
-            check_size(what, value)
+        for what in SCALES:
+            check_size(what, self.settings.get(what, 1.0))
+        if self.betas is not None:
+            check_betas(self.betas)
         if not self.settings:
-            raise ValueError("an override needs lr_scale or wd_scale, to say what is other")
+            known = ", ".join(SCALES)
+            raise ValueError(f"an override needs {known} or betas, to say what is other")
 
     @property
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, Any]:
         """What it sets."""
-        given = {"lr_scale": self.lr_scale, "wd_scale": self.wd_scale}
+        given = {key: getattr(self, key) for key in SCALES}
+        given["betas"] = None if self.betas is None else tuple(self.betas)
         return {key: value for key, value in given.items() if value is not None}
 
     def matches(self, name: str, param: Tensor) -> bool:
@@ -81,15 +90,15 @@ def override_groups(
         overrides: Several may match a parameter, if they do not set the same to different values.
 
     Returns:
-        Groups with `params`, and `lr_scale` and `wd_scale` where they are set. The parameters keep
-        their order inside of a group.
+        Groups with `params`, and with what is set. The parameters keep their order inside of a
+        group.
 
     Raises:
         ValueError: Two overrides contradict each other.
     """
-    groups: dict[tuple[tuple[str, float], ...], list[Piece]] = {(): []}
+    groups: dict[tuple[tuple[str, Any], ...], list[Piece]] = {(): []}
     for piece in pieces_of(named_params):
-        settings: dict[str, float] = {}
+        settings: dict[str, Any] = {}
         setters: dict[str, GroupOverride] = {}
         for override in overrides:
             if not override.matches(piece.name, piece.source):
@@ -106,17 +115,36 @@ def override_groups(
 
 
 def mup_overrides(
-    width_multiplier: float, is_hidden: Callable[[str, Tensor], bool]
+    width_multiplier: float, is_hidden: Callable[[str, Tensor], bool], *, name: str = "adamw"
 ) -> list[GroupOverride]:
-    """Return the overrides of muP for Adam: hidden matrices have the rate over the width.
+    """Return the overrides of muP (Yang et al., arXiv 2203.03466, table 8).
+
+    For adamw, adam and lion, hidden matrices have the rate over the width, and adamw and adam also
+    their eps, as gradients shrink with the width. For sgd all other parameters have the rate times
+    the width.
 
     Args:
         width_multiplier: The model's width over that of the one whose rate was tuned.
         is_hidden: Which parameters grow in both dims with the width, such as `is_hidden_matrix`.
+        name: Of the optimizer.
 
     Raises:
-        ValueError: The multiplier is not positive.
+        ValueError: The multiplier is not positive, or the rule is another one.
     """
     if not 0 < width_multiplier < math.inf:
         raise ValueError(f"width_multiplier must be positive, got {width_multiplier}")
-    return [GroupOverride(where=is_hidden, lr_scale=1 / width_multiplier)]
+    slower = 1 / width_multiplier
+    if name in ("adamw", "adam"):
+        return [GroupOverride(where=is_hidden, lr_scale=slower, eps_scale=slower)]
+    if name == "lion":
+        return [GroupOverride(where=is_hidden, lr_scale=slower)]
+    if name == "sgd":
+
+        def is_vector_like(name: str, param: Tensor) -> bool:
+            return not is_hidden(name, param)
+
+        return [GroupOverride(where=is_vector_like, lr_scale=width_multiplier)]
+    raise ValueError(
+        f"muP's scales are those of adamw, adam, lion and sgd, not of {name!r:.60}; Muon with "
+        "scale 'unit_rms_norm' keeps its rate over widths without any"
+    )

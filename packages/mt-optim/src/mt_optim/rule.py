@@ -83,6 +83,10 @@ class Rule(ABC):
             state[key] = torch.zeros_like(master, requires_grad=False)
         return state
 
+    def factors(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Name the tensors of a state with shapes of their own, whole on every rank that has it."""
+        return ()
+
     @abstractmethod
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update masters and states of a batch in place, and count the step."""

@@ -156,7 +156,7 @@ class WeightDecaySchedule:
         end: Weight decay from `length` on.
         length: Units of the change.
         kind: `linear` `start + v (end - start)` or `cosine` `start + (1 + cos(pi (1 - v))) / 2
-            (end - start)`, with `v = n / length`.
+            (end - start)`, with `v = n / length`; `constant` needs `end` to be `start`.
 
     Raises:
         ValueError: A field is out of range.
@@ -177,8 +177,13 @@ class WeightDecaySchedule:
         check_size("end", self.end)
         if not check_number("length", self.length) > 0:
             raise ValueError(f"length must be positive, got {self.length}")
-        if self.kind not in ("linear", "cosine"):
-            raise ValueError(f"kind must be linear or cosine; got {self.kind!r:.60}")
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"kind must be constant, linear or cosine; got {self.kind!r:.60}")
+        if self.kind == "constant" and self.start != self.end:
+            raise ValueError(
+                f"kind 'constant' needs end to be start, got {self.start} and {self.end}; make "
+                "them the same, or use linear or cosine"
+            )
 
     def at(self, n: float) -> float:
         """Return the weight decay at `n` units.

@@ -15,7 +15,7 @@ from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near,
 from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
-OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon"]
+OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
 ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
@@ -30,11 +30,13 @@ _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ff
 _UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
 _UNIFORM += ("window", "sinks", "softcap", "attention_scale")
 
+_SCALES = ("lr_scale", "wd_scale", "eps_scale")  # of an override
+
 # Settings of some optimizers, or of some schedules, only.
 _MUON = ("muon", "adaptive_muon")
 _ONLY_FOR = {
-    "betas": ("name", ("adamw", "adam", "lion", *_MUON)),
-    "eps": ("name", ("adamw", "adam", *_MUON)),
+    "betas": ("name", ("adamw", "adam", "lion", "soap", *_MUON)),
+    "eps": ("name", ("adamw", "adam", "soap", *_MUON)),
     "momentum": ("name", ("sgd", *_MUON)),
     "nesterov": ("name", ("sgd", *_MUON)),
     "muon_coefficients": ("name", _MUON),
@@ -43,6 +45,9 @@ _ONLY_FOR = {
     "min_lr": ("schedule", ("linear", "cosine", "inverse-sqrt", "wsd")),
     "anneal": ("schedule", ("wsd",)),
     "anneal_shape": ("schedule", ("wsd",)),
+    "soap_frequency": ("name", ("soap",)),
+    "soap_max_dim": ("name", ("soap",)),
+    "width_multiplier": ("name", ("adamw", "adam", "sgd", "lion")),
 }
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -289,13 +294,43 @@ class TrainingSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverrideEntry:
+    """What some parameters have in place of the optimizer's own settings.
+
+    Attributes:
+        names: A glob over the names of parameters, as the checkpoint has them, such as
+            `embedding.*` or `*.mixer.qkv.*`; `*` stands for dots too.
+        lr_scale: Times the learning rate, all along the schedule.
+        wd_scale: Times the weight decay; 0 for none.
+        eps_scale: Times `optimizer.eps`.
+        betas: In place of `optimizer.betas`.
+    """
+
+    names: str
+    lr_scale: float | None = None
+    wd_scale: float | None = None
+    eps_scale: float | None = None
+    betas: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(0, *_SCALES)
+        checks.at_most(_MAX_RATE, *_SCALES)
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+        if all(getattr(self, name) is None for name in (*_SCALES, "betas")):
+            checks.add("names", f"nothing is other; set one of {', '.join(_SCALES)}, betas")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
     """The optimizer and its learning-rate schedule.
 
     Attributes:
         name: `adamw`, `adam` (weight decay is added to the gradient), `sgd` with momentum, `lion`,
-            `muon` or `adaptive_muon`; these two step the matrices between embedding and head, and
-            adamw the rest.
+            `muon`, `adaptive_muon` or `soap`; these three step the matrices between embedding and
+            head, and adamw the rest.
         lr: The largest learning rate. Muon's steps are as large as AdamW's, so it takes the same;
             lion takes a third to a tenth.
         min_lr: The rate that the decay reaches one step after the last.
@@ -318,7 +353,26 @@ class OptimizerSection:
         muon_tp: How tensor-parallel ranks step a matrix they share: `duplicated` (each gathers
             it), `distributed` (they iterate on their parts) or `blockwise` (each part is a matrix
             of its own, which is faster, and not the same optimizer).
+        soap_frequency: Steps from one refresh of the bases of soap to the next.
+        soap_max_dim: A side of a matrix that is longer has no basis in soap, as a basis takes
+            memory and time with the square and the cube of it.
         weight_decay: Taken off the weights per step, times the rate; biases and norms have none.
+        weight_decay_schedule: How weight decay goes from `weight_decay` at the start to
+            `weight_decay_end` at the end: `constant`, `linear` or `cosine`.
+        weight_decay_end: Weight decay at the end; by default `weight_decay`.
+        ema: Keep an average of the weights: the share of the old one in each step, such as 0.999,
+            and less in the first steps. It is saved beside the weights, and `mt-infer generate
+            --ema` uses it. A run that is continued may begin or end it.
+        overrides: What some parameters have in place of that, such as
+            `[{names: "embedding.*", lr_scale: 0.1}]`: a list of `names` with `lr_scale`,
+            `wd_scale`, `eps_scale` or `betas`. A parameter that several match gets it all; if they
+            contradict each other, that is an error.
+        width_multiplier: The model's width over that of the one whose rate was tuned; matrices
+            between embedding and head then have the rate and `eps` over it (muP), or with sgd all
+            others the rate times it.
+        skip_above: A step whose gradient has a larger norm is skipped; by default none is.
+        max_value: Largest magnitude of an element of the gradient, after `training.grad_clip`; by
+            default any.
         schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
         warmup: Steps in which the rate rises to `lr`; the first has lr / warmup.
         anneal: Share of the steps at the end in which `wsd` falls from `lr` to `min_lr`, 0 to 1.
@@ -340,7 +394,16 @@ class OptimizerSection:
     muon_coefficients: Literal["simple", "quintic"] = "simple"
     muon_scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     muon_tp: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    soap_frequency: int = 10
+    soap_max_dim: int = 8192
     weight_decay: float = 0.1
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_end: float | None = None
+    ema: float | None = None
+    overrides: tuple[OverrideEntry, ...] = ()
+    width_multiplier: float = 1.0
+    skip_above: float | None = None
+    max_value: float | None = None
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = "cosine"
     warmup: int = 0
     anneal: float = 0.2
@@ -348,10 +411,12 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.above(0, "lr", "eps")
-        checks.at_least(0, "min_lr", "weight_decay", "warmup", "anneal")
-        checks.at_most(_MAX_STEPS, "warmup")
-        checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay")
+        checks.above(0, "lr", "eps", "width_multiplier", "skip_above", "max_value")
+        checks.at_least(0, "min_lr", "weight_decay", "weight_decay_end", "warmup", "anneal")
+        checks.at_least(1, "soap_frequency", "soap_max_dim")
+        checks.at_most(_MAX_STEPS, "warmup", "soap_frequency", "soap_max_dim")
+        checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay", "weight_decay_end")
+        checks.at_most(_MAX_RATE, "width_multiplier")
         checks.at_least(0, "offload")
         checks.at_most(1, "offload")
         if self.offload_dir is not None and not self.offload:
@@ -369,6 +434,9 @@ class OptimizerSection:
                 )
             if not all(0 <= beta < 1 for beta in self.betas):
                 checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+            if self.ema is not None and not 0 <= self.ema < 1:
+                checks.add("ema", f"{self.ema}: expected a number from 0 to below 1, or null")
+            self._check_decay(checks)
         for key, (decides, names) in _ONLY_FOR.items():
             value, chosen = getattr(self, key), getattr(self, decides)
             if chosen not in names and value != type(self).__dataclass_fields__[key].default:
@@ -389,6 +457,18 @@ class OptimizerSection:
                 "out, or use a momentum above 0",
             )
         checks.done()
+
+    def _check_decay(self, checks: Checks) -> None:
+        is_constant = self.weight_decay_schedule == "constant"
+        if is_constant and self.weight_decay_end not in (None, self.weight_decay):
+            checks.add(
+                "weight_decay_end",
+                f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, "
+                "and optimizer.weight_decay_schedule is constant; use linear or cosine",
+            )
+        elif not is_constant and self.weight_decay_end is None:
+            text = "missing; optimizer.weight_decay_schedule goes there"
+            checks.add("weight_decay_end", f"{text}, or leave that out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,7 @@ def describe(record: Record) -> dict[str, str]:
         **{name: f"{value:.4g}" for name, value in other_losses(record)},
         "lr": f"{record['lr']:.2e}",
         "grad norm": f"{record['grad_norm']:.3f}",
+        **({"skipped": str(skipped)} if (skipped := record.get("skipped_steps")) else {}),
         "tokens/s": f"{record['tokens_per_second']:,.0f}",
         "TFLOP/s": f"{record['tflops_per_second']:.3f}",
     }

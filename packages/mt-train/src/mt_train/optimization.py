@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 import torch
-from mt_optim import OptimizerConfig, Orthogonalization, is_hidden_matrix
+from mt_files import did_you_mean, shorten, to_plain
+from mt_model import GPT, ModelConfig
+from mt_optim import (
+    GroupOverride,
+    OptimizerConfig,
+    Orthogonalization,
+    build_optimizer,
+    is_hidden_matrix,
+    mup_overrides,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
 
-from mt_train.config import RunConfig
+from mt_train.config import OptimizerSection, RunConfig
+from mt_train.loading import LoadedConfig
 
+_OF_MATRICES = ("muon", "adaptive_muon", "soap")
 _ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has
 
 
@@ -35,14 +48,53 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
             tp=section.muon_tp,
             dtype=torch.float64 if config.training.dtype == "fp64" else torch.bfloat16,
         ),
+        soap_frequency=section.soap_frequency,
+        soap_max_dim=section.soap_max_dim,
         moments_dtype=section.moments_dtype,
         masters=section.masters,
         offload=section.offload,
         offload_dir=section.offload_dir,
+        ema=section.ema,
+        overrides=_overrides(section),
         max_norm=config.training.grad_clip,
+        max_value=section.max_value,
+        skip_above=section.skip_above,
     )
+
+
+def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
+    """Return the overrides of the configuration, and those of a wider model."""
+    given = [GroupOverride(**to_plain(entry)) for entry in section.overrides]
+    if section.width_multiplier != 1:
+        given += mup_overrides(section.width_multiplier, is_hidden_matrix, name=section.name)
+    return tuple(given)
+
+
+def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
+    """Check that each override is of some parameter of the whole model, and none contradict.
+
+    Every rank finds the same, whatever part of the model it has.
+
+    Raises:
+        ConfigError: One is of none, or two set the same to different values.
+    """
+    section = loaded.config.optimizer
+    if not section.overrides:
+        return
+    state = ParallelState(ParallelLayout())
+    whole = GPT(model, state, device="meta", seed=None)
+    names = [name for name, _ in whole.named_parameters()]
+    for index, entry in enumerate(section.overrides):
+        if not any(fnmatchcase(name, entry.names) for name in names):
+            text = f"{shorten(entry.names)} is the name of no parameter"
+            hint = did_you_mean(entry.names, names) or f"There are {', '.join(names[:8])} ..."
+            raise loaded.error(f"optimizer.overrides[{index}].names", f"{text}. {hint}")
+    try:
+        build_optimizer(whole, optimizer_config(loaded.config), state)
+    except ValueError as error:
+        raise loaded.error("optimizer.overrides", str(error)) from error
 
 
 def kept_whole(config: RunConfig) -> Callable[[str, torch.Tensor], bool] | None:
     """Return which parameters one data-parallel rank has to step whole; None for any."""
-    return is_hidden_matrix if config.optimizer.name in ("muon", "adaptive_muon") else None
+    return is_hidden_matrix if config.optimizer.name in _OF_MATRICES else None

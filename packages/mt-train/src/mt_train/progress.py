@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mt_optim import LRSchedule
+from mt_optim import LRSchedule, WeightDecaySchedule
 
 from mt_train.config import RunConfig
 
@@ -18,15 +18,23 @@ class Progress:
         step: Completed steps.
         samples: Samples trained on; the step does not tell, as the batch size may have changed.
         elapsed: Seconds spent in training steps, over all parts of the run.
+        skipped: How many of the steps changed no weight. They count as steps and for the data, and
+            neither for the schedules nor for the optimizer.
     """
 
     step: int = 0
     samples: int = 0
     elapsed: float = 0.0
+    skipped: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights."""
+        return self.step - self.skipped
 
 
 class Course:
-    """The learning rates and the end of a run, as functions of its progress.
+    """The rates and the end of a run, as functions of its progress: set, and never added to.
 
     Args:
         config: The run.
@@ -45,6 +53,13 @@ class Course:
             wsd_anneal=min(round(optimizer.anneal * self.steps), decay - optimizer.warmup),
             wsd_shape=optimizer.anneal_shape,
         )
+        last = optimizer.weight_decay_end
+        self.decay_schedule = WeightDecaySchedule(
+            kind=optimizer.weight_decay_schedule,
+            start=optimizer.weight_decay,
+            end=optimizer.weight_decay if last is None else last,
+            length=self.steps,
+        )
 
     def position(self, progress: Progress) -> float:
         """Return how far the run is, in steps; the time budget may run ahead of the steps."""
@@ -58,9 +73,17 @@ class Course:
 
     def learning_rate(self, progress: Progress) -> float:
         """Return the next step's rate; time may shorten the run but never the warm-up."""
-        lr = self.schedule.at(self.position(progress) + 1)
-        step = progress.step + 1
-        return min(lr, self.schedule.at(step)) if step <= self.schedule.warmup else lr
+        lr = self.schedule.at(self._due(progress))
+        update = progress.updates + 1
+        return min(lr, self.schedule.at(update)) if update <= self.schedule.warmup else lr
+
+    def weight_decay(self, progress: Progress) -> float:
+        """Return the next step's weight decay."""
+        return self.decay_schedule.at(self._due(progress))
+
+    def _due(self, progress: Progress) -> float:
+        """Return the place of the next step in the schedules."""
+        return self.position(progress) - progress.skipped + 1
 
     def share(self, progress: Progress) -> float:
         """Return the part of the run that is done, from 0 to 1."""

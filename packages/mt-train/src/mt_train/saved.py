@@ -31,6 +31,7 @@ class SavedRun:
         step: Completed steps.
         elapsed: Seconds spent in training steps.
         consumed_samples: Samples trained on.
+        skipped_steps: Steps that changed no weight.
         data: What the run drew its samples from.
         tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
@@ -40,6 +41,7 @@ class SavedRun:
     step: int
     elapsed: float
     consumed_samples: int
+    skipped_steps: int
     data: Mixture
     tokenizer: SavedTokenizer
     model: Mapping[str, Any]
@@ -47,10 +49,12 @@ class SavedRun:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.at_least(0, "step", "elapsed", "consumed_samples")
+        checks.at_least(0, "step", "elapsed", "consumed_samples", "skipped_steps")
         if not checks.errors:
             if self.data.start > self.consumed_samples:
                 checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
+            if self.skipped_steps > self.step:
+                checks.add("skipped_steps", f"are more than step {self.step}")
             for name in _SECTIONS:
                 if name not in self.config:
                     checks.add("config", f"lacks {name}")
@@ -59,7 +63,12 @@ class SavedRun:
     @property
     def progress(self) -> Progress:
         """How far the run was."""
-        return Progress(step=self.step, samples=self.consumed_samples, elapsed=self.elapsed)
+        return Progress(
+            step=self.step,
+            samples=self.consumed_samples,
+            elapsed=self.elapsed,
+            skipped=self.skipped_steps,
+        )
 
     def at(self, progress: Progress) -> SavedRun:
         """Return the same run at another point."""
@@ -68,6 +77,7 @@ class SavedRun:
             step=progress.step,
             elapsed=progress.elapsed,
             consumed_samples=progress.samples,
+            skipped_steps=progress.skipped,
         )
 
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mt_ckpt import (
     CheckpointError,
     RunFolder,
     TensorShard,
+    inspect_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     param_shards,
     save_checkpoint,
 )
+from mt_parallel_state import PartitionSpec, shard_param, sharding_of
+from torch.nn import Parameter
 
 from mt_train.agreement import WORLD, summed
 from mt_train.saved import ResumeError, SavedRun
@@ -80,7 +83,7 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
             + way_back(trainer, path)
         )
     if not weights_only:
-        trainer.optimizer.step_count = saved.step
+        trainer.optimizer.step_count = saved.progress.updates
         trainer.progress = saved.progress
 
 
@@ -104,17 +107,24 @@ def way_back(trainer: Trainer, path: Path) -> str:
 
 
 def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
-    tensors = _tensors(trainer, moments=not weights_only)
+    inner, tensors = trainer.optimizer.inner, _tensors(trainer, moments=not weights_only)
+    has_ema = any(name.startswith(f"{RunFolder.EMA}/") for name in inspect_checkpoint(path).arrays)
+    continues_ema = inner.ema is not None and has_ema and not weights_only
+    if not continues_ema:
+        tensors.pop(RunFolder.EMA, None)
+    ignored = [RunFolder.OPTIMIZER] if weights_only else []
+    ignored += [] if continues_ema else [RunFolder.EMA]
     load_checkpoint(
         path,
         _to_fill(trainer, tensors),
         group=trainer.state.group(WORLD),
-        ignore=(f"{RunFolder.OPTIMIZER}/",) if weights_only else (),
+        ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only,
     )
-    inner = trainer.optimizer.inner
     for name, tensor in tensors[RunFolder.WEIGHTS].items():
         inner.set_master(name, tensor)  # where remainders are kept it came as a copy
+    if inner.ema is not None and not continues_ema:
+        inner.ema.restart()
     for key in () if weights_only else inner.moment_keys:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
@@ -129,6 +139,8 @@ def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Te
     """List the fp32 (fp64) weights that this rank steps, and the moments, by prefix and name."""
     inner, names = trainer.optimizer.inner, [piece.name for piece in trainer.optimizer.pieces]
     tensors = {RunFolder.WEIGHTS: {name: inner.master(name) for name in names}}
+    if inner.ema is not None:
+        tensors[RunFolder.EMA] = {name: inner.ema.value(name) for name in names}
     for key in inner.moment_keys if moments else ():
         held = [name for name in names if key in inner.moments(name)]
         tensors[f"{RunFolder.OPTIMIZER}/{key}"] = {name: inner.moment(name, key) for name in held}
@@ -145,6 +157,25 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
     for prefix, tensors in _tensors(trainer, moments=True).items():
         whole = trainer.buffer.assemble(tensors).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
+    return shards + _factor_shards(trainer, peers=peers)
+
+
+def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
+    """List what the rule keeps in shapes of its own, which each rank has for whole parameters."""
+    params = dict(trainer.named_parameters)
+    shards: list[TensorShard] = []
+    for name in [piece.name for piece in trainer.optimizer.pieces]:
+        is_copy = sharding_of(params[name]).is_copy
+        for key, factor in trainer.optimizer.inner.factors(name).items():
+            record = shard_param(cast("Parameter", factor), PartitionSpec(), is_copy=is_copy)
+            shards += param_shards(
+                [(name, factor)],
+                trainer.state.layout,
+                trainer.state.rank,
+                prefix=f"{RunFolder.OPTIMIZER}/{key}",
+                params={name: record},
+                **options,
+            )
     return shards
 
 
@@ -160,7 +191,8 @@ def _to_fill(
     shards: list[TensorShard] = []
     for prefix, tensors in tensors_of.items():
         shards += _param_shards(trainer, tensors.items(), prefix=prefix, ranges=ranges)
-    return shards
+    has_moments = any(prefix.startswith(RunFolder.OPTIMIZER) for prefix in tensors_of)
+    return shards + (_factor_shards(trainer) if has_moments else [])
 
 
 def _param_shards(

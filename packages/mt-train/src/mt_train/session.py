@@ -46,6 +46,7 @@ from mt_train.history import record_part
 from mt_train.loading import LoadedConfig, to_dict, to_yaml
 from mt_train.metrics import MetricsFile, Record, read_metrics
 from mt_train.mixture import MixedSamples
+from mt_train.optimization import check_overrides
 from mt_train.plot import draw_loss
 from mt_train.problem import ConfigError
 from mt_train.reporter import Log, Reporter
@@ -152,6 +153,7 @@ class _Session:
             step=start.step,
             elapsed=start.elapsed,
             consumed_samples=start.samples,
+            skipped_steps=start.skipped,
             data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
@@ -342,6 +344,7 @@ def _start(loaded: LoadedConfig, out: Path, corpus: Corpus) -> tuple[Start, Toke
     check_tokenizer(loaded, corpus, tokenizer)
     check_packing(loaded, corpus)
     model = loaded.model(tokenizer.vocab_size)
+    check_overrides(loaded, model)
     start = find_start(loaded, out)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return start, tokenizer, model

@@ -165,6 +165,7 @@ class Trainer:
         """
         self._meter.start()
         lr = self.course.learning_rate(self.progress)
+        weight_decay = self.course.weight_decay(self.progress)
         ready = self._loader.step(self.progress.step)
         batches = to_device(ready.batches, self.state.device)
         total = max(summed(self.state, ready.labels, axes="dp-cp")[0], 1.0)
@@ -179,13 +180,15 @@ class Trainer:
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
         self.on_event("train.update")
-        norm = self.optimizer.step(lr=lr).grad_norm or 0.0
+        result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
+        norm = result.grad_norm or 0.0
         self._check_finite(losses, norm)
         self._meter.stop()
         self.progress = Progress(
             step=self.progress.step + 1,
             samples=self.progress.samples + self.sampler.global_batch_size,
             elapsed=self.progress.elapsed + seconds,
+            skipped=self.progress.skipped + (not result.stepped),
         )
         return Step(record=self._record(losses, norm, lr, total, seconds), stop=stop, save=save)
 
@@ -236,6 +239,7 @@ class Trainer:
             **losses,
             "lr": lr,
             "grad_norm": norm,
+            "skipped_steps": self.progress.skipped,
             "tokens_per_second": rate,
             "tflops_per_second": flops / 1e12,
             "mfu": None if self._peak is None else flops / (self._peak * world),

@@ -1,0 +1,70 @@
+"""An exponential moving average of the weights, kept with the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mt_optim.group import check_number
+
+if TYPE_CHECKING:
+    from mt_optim.optimizer import NamedOptimizer
+
+_KEY = "ema"
+
+
+class EMA:
+    """The mean of an optimizer's masters over its steps, of late ones most.
+
+    After step t it is `e = d e + (1 - d) w` with `d = min(decay, (1 + t) / (10 + t))`, so that it
+    forgets the initial weights at first. It is of the parameters, or the pieces of them, that the
+    optimizer steps, in the masters' dtype, and lies in its state: it is sharded, saved by
+    `state_dict` and loaded with that. An optimizer updates the one that is its `ema` in each step
+    that it takes. Nothing waits for the device.
+
+    Args:
+        optimizer: Whose weights are averaged; the average begins as they are.
+        decay: The share of the old average after many steps.
+
+    Raises:
+        ValueError: `decay` is not in [0, 1).
+        TypeError: `decay` is no number.
+    """
+
+    def __init__(self, optimizer: NamedOptimizer, decay: float) -> None:
+        if not 0 <= check_number("decay", decay) < 1:
+            raise ValueError(f"decay must be a number in [0, 1), got {decay}")
+        self.decay = decay
+        self._optimizer = optimizer
+        self.restart()
+
+    def value(self, name: str) -> Tensor:
+        """Return the average of a parameter.
+
+        Shape:
+            The parameter's. Writing into it changes the state.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
+        return self._optimizer.state[self._optimizer.piece(name).param][_KEY]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Set the average to the weights, after others were loaded."""
+        for name in self._optimizer.names:
+            state = self._optimizer.state[self._optimizer.piece(name).param]
+            state[_KEY] = self._optimizer.master(name).clone()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of a step into the average."""
+        optimizer, weight = self._optimizer, None
+        for name in optimizer.names:
+            master, state = optimizer.master(name), optimizer.state[optimizer.piece(name).param]
+            if weight is None:  # all parameters have taken the same steps
+                done = state["step"].to(torch.float64)
+                weight = 1 - ((1 + done) / (10 + done)).clamp(max=self.decay)
+            state[_KEY].lerp_(master, weight.to(device=master.device, dtype=master.dtype))

@@ -1,0 +1,205 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, and AdamW for what is no matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from mt_data_parallel import Piece
+from mt_parallel_state import ParallelState
+from torch import Tensor
+
+from mt_optim.adamw import AdamWRule
+from mt_optim.group import DecayFilter, check_count, check_size
+from mt_optim.matrix import Shards, check_whole, is_hidden_matrix, matrix_spec
+from mt_optim.optimizer import NamedOptimizer
+from mt_optim.rule import Batch, Rule, check_betas
+
+# Of the mean eigenvalue, added to all. It leaves the order of the eigenvectors, and in directions
+# that no gradient has had yet the basis then depends on the gradients and not on their rounding.
+_DAMPING = 1e-3
+_SIDES = ("rows", "columns")
+
+
+class SOAPRule(Rule):
+    """Vyas et al., arXiv 2409.11321.
+
+    For a matrix with gradient G the rule keeps means of `G G^T` and `G^T G` and an orthogonal basis
+    of each, `Q` and `P`. Adam's second moment is that of `Q^T G P`, its first moment M that of G,
+    and the step is Adam's for `Q^T M P`, turned back. Every `frequency` steps, and in the first,
+    a basis is brought nearer to the eigenvectors of its mean C by one step of orthogonal iteration,
+    `Q = qr(C Q)`. It starts as the identity, not with eigenvectors of the first gradient, which
+    has fewer directions than a long side needs, and bases are refreshed before they are used: so
+    no step is left out, and the layout of the ranks does not choose between equal directions.
+    Signs of a basis have no effect.
+
+    Each matrix that is fused in a weight has bases of its own, as the parameter's `MatrixSpec`
+    says. Where tensor parallelism splits a weight every rank gathers gradient and moments, has the
+    whole of means and bases, and takes its part of the step.
+
+    Args:
+        betas: Default decay rates of the first moment, and of the second one and the two means.
+        eps: Default of what is added to the root of the second moment.
+        frequency: Steps from one refresh of the bases to the next.
+        max_dim: A side of the matrix that is longer is left as it is, without mean and basis.
+        state: Process groups, for parameters that are split over tensor-parallel ranks.
+    """
+
+    name: ClassVar[str] = "soap"
+    is_elementwise = False
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        *,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        frequency: int = 10,
+        max_dim: int = 8192,
+        state: ParallelState | None = None,
+    ) -> None:
+        self.options = {"betas": betas, "eps": eps}
+        self.frequency = check_count("frequency", frequency)
+        self.max_dim = check_count("max_dim", max_dim)
+        self._state = state
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check betas and eps."""
+        check_betas(group["betas"])
+        check_size("eps", group["eps"])
+
+    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+        """Return the state before the first step: moments, and per matrix means and bases.
+
+        Raises:
+            ValueError: It is no whole matrix, or its split needs a state that is not there.
+        """
+        check_whole(piece, "SOAP")
+        spec, shards = matrix_spec(piece.source), Shards(piece.source, self._state)
+        state = super().new_state(piece, master)
+        whole = torch.empty(shards.whole_shape(piece.source.shape), device="meta")
+        for index, part in enumerate(spec.views(whole)):
+            for side, size in zip(_SIDES, spec.shape(part.shape), strict=True):
+                if size <= self.max_dim:
+                    state[f"mean_{side}.{index}"] = master.new_zeros(size, size)
+                    basis = torch.eye(size, dtype=master.dtype, device=master.device)
+                    state[f"basis_{side}.{index}"] = basis
+        return state
+
+    def factors(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Name means and bases."""
+        return tuple(key for key in state if key.startswith(("mean_", "basis_")))
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Update means, bases, moments and masters; gathers what tensor parallelism splits."""
+        torch._foreach_lerp_(batch.moment("exp_avg"), batch.grads, 1 - group["betas"][0])
+        torch._foreach_mul_(batch.masters, 1 - group["lr"] * group["weight_decay"])
+        for each in zip(batch.pieces, batch.masters, batch.grads, batch.states, strict=True):
+            self._step(*each, group)
+        batch.count()
+
+    def _step(
+        self,
+        piece: Piece,
+        master: Tensor,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Take a step of one parameter."""
+        spec, shards = matrix_spec(piece.source), Shards(piece.source, self._state)
+        done, (beta1, beta2) = int(state["step"]), group["betas"]
+        keys = ("exp_avg", "exp_avg_sq")
+        wholes = [grad, *(state[key] for key in keys)]
+        parts = zip(*(spec.views(shards.gather(whole)) for whole in wholes), strict=True)
+        owns = zip(spec.views(master), spec.views(state["exp_avg_sq"]), strict=True)
+        for index, ((own, own_square), part) in enumerate(zip(owns, parts, strict=True)):
+            shape = part[0].shape
+            gradient, moment, square = (x.reshape(spec.shape(shape)) for x in part)
+            bases = self._bases(state, index, gradient, beta2, is_due=done % self.frequency == 0)
+            turned = _turn(gradient, *bases)
+            square = square.mul(beta2).addcmul_(turned, turned, value=1 - beta2)
+            root = (square / (1 - beta2 ** (done + 1))).sqrt_().add_(group["eps"])
+            step = _turn(moment, *bases).div_(root)
+            rows, columns = (None if basis is None else basis.T for basis in bases)
+            step = _turn(step, rows, columns).reshape(shape)
+            own.sub_(shards.own(step), alpha=group["lr"] / (1 - beta1 ** (done + 1)))
+            own_square.copy_(shards.own(square.reshape(shape)))
+
+    def _bases(
+        self,
+        state: Mapping[str, Tensor],
+        index: int,
+        gradient: Tensor,
+        beta: float,
+        *,
+        is_due: bool,
+    ) -> list[Tensor | None]:
+        """Update the means of a matrix, and its bases where that is due; None for a long side."""
+        bases: list[Tensor | None] = []
+        for side, own in zip(_SIDES, (gradient, gradient.T), strict=True):
+            basis = state.get(f"basis_{side}.{index}")
+            if basis is not None:
+                mean = state[f"mean_{side}.{index}"]
+                mean.addmm_(own, own.T, beta=beta, alpha=1 - beta)
+                if is_due:
+                    damping = _DAMPING * mean.diagonal().mean()
+                    basis.copy_(torch.linalg.qr(mean @ basis + damping * basis).Q)
+            bases.append(basis)
+        return bases
+
+
+def _turn(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Return `rows^T x columns`, a copy also without either."""
+    x = x.clone() if rows is None else rows.T @ x
+    return x if columns is None else x @ columns
+
+
+class SOAP(NamedOptimizer):
+    """SOAP for the matrices inside of a network, and AdamW for all other parameters.
+
+    Args:
+        params: As of `NamedOptimizer`. A group may set `betas`, `eps`, and `rule`, "soap" or
+            "adamw", for all of its parameters.
+        lr: Learning rate of both; a group may have its own.
+        betas: Decay rates of the moments.
+        weight_decay: Decoupled weight decay of both, multiplied by the learning rate.
+        frequency: Steps from one refresh of the bases to the next.
+        state: Process groups, where parameters are split over tensor-parallel ranks.
+        decay_filter: As of `NamedOptimizer`.
+
+    Raises:
+        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of SOAP's.
+        TypeError: As from `NamedOptimizer`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = SOAP(model.named_parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step().stepped
+        True
+        >>> list(optimizer.factors("weight"))
+        ['mean_rows.0', 'basis_rows.0', 'mean_columns.0', 'basis_columns.0']
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        *,
+        weight_decay: float = 0.01,
+        frequency: int = 10,
+        state: ParallelState | None = None,
+        decay_filter: DecayFilter | None = None,
+    ) -> None:
+        rule = SOAPRule(betas=betas, frequency=frequency, state=state)
+        super().__init__(
+            params,
+            [rule, AdamWRule(betas=betas)],
+            lr=lr,
+            weight_decay=weight_decay,
+            decay_filter=decay_filter,
+            rule_filter=lambda name, param: "soap" if is_hidden_matrix(name, param) else "adamw",
+        )
