@@ -298,6 +298,30 @@ def test_the_average_of_weights_is_the_same_on_every_layout_and_resumes_elsewher
             np.testing.assert_allclose(found, value, rtol=0, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        (2, ["parallel.tp=2", SEQUENCE_PARALLEL]),
+        (4, ["parallel.tp=4"]),
+        (4, ["parallel.cp=2", "data_parallel.strategy=optimizer", "training.micro_batch_size=2"]),
+        (2, ["data_parallel.strategy=full", "training.micro_batch_size=4"]),
+        (2, ["parallel.pp=2", "pipeline.schedule=dualpipe", "training.micro_batch_size=2"]),
+    ],
+    ids=["tp2", "tp4", "cp2-dp2", "full", "dualpipe"],
+)
+def test_qk_clip_is_the_same_on_every_layout(
+    nproc, options, tiny, tmp_path, losses, held_out, arrays
+) -> None:
+    common = ["training.dtype=fp64", "model.qk_norm=false", "model.tied=false", "model.bias=true"]
+    clip = [*common, "optimizer.qk_clip={threshold: 0.05, alpha: 0.3}"]
+    run = tiny.train(tmp_path / "run", *clip, *options, nproc=nproc)
+    whole = tiny.train(tmp_path / "whole", *clip)
+    assert_same_run(run, whole, "fp64", losses, held_out, arrays)
+    plain = tiny.train(tmp_path / "plain", *common)
+    assert losses(plain)[1] == losses(whole)[1]
+    assert losses(plain)[20] != losses(whole)[20]
+
+
 def test_an_average_begins_in_a_run_that_had_none(tiny, tmp_path, arrays) -> None:
     common = ["training.dtype=fp64", "optimizer.schedule=constant"]
     first = tiny.train(tmp_path / "first", *common, "training.steps=1")

@@ -154,6 +154,15 @@ BROKEN = {
         "run.yaml:13: optimizer.weight_decay_end: 0.3 is not optimizer.weight_decay 0.1, and "
         "optimizer.weight_decay_schedule is constant; use linear or cosine",
     ),
+    "a clip of scores that norms bound": (
+        MINIMAL.replace("num_heads: 4", "num_heads: 4\n  qk_norm: true")
+        + "optimizer:\n  qk_clip: {threshold: 50}\n",
+        "run.yaml:14: optimizer.qk_clip: does not go with model.qk_norm, whose norms undo what it",
+    ),
+    "a share of a clip that is none": (
+        MINIMAL + "optimizer:\n  qk_clip: {alpha: 2}\n",
+        "run.yaml:13: optimizer.qk_clip.alpha: 2.0: expected a number from 0 to 1",
+    ),
     "muP for muon": (
         MINIMAL + "optimizer:\n  name: muon\n  width_multiplier: 4\n",
         "run.yaml:14: optimizer.width_multiplier: 4.0 does not go with optimizer.name muon; leave "

@@ -14,6 +14,7 @@ from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
 from mt_model.kinds import AttentionConfig
 from mt_model.matmul_attention import HeadNorm, matmul_attention
+from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm
 from mt_model.placement import Placement
 from mt_model.rotary import rotate
@@ -106,6 +107,10 @@ class Attention(nn.Module):
             spec = PartitionSpec() if placement.group is None else PartitionSpec("tp")
             sinks = self.sinks = shard_param(nn.Parameter(empty), spec)
             start_from(sinks, "zeros")
+        self.total_kv_heads, self.tp_index = groups, placement.tp_index
+        self.context = placement.context
+        self.max_logits: Tensor | None = None
+        self.can_clip = not config.qk_norm
         self.dropout = DropoutSite.at(
             config.dropout, seed=placement.seed, layer=layer, name="scores"
         )
@@ -118,6 +123,8 @@ class Attention(nn.Module):
         table = None
         if self.rope_theta is not None:
             table = shared.tables[self.head_dim, self.rope_theta]
+        if self.max_logits is not None and self.training:
+            self._watch(qkv, table, self.max_logits, shared)
         if matmul_attention_obstacle(self, qkv, shared) is None:
             allowed = shared.mask(self.window, qkv.shape[1])
             out = matmul_attention(qkv, table, self._norm(), scale=self.scale, allowed=allowed)
@@ -138,6 +145,57 @@ class Attention(nn.Module):
             heads=own + self.first_head,
             num_heads=self.num_heads,
         )
+
+    def watch_logits(self) -> None:
+        """Keep the largest score of each key head in training, from here on, in `max_logits`.
+
+        Shape:
+            max_logits: [num_kv_heads] of the whole model, -inf for heads of other ranks.
+        """
+        weight = self.qkv.weight
+        self.max_logits = torch.full(
+            (self.total_kv_heads,),
+            -torch.inf,
+            dtype=torch.promote_types(weight.dtype, torch.float32),
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def _watch(self, qkv: Tensor, table: Tensor | None, kept: Tensor, shared: Pass) -> None:
+        query, key, _ = self._heads(qkv, table)
+        found = max_logit(
+            query,
+            key,
+            context=self.context,
+            scale=self.scale,
+            window=self.window,
+            documents=shared.documents,
+        )
+        first = self.first_head // (self.num_heads // self.total_kv_heads)
+        own = kept[first : first + self.num_kv_heads]
+        torch.maximum(own, found, out=own)
+
+    def logit_factors(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        """Return what multiplies the weights so that queries and keys are scaled.
+
+        Args:
+            query: For the queries of each key head of the whole model.
+            key: For its key.
+
+        Returns:
+            By the parameter's name in this module, to be multiplied with it.
+
+        Shape:
+            query, key: [num_kv_heads]. The results broadcast with the parameters.
+        """
+        if not self.exchanges_heads:
+            own = slice(self.tp_index * self.num_kv_heads, (self.tp_index + 1) * self.num_kv_heads)
+            query, key = query[own], key[own]
+        ones = torch.ones_like(query)
+        parts = [query] * (self.num_heads // self.total_kv_heads) + [key, ones]
+        factor = torch.stack(parts, 1)[:, :, None]
+        factors = {"qkv.weight": factor[..., None]}
+        return factors if self.qkv.bias is None else {**factors, "qkv.bias": factor}
 
     def _norm(self) -> HeadNorm | None:
         if self.q_norm is None or self.k_norm is None:

@@ -39,6 +39,7 @@ from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.layer import Step, TransformerLayer
 from mt_model.losses import Losses, add_losses, sum_losses
+from mt_model.max_logit import ClippedMixer
 from mt_model.norm import build_norm
 from mt_model.placement import Context, Placement
 from mt_model.rotary import rotary_table
@@ -149,6 +150,56 @@ class GPT(nn.Module):
     def sum_weight_gradients(self, sink_of: Callable[[nn.Parameter], GradSink | None]) -> None:
         """Have the linear layers add their weights' gradients to `GradBuffer.sink`s themselves."""
         sum_weight_gradients(self, sink_of)
+
+    def watch_logits(self) -> None:
+        """Keep the largest attention score of each key head in training, for `max_logits`.
+
+        In a layer with norms of queries and keys they bound the scores, so nothing is kept there.
+        """
+        for mixer in self._clippable():
+            mixer.watch_logits()
+
+    @torch.no_grad()
+    def max_logits(self) -> dict[int, Tensor]:
+        """Return the largest scores since the last call, by the layer's index in the whole model.
+
+        They are of this rank's tokens and heads; the maximum over all ranks is the step's.
+
+        Shape:
+            [num_kv_heads] of the layer in the whole model, -inf where this rank has none.
+        """
+        found: dict[int, Tensor] = {}
+        for mixer in self._clippable():
+            if mixer.max_logits is not None:
+                found[mixer.index] = mixer.max_logits.clone()
+                mixer.max_logits.fill_(-torch.inf)
+        return found
+
+    def logit_factors(
+        self, query: Mapping[int, Tensor], key: Mapping[int, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return what multiplies this stage's parameters to scale queries and keys (QK-clip).
+
+        Args:
+            query: By the layer's index a factor for the queries of each key head of the model.
+            key: The same for the keys.
+
+        Returns:
+            By the parameter's name a tensor that broadcasts with it.
+
+        Shape:
+            query, key: [num_kv_heads].
+        """
+        return {
+            f"layers.{mixer.index}.mixer.{name}": factor
+            for mixer in self._clippable()
+            if mixer.index in query
+            for name, factor in mixer.logit_factors(query[mixer.index], key[mixer.index]).items()
+        }
+
+    def _clippable(self) -> Iterator[ClippedMixer]:
+        mixers = (layer.mixer for layer in self.stage_layers())
+        return (m for m in mixers if isinstance(m, ClippedMixer) and m.can_clip)
 
     def stage_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers in order."""

@@ -15,6 +15,7 @@ from mt_optim.muon import AdaptiveMuonRule, Muon, MuonRule
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.override import GroupOverride, mup_overrides, override_groups
+from mt_optim.qk_clip import qk_clip_scales
 from mt_optim.result import StepResult
 from mt_optim.rule import Batch, Rule
 from mt_optim.schedule import LRSchedule, WeightDecaySchedule
@@ -59,4 +60,5 @@ __all__ = [
     "is_hidden_matrix",
     "mup_overrides",
     "override_groups",
+    "qk_clip_scales",
 ]

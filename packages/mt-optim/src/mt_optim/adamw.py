@@ -43,6 +43,7 @@ class AdamWRule(Rule):
     """
 
     name: ClassVar[str] = "adamw"
+    takes_tensor_lr = True
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -113,7 +114,7 @@ class AdamW(NamedOptimizer):
     Args:
         params: Parameters, pairs of name and parameter, or a list of groups: dicts with `params`
             and their own `lr`, `betas`, `eps` or `weight_decay`.
-        lr: Learning rate.
+        lr: Learning rate; a tensor of no dims for a step in a CUDA graph.
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -137,7 +138,7 @@ class AdamW(NamedOptimizer):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,

@@ -120,7 +120,10 @@ def check_options(group: Mapping[str, Any]) -> None:
         TypeError: One of them is not a number.
         ValueError: One of them is out of range.
     """
-    lr = check_number("lr", group["lr"])
+    if isinstance(group["lr"], Tensor) and not group["lr"].dim():
+        lr = 0.0  # to look at it would wait for the device
+    else:
+        lr = check_number("lr", group["lr"])
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr must be 0 or more and finite, got {lr}")
     if lr > LARGEST_LR:

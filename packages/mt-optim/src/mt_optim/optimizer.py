@@ -63,6 +63,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         param_groups: The groups with their options, which may be changed between steps.
         guard: Asked by every step whether it may be taken; None, as at first, takes each.
         offload_traffic: What the last step copied between device and host.
+        rescale: Called by every step that is taken, after the update, gives by name what parameters
+            are multiplied with, as QK-clip does: tensors that broadcast with `Piece.source`.
         ema: Updated by every step that is taken; None, as at first, for no average.
 
     Raises:
@@ -76,7 +78,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         rules: Rule | Sequence[Rule],
         *,
-        lr: float,
+        lr: float | Tensor,
         weight_decay: float,
         decay_filter: DecayFilter | None = None,
         rule_filter: RuleFilter | None = None,
@@ -91,6 +93,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         self._pieces: dict[str, Piece] = {}
         self.guard: StepGuard | None = None
         self.ema: EMA | None = None
+        self.rescale: Callable[[], Mapping[str, Tensor]] | None = None
         self._storage = StateStorage() if storage is None else storage
         self._is_away = False
         self.offload_traffic = Traffic()
@@ -280,6 +283,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         for group, new in zip(groups, news, strict=True):
             self._check_group(self._rule(group), {**group, **new})
         for group, new in zip(groups, news, strict=True):
+            if isinstance(group["lr"], Tensor) and "lr" in new:
+                new["lr"] = group["lr"].fill_(new["lr"])  # a captured graph reads this tensor
             group.update(new)
         loss = None
         if closure is not None:
@@ -288,6 +293,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         result = StepResult() if self.guard is None else self.guard.admit()
         if result.stepped:
             self._update()
+            if self.rescale is not None:
+                self._rescale(self.rescale())
             if self.ema is not None:
                 self.ema.update()
         return replace(result, loss=loss)
@@ -423,7 +430,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
         own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
         own |= {"_is_away": self._is_away, "offload_traffic": self.offload_traffic}
-        own |= {"ema": self.ema}
+        own |= {"ema": self.ema, "rescale": self.rescale}
         return {**super().__getstate__(), **own}
 
     def _new_group(
@@ -466,6 +473,8 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, rule: Rule, group: Mapping[str, Any]) -> None:
         check_options(group)
+        if isinstance(group["lr"], Tensor) and not rule.takes_tensor_lr:
+            raise ValueError(f"lr is a tensor, and {rule.name} takes a number; use lr.item()")
         rule.check(group)
 
     def _new_state(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
@@ -481,6 +490,17 @@ class NamedOptimizer(torch.optim.Optimizer):
             work += portions(own, self._rule(group), group, self._storage)
         self.offload_traffic = update(work, self.state, self._storage)
         self._sync(piece for piece in pieces.values() if not self._storage.is_offloaded(piece))
+
+    def _rescale(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply masters, and moments no more than an update would."""
+        changed = [self._pieces[name] for name in factors if name in self._pieces]
+        for piece in changed:
+            factor = factors[piece.name].expand(piece.source.shape).reshape(-1)
+            own = factor[piece.start : piece.end].view(piece.param.shape)
+            state = self.state[piece.param]
+            master = self._storage.master(piece, state)
+            self._storage.set_master(piece, state, master.mul_(own.to(master)))
+        self._sync(changed)
 
     def _sync(self, pieces: Iterable[Piece]) -> None:
         """Set parameters that are not their own masters to these."""

@@ -120,7 +120,7 @@ class Orthogonalization:
         is_tall = y.size(0) > y.size(1) if group is None else split == "rows"
         if is_tall:
             y = y.T
-        y.div_(_norm(y, group).clamp(min=_TINY))
+        y = y.div_(_norm(y, group).clamp(min=_TINY)).contiguous()
         triples, side = self.triples, y.size(0)
         gram, poly, after = y.new_empty(side, side), y.new_empty(side, side), y.new_empty(y.shape)
         for step in range(self.steps):
@@ -130,7 +130,7 @@ class Orthogonalization:
                 gram.copy_(_summed(gram, group))
             torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
             torch.addmm(y, poly, y, beta=a, out=after)
-            y, after = after, y if step else torch.empty_like(after)
+            y, after = after, y
         return y.T if is_tall else y
 
 

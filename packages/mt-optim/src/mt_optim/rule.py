@@ -56,6 +56,7 @@ class Rule(ABC):
         name: What a group calls it.
         is_elementwise: Whether any flat range of a parameter can be stepped alone. A rule that is
             not needs whole matrices.
+        takes_tensor_lr: Whether a group's `lr` may be a tensor, for a step in a CUDA graph.
         makes_more: Whether it adds tensors to a state while it runs.
         moments: Names of the tensors of the parameter's shape that it keeps.
         options: What a group may set beside `lr` and `weight_decay`, with the defaults.
@@ -63,6 +64,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     is_elementwise: ClassVar[bool] = True
+    takes_tensor_lr: ClassVar[bool] = False
     makes_more: ClassVar[bool] = False
     moments: tuple[str, ...]
     options: Mapping[str, Any]

@@ -324,6 +324,27 @@ class OverrideEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QKClipEntry:
+    """When queries and keys are scaled back after a step.
+
+    Attributes:
+        threshold: The largest attention score that is left alone.
+        alpha: How much of the scaling the queries take, 0 to 1; the keys take the rest.
+    """
+
+    threshold: float = 100.0
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "threshold")
+        checks.at_most(_MAX_RATE, "threshold")
+        if not 0 <= self.alpha <= 1:
+            checks.add("alpha", f"{self.alpha}: expected a number from 0 to 1")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
     """The optimizer and its learning-rate schedule.
 
@@ -363,6 +384,9 @@ class OptimizerSection:
         ema: Keep an average of the weights: the share of the old one in each step, such as 0.999,
             and less in the first steps. It is saved beside the weights, and `mt-infer generate
             --ema` uses it. A run that is continued may begin or end it.
+        qk_clip: Where the largest attention score of a step is above `threshold` (100), the weights
+            of queries and keys are scaled back to it, those of queries by `alpha` (0.5) of the
+            way: `{threshold: 100, alpha: 0.5}`. By head, or by the heads that share a key.
         overrides: What some parameters have in place of that, such as
             `[{names: "embedding.*", lr_scale: 0.1}]`: a list of `names` with `lr_scale`,
             `wd_scale`, `eps_scale` or `betas`. A parameter that several match gets it all; if they
@@ -400,6 +424,7 @@ class OptimizerSection:
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay_end: float | None = None
     ema: float | None = None
+    qk_clip: QKClipEntry | None = None
     overrides: tuple[OverrideEntry, ...] = ()
     width_multiplier: float = 1.0
     skip_above: float | None = None

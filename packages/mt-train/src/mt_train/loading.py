@@ -68,10 +68,15 @@ class LoadedConfig:
         rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         length = self.config.training.sequence_length
         try:
-            return build_model(self.config.model, given or rounded, length)
+            model = build_model(self.config.model, given or rounded, length)
         except FieldError as error:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
+        if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
+            text = "does not go with model.qk_norm, whose norms undo what it does to the weights "
+            text += "and bound the scores by themselves; leave one of them out"
+            raise self.error("optimizer.qk_clip", text)
+        return model
 
     def resolved(self) -> RunConfig:
         """Return the configuration with the model's defaults filled in, those of a preset too.
@@ -339,6 +344,12 @@ def _misfits(
         yield "parallel.tp", str(error)
         return
     yield from _context_misfits(config.parallel, model, layout)
+
+
+def clipped_heads(model: ModelConfig) -> list[int]:
+    """Return the key heads of each layer; 0 where scores do not grow with the weights."""
+    mixers = (layer.mixer for layer in model.layers)
+    return [0 if getattr(m, "qk_norm", True) else getattr(m, "num_kv_heads", 0) for m in mixers]
 
 
 def _pipeline_misfits(

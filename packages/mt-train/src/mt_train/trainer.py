@@ -16,10 +16,12 @@ from mt_parallel_state import ParallelState, StopSignals, global_shape_of, shard
 from mt_pipeline import Executor, TensorSpec
 
 from mt_train.agreement import summed
+from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
+from mt_train.loading import clipped_heads
 from mt_train.losses import loss_record, totals, weighed
 from mt_train.metrics import Record
 from mt_train.optimization import kept_whole, optimizer_config
@@ -121,6 +123,12 @@ class Trainer:
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
+        self._clip: LogitClip | None = None
+        if config.optimizer.qk_clip is not None:
+            self._clip = LogitClip(
+                config.optimizer.qk_clip, self.stages, state, clipped_heads(model_config)
+            )
+            self.optimizer.inner.rescale = self._clip.factors
         self.executor = Executor(
             plan.schedule,
             [torch.compile(stage) if training.compile else stage for stage in self.stages],
@@ -170,6 +178,8 @@ class Trainer:
         batches = to_device(ready.batches, self.state.device)
         total = max(summed(self.state, ready.labels, axes="dp-cp")[0], 1.0)
         self.on_event("train.forward_backward")
+        if self._clip is not None:
+            self._clip.start()
         self.buffer.start(self._backwards)
         weights = self.loss_weights
         outputs = self.executor.run(batches, objective=lambda own, _: weighed(own, weights) / total)

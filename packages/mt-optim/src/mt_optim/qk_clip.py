@@ -1,0 +1,46 @@
+"""QK-clip: how far queries and keys are scaled back after a step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mt_optim.group import check_number
+
+
+def qk_clip_scales(
+    max_logits: Tensor, *, threshold: float = 100.0, alpha: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Return what the weights of queries and of keys are multiplied with (Kimi K2, 2507.20534).
+
+    Where the largest score m of a step is above the threshold t, both together bring it back to
+    t: with `g = min(t / m, 1)` queries get `g ** alpha` and keys `g ** (1 - alpha)`. A score is
+    that of the softmax, scaled, of any query and a key that it sees, over the whole batch.
+
+    Args:
+        max_logits: The largest score of each head, or of the heads that share a key.
+        threshold: The largest score that is left alone.
+        alpha: How much of the scaling the queries take, 0 to 1.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting is no number.
+
+    Shape:
+        max_logits: any. Both results have the same.
+
+    Example:
+        >>> query, key = qk_clip_scales(torch.tensor([50.0, 400.0]), threshold=100.0)
+        >>> query.tolist(), key.tolist()
+        ([1.0, 0.5], [1.0, 0.5])
+    """
+    check_qk_clip(threshold, alpha)
+    scale = (threshold / max_logits.clamp(min=threshold)).clamp(max=1.0)
+    return scale**alpha, scale ** (1 - alpha)
+
+
+def check_qk_clip(threshold: float, alpha: float) -> None:
+    """Check the settings of `qk_clip_scales`; raises as that does."""
+    if not 0 < check_number("threshold", threshold) < float("inf"):
+        raise ValueError(f"threshold must be positive and finite, got {threshold}")
+    if not 0 <= check_number("alpha", alpha) <= 1:
+        raise ValueError(f"alpha must be a number from 0 to 1, got {alpha}")
