@@ -129,7 +129,7 @@ BROKEN = {
     ),
     "a folder for states that is not there": (
         MINIMAL + "optimizer:\n  offload: 0.5\n  offload_dir: nowhere\n",
-        "nowhere does not exist; paths are relative to the YAML file",
+        "run.yaml:14: optimizer.offload_dir: ",
     ),
     "a look ahead without momentum": (
         MINIMAL + "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n",
