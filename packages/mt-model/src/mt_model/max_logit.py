@@ -64,7 +64,7 @@ def max_logit(
         query: [B, S, G * Q, D]; key: [B, S, G, D]; documents: [B, whole S]. Returns fp32 (fp64 for
         fp64) [G].
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     query_BSGQD = query.unflatten(2, (key.shape[2], -1))
     own = context.positions(query.shape[1] * context.size, query.device)
     places = all_gather(own, context.group, dim=0)
@@ -82,4 +82,4 @@ def max_logit(
             hidden = hidden[:, None, None]
         scores_BGQST.masked_fill_(hidden, float("-inf"))
         best = torch.maximum(best, scores_BGQST.amax((0, 2, 3, 4)))
-    return best.to(torch.promote_types(best.dtype, torch.float32)) * scale
+    return best.to(torch.promote_types(best.dtype, torch.float32)) * factor
