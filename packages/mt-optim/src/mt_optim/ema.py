@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
+from mt_data_parallel import Piece
 from torch import Tensor
 
 from mt_optim.group import check_number
 
-if TYPE_CHECKING:
-    from mt_optim.optimizer import NamedOptimizer
-
 _KEY = "ema"
+
+
+class Averaged(Protocol):
+    """What `EMA` needs of a `NamedOptimizer`.
+
+    Attributes:
+        state: By parameter what is kept of it.
+    """
+
+    state: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names."""
+        ...
+
+    def master(self, name: str) -> Tensor:
+        """Return the full-precision parameter."""
+        ...
+
+    def piece(self, name: str) -> Piece:
+        """Return what is stepped under a name."""
+        ...
 
 
 class EMA:
@@ -33,7 +54,7 @@ class EMA:
         TypeError: `decay` is no number.
     """
 
-    def __init__(self, optimizer: NamedOptimizer, decay: float) -> None:
+    def __init__(self, optimizer: Averaged, decay: float) -> None:
         if not 0 <= check_number("decay", decay) < 1:
             raise ValueError(f"decay must be a number in [0, 1), got {decay}")
         self.decay = decay
