@@ -8,6 +8,7 @@ from there on: buckets, reductions, partial sums, norm, clipping, steps and what
 import functools
 import itertools
 import math
+import zlib
 from pathlib import Path
 
 import pytest
@@ -84,18 +85,17 @@ def label(row):
 
 
 def seeded(*key):
-    seed = sum(ord(letter) * 31**place for place, letter in enumerate(repr(key)))
-    return torch.Generator().manual_seed(seed % 2**40)
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def initial(name, shape, dtype):
     return torch.randn(shape, generator=seeded(name), dtype=torch.float64).to(dtype)
 
 
-def pull(name, shape, dtype, step, sample):
-    """What a sample pulls each element of a parameter with."""
-    pulls = torch.randn(shape, generator=seeded(name, step, sample), dtype=torch.float64)
-    return pulls.to(dtype)
+def pull(name, shape, dtype, step, samples):
+    """What some samples of a step pull each element of a parameter with, together."""
+    draw = torch.randn((SAMPLES, *shape), generator=seeded(name, step), dtype=torch.float64)
+    return draw[samples].to(dtype).sum(0)
 
 
 def logical(tied):
@@ -231,7 +231,7 @@ def step(net, buffer, optimizer, state, row, number):
     buffer.start(row["accumulation"])
     for part in range(row["accumulation"]):
         first = state.index("dp") * own + part * per_backward
-        sum(net((number, first + i)) for i in range(per_backward)).backward()
+        net((number, slice(first, first + per_backward))).backward()
     buffer.finish()
     reduce_partial_grads(optimizer.pieces, state)
     return optimizer.step().grad_norm
@@ -348,9 +348,9 @@ def set_gradients(params, number, tied, dtype, shares):
         for count in replica:
             for param in params.values():
                 param.grad = None
+            samples = slice(sample, sample + count)
             losses = [
-                (param.tanh() * pull(use, param.shape, dtype, number, n)).sum()
-                for n in range(sample, sample + count)
+                (param.tanh() * pull(use, param.shape, dtype, number, samples)).sum()
                 for key, param in params.items()
                 for use in ((key, "head") if tied and key == "embedding" else (key,))
             ]
@@ -481,8 +481,9 @@ def test_fp32_is_as_published_in_any_other_order(ranks, row):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("where", GRID, ids=label)
-def test_the_whole_grid_in_fp32_is_as_published(ranks, where):
-    rows = [where | how for how in crossed(HOW)]
+def test_every_place_of_the_grid_in_fp32_is_as_published(ranks, where):
+    some = pairwise({name: FACTORS[name] for name in HOW}, seed=GRID.index(where))
+    rows = [where | how for how in some]
     found = ranks(world(where), train_all, rows, torch.float32, timeout=1200)
     for row, *results in zip(rows, *found, strict=True):
         assert_as_published(results, row)
