@@ -52,15 +52,22 @@ def without_cache(run: Path, max_tokens: int) -> str:
 
 
 def test_the_average_of_weights_generates_where_training_kept_one(
-    run, tiny, generate, tmp_path, cli
+    run, tiny, generate, tmp_path, cli, arrays
 ) -> None:
-    options = ["training.steps=60", "training.sequence_length=64", "optimizer.ema=0.0"]
-    same = tiny.train(tmp_path / "same", *options)  # of which nothing old is left
-    text = generate(same, "--max-tokens", 20, "--greedy")
-    assert generate(same, "--max-tokens", 20, "--greedy", "--ema", "--nproc", 2) == text
-    early = tiny.train(tmp_path / "early", *options[:2], "optimizer.ema=0.999")
-    other = generate(early, "--max-tokens", 20, "--greedy", "--ema")
-    assert other != generate(early, "--max-tokens", 20, "--greedy")
+    import numpy as np
+    from mt_infer import load_run
+    from mt_parallel_state import ParallelLayout, ParallelState
+
+    kept = tiny.train(tmp_path / "kept", "optimizer.ema=0.999", "model.tied=false")
+    with ParallelState(ParallelLayout(), device="cpu") as state:
+        for ema, prefix in ((True, "ema/"), (False, "model/")):
+            params = dict(load_run(kept, state, ema=ema).model.named_parameters())
+            stored = arrays(kept, prefix=prefix)
+            assert {prefix + name for name in params} == set(stored)
+            for name, param in params.items():
+                np.testing.assert_array_equal(param.detach().numpy(), stored[prefix + name])
+    text = generate(kept, "--max-tokens", 20, "--greedy", "--ema")
+    assert generate(kept, "--max-tokens", 20, "--greedy", "--ema", "--nproc", 2) == text
     command = [sys.executable, "-m", "mt_infer", "generate", run, "--prompt", PROMPT, "--ema"]
     result = cli(*command)
     assert result.returncode == 1
