@@ -449,8 +449,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
         for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
-            if key in group and key not in options:
-                group[key] = group[key] * group.get(scale, 1.0)
+            if key in group and key not in options and scale in group:
+                group[key] = group[key] * group[scale]
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:
