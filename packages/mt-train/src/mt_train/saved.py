@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_ckpt import SavedTokenizer, inspect_checkpoint
 from mt_files import Checks, SchemaError, build, to_plain
+from mt_optim import ScaleState
 
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
@@ -32,6 +33,7 @@ class SavedRun:
         elapsed: Seconds spent in training steps.
         consumed_samples: Samples trained on.
         skipped_steps: Steps that changed no weight.
+        loss_scale: Where the scale of the loss is; null where it is not scaled.
         data: What the run drew its samples from.
         tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
@@ -42,6 +44,7 @@ class SavedRun:
     elapsed: float
     consumed_samples: int
     skipped_steps: int
+    loss_scale: ScaleState | None
     data: Mixture
     tokenizer: SavedTokenizer
     model: Mapping[str, Any]
@@ -51,6 +54,8 @@ class SavedRun:
         checks = Checks(self)
         checks.at_least(0, "step", "elapsed", "consumed_samples", "skipped_steps")
         if not checks.errors:
+            if self.skipped_steps > self.step:
+                checks.add("skipped_steps", f"are more than step {self.step}")
             if self.data.start > self.consumed_samples:
                 checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
             if self.skipped_steps > self.step:
@@ -70,7 +75,7 @@ class SavedRun:
             skipped=self.skipped_steps,
         )
 
-    def at(self, progress: Progress) -> SavedRun:
+    def at(self, progress: Progress, loss_scale: ScaleState | None) -> SavedRun:
         """Return the same run at another point."""
         return replace(
             self,
@@ -78,6 +83,7 @@ class SavedRun:
             elapsed=progress.elapsed,
             consumed_samples=progress.samples,
             skipped_steps=progress.skipped,
+            loss_scale=loss_scale,
         )
 
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:
