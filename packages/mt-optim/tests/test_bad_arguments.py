@@ -43,7 +43,7 @@ GOOD = [
     (NormGroup, {"names": "*", "where": None, "max_norm": 1.0}),
     (LossScale, {"initial": 4.0, "growth_interval": 9, "hysteresis": 1, "minimum": 2.0}),
     (GradScaler, {"how": LossScale()}),
-    (GradScaler(LossScale()).restore, {"state": ScaleState(scale=2.0)}),
+    (GradScaler(LossScale()).restore, {"state": ScaleState(scale=2.0, left=1)}),
     (GradScaler(LossScale()).load_state_dict, {"given": {"scale": 2.0, "clean": 0, "left": 1}}),
     (ScaleState, {"scale": 2.0, "clean": 1, "left": 1}),
     (by_layer, {"name": "layers.1.weight"}),

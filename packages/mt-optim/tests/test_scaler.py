@@ -74,7 +74,7 @@ def test_the_defaults_are_those_of_the_field():
 def test_a_constant_scale_never_changes_and_a_dynamic_one_stays_a_number():
     constant = GradScaler(LossScale.of(3.0))
     constant.update(overflow=True)
-    constant.restore(ScaleState(scale=8.0))
+    constant.restore(ScaleState(scale=8.0, left=1))
     assert constant.scale == 3.0
     huge = GradScaler(LossScale(initial=2.0**127, growth_interval=1))
     huge.update(overflow=False)

@@ -170,8 +170,8 @@ BROKEN = {
     ),
     "fp16 without a loss scale": (
         MINIMAL + "  dtype: fp16\n",
-        "run.yaml:7: optimizer.loss_scale: missing with training.dtype fp16, in which small "
-        "gradients are zero; use dynamic or a number such as 65536, or dtype bf16",
+        "run.yaml:12: training.dtype: fp16 needs optimizer.loss_scale, as small gradients are zero "
+        "without: dynamic, or a number such as 65536; or use dtype bf16",
     ),
     "a loss scale for bf16": (
         MINIMAL + "optimizer:\n  loss_scale: dynamic\n",

@@ -449,7 +449,9 @@ def test_a_wider_model_slows_its_hidden_matrices(tiny, tmp_path, weights) -> Non
 class Spoiler:
     """Puts a value into a gradient of the step that is numbered, between reduction and update."""
 
-    def __init__(self, *steps: int, value: float = float("nan"), name: str = "norm.weight") -> None:
+    def __init__(
+        self, *steps: int, value: float = float("nan"), name: str = "final_norm.weight"
+    ) -> None:
         self.steps, self.value, self.name = steps, value, name
 
     def __call__(self, name: str) -> None:
@@ -469,7 +471,7 @@ def test_a_gradient_that_is_not_finite_names_step_rank_and_parameter(value, tiny
         tiny.run(tmp_path, on_event=Spoiler(3, value=value))
     message = str(caught.value)
     assert message.startswith("step 3: gradient norm ")
-    assert f"rank 0 norm.weight {value}; loss " in message
+    assert f"rank 0 final_norm.weight {value}; loss " in message
 
 
 def test_a_skipped_step_is_told_and_moves_neither_weights_nor_schedule(
@@ -484,7 +486,7 @@ def test_a_skipped_step_is_told_and_moves_neither_weights_nor_schedule(
     assert [row["skipped_steps"] for row in found] == [0, 1, 2, 2, 2, 2]
     assert [row["step"] for row in found if "skipped" in row] == [2, 3]
     assert found[1]["lr"] == found[2]["lr"] == found[3]["lr"] > found[4]["lr"]
-    line = "step 2: gradient norm nan, loss scale 16: rank 0 norm.weight nan"
+    line = "step 2: gradient norm nan, loss scale 16: rank 0 final_norm.weight nan"
     assert found[1]["skipped"] == line
     assert f"skipped {line}\n" in capsys.readouterr().out
     assert found[1]["grad_norm"] is None
@@ -536,19 +538,20 @@ def test_a_norm_above_the_threshold_is_skipped_and_named(tiny, tmp_path, rows) -
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row.get("skipped_steps") for row in found] == [None, 1, 1, 1]
     assert found[1]["skipped"].startswith("step 2: gradient norm 1000.0")
-    assert "rank 0 norm.weight large (1000)" in found[1]["skipped"]
+    assert "rank 0 final_norm.weight large (1000)" in found[1]["skipped"]
 
 
 def test_gradients_are_described_by_layer(tiny, tmp_path, rows) -> None:
     groups = '[{"names": "layers.*", "max_norm": 0.5}]'
     tiny.run(
         tmp_path,
+        "model.tied=false",  # rows of the embedding that no token reads have no gradient
         "logging.gradients=true",
         "logging.zeros=true",
         f"optimizer.norm_groups={groups}",
     )
     for row in (row for row in rows(tmp_path) if "loss" in row):
-        layers = ("embedding", "layers.0", "norm")
+        layers = ("embedding", "layers.0", "final_norm", "head")
         norms = [row[f"gradients/{name}/norm"] for name in layers]
         assert row["grad_norm"] == pytest.approx(sum(n * n for n in norms) ** 0.5, rel=1e-12)
         assert row["grad_norm/layers.*"] == pytest.approx(row["gradients/layers.0/norm"], rel=1e-12)

@@ -21,18 +21,18 @@ class ScaleState:
 
     Attributes:
         scale: What the next loss is multiplied with.
+        left: Overflows until the scale is lowered, that one among them.
         clean: Steps without an overflow since the scale last changed or one occurred.
-        left: Overflows that are forgiven, the one that lowers the scale among them.
     """
 
     scale: float
+    left: int
     clean: int = 0
-    left: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < check_number("scale", self.scale) <= LARGEST_SCALE:
             raise ValueError(f"scale must be positive and at most 2^127, got {self.scale}")
-        for what in ("clean", "left"):
+        for what in ("left", "clean"):
             _check_count(what, getattr(self, what), least=0)
 
 

@@ -851,8 +851,8 @@ class RunConfig:
         dtype, scale = self.training.dtype, self.optimizer.loss_scale
         if dtype == "fp16" and scale is None:
             return {
-                "optimizer.loss_scale": "missing with training.dtype fp16, in which small "
-                "gradients are zero; use dynamic or a number such as 65536, or dtype bf16"
+                "training.dtype": "fp16 needs optimizer.loss_scale, as small gradients are zero "
+                "without: dynamic, or a number such as 65536; or use dtype bf16"
             }
         if dtype == "bf16" and scale is not None:
             return {
