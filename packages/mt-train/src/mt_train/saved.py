@@ -54,8 +54,6 @@ class SavedRun:
         checks = Checks(self)
         checks.at_least(0, "step", "elapsed", "consumed_samples", "skipped_steps")
         if not checks.errors:
-            if self.skipped_steps > self.step:
-                checks.add("skipped_steps", f"are more than step {self.step}")
             if self.data.start > self.consumed_samples:
                 checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
             if self.skipped_steps > self.step:
