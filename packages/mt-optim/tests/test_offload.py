@@ -24,7 +24,7 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
 STATE = ParallelState(ParallelLayout())
-NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
+NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.floats(0, 1))
@@ -245,6 +245,31 @@ def test_weights_that_were_loaded_into_the_model_reach_the_masters_on_the_host()
         model[0].weight.fill_(0.5)
     optimizer.sync_masters()
     assert torch.equal(optimizer.master("0.weight"), torch.full((40, 24), 0.5))
+
+
+@pytest.mark.parametrize("options", [{"offload": 0.5}, {"masters": "remainder"}])
+def test_an_average_and_scaled_weights_are_the_same(options):
+    runs = []
+    for settings_ in ({}, options):
+        model = make_model(torch.bfloat16)
+        optimizer = build(model, ema=0.9, **settings_)
+        optimizer.rescale = lambda: {"0.weight": torch.tensor(0.75), "2.bias": torch.tensor(1.5)}
+        train(model, optimizer)
+        runs.append(optimizer)
+    assert_same(runs[1], runs[0])
+    for name in runs[0].names:
+        assert torch.equal(runs[1].ema.value(name), runs[0].ema.value(name))
+
+
+def test_a_rate_for_a_graph_does_not_go_with_the_host():
+    model = make_model()
+    storage = StateStorage(offload=0.5)
+    options = {"lr": torch.tensor(0.1), "weight_decay": 0.1, "storage": storage}
+    optimizer = NamedOptimizer(model.named_parameters(), AdamWRule(), **options)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match="lr is a tensor, for a step in a CUDA graph, and offload"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_copied_optimizer_steps_its_own_model():

@@ -78,7 +78,7 @@ def assert_same(ours, theirs):
     assert all(torch.equal(ours._piece(a).param, theirs._piece(b).param) for a, b in pairs)
 
 
-RULES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon")
+RULES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
 CASES = [(name, moments) for name in RULES for moments in ("full", "bf16", "fp8")]
 
 

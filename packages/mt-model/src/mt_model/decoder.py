@@ -73,7 +73,8 @@ class GPT(nn.Module):
             loaded.
         gemm: computes the linear layers.
         dtype: of parameters and activations.
-        device: of parameters; the state's by default.
+        device: of parameters; the state's by default. On "meta" they have no memory yet, and the
+            model runs on the state's once they have (`initializer`).
 
     Raises:
         ValueError: heads, FFN width or vocabulary do not divide by tp; `layers` is no range of
@@ -112,15 +113,16 @@ class GPT(nn.Module):
         tp = state.size("tp")
         validate_split(config, tp)
         where = state.device if device is None else torch.device(device)
+        runs_on = state.device if where.type == "meta" else where
         self.placement = Placement(
             group=state.group("tp"),
             tp=tp,
             tp_index=state.index("tp"),
             sequence_parallel=sequence_parallel and tp > 1,
             seed=seed or 0,
-            gemm=default_gemm(where) if gemm is None else gemm,
+            gemm=default_gemm(runs_on) if gemm is None else gemm,
             dtype=dtype,
-            device=where,
+            device=runs_on,
             context=Context.create(
                 state, context_algorithm, context_inner_size, layers=config.num_layers
             ),
