@@ -54,11 +54,14 @@ class BlendOrder:
             )
         self.weights = shares / shares.sum()
         self._limits = None if limits is None else np.asarray(limits, np.int64)
+        self._is_plain = len(shares) == 1 and limits is None  # nothing to choose, or to remember
         self._blocks: list[NDArray[np.int16]] = []
         self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
 
     def __call__(self, index: int) -> tuple[int, int]:
         """(dataset, sample in that dataset) of sample `index`."""
+        if self._is_plain:
+            return 0, index
         block, rank = divmod(index, BLOCK)
         while len(self._blocks) <= block:
             self._extend()
@@ -69,6 +72,8 @@ class BlendOrder:
 
     def counts(self, size: int) -> NDArray[np.int64]:
         """Samples of each dataset among the first `size`, [D]."""
+        if self._is_plain:
+            return np.array([size])
         block, rank = divmod(size, BLOCK)
         while len(self._blocks) <= block:
             self._extend()
@@ -163,23 +168,20 @@ class BlendedDataset:
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Tokens of a sample; past `len` a weighted blend goes on, an exhaustive one repeats."""
-        dataset, position = self._place(index)
+        dataset, position = self.origin(index)
         if begin == 0 and end is None:  # all that some datasets can give
             return self.datasets[dataset].sample(position)
         return self.datasets[dataset].sample(position, begin, end)
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
         """Number of the document of each token of a sample."""
-        dataset, position = self._place(index)
+        dataset, position = self.origin(index)
         return self.datasets[dataset].sample_documents(position)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        if self._exhaustive:
-            index %= sum(len(dataset) for dataset in self.datasets)
-        return self._order(index)
 
     def origin(self, index: int) -> tuple[int, int]:
         """(dataset, sample in that dataset) of sample `index`."""
+        if self._exhaustive:
+            index %= sum(len(dataset) for dataset in self.datasets)
         return self._order(index)
 
 

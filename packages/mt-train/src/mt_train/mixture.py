@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from mt_data import BlendedDataset, BlendOrder, GPTDataset
+from mt_data import BlendOrder, GPTDataset
 from mt_files import Checks
 from numpy.typing import NDArray
 
@@ -59,10 +59,8 @@ class Mixture:
 
     def taken(self, samples: int) -> tuple[int, ...]:
         """Count the samples of each source that were taken when the run has seen `samples`."""
-        here = samples - self.start
-        if len(self.sources) == 1:
-            return (self.sources[0].start + here,)
-        counts = BlendOrder([source.weight for source in self.sources]).counts(here)
+        order = BlendOrder([source.weight for source in self.sources])
+        counts = order.counts(samples - self.start)
         return tuple(
             source.start + int(count) for source, count in zip(self.sources, counts, strict=True)
         )
@@ -97,15 +95,8 @@ class MixedSamples:
     def __init__(
         self, datasets: Sequence[GPTDataset], mixture: Mixture, *, num_samples: int
     ) -> None:
-        self._start, self._length = mixture.start, num_samples
-        parts = [
-            _Rest(dataset, source.start)
-            for dataset, source in zip(datasets, mixture.sources, strict=True)
-        ]
-        weights = [source.weight for source in mixture.sources]
-        self._samples = (
-            parts[0] if len(parts) == 1 else BlendedDataset(parts, weights, num_samples=1)
-        )
+        self._datasets, self._mixture, self._length = tuple(datasets), mixture, num_samples
+        self._order = BlendOrder([source.weight for source in mixture.sources])
 
     def __len__(self) -> int:
         return self._length
@@ -115,37 +106,18 @@ class MixedSamples:
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Return tokens [begin, end) of a sample."""
-        return self._samples.sample(index - self._start, begin, end)
+        dataset, number = self._place(index)
+        return dataset.sample(number, begin, end)
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
         """Return the number of the document of each token of a sample."""
-        return self._samples.sample_documents(index - self._start)
+        dataset, number = self._place(index)
+        return dataset.sample_documents(number)
 
-
-class _Rest:
-    """A data set without its first samples."""
-
-    def __init__(self, dataset: GPTDataset, start: int) -> None:
-        self._dataset, self._start = dataset, start
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the whole."""
-        return self._dataset.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return self.sample(index)
-
-    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Return tokens [begin, end) of sample `index` of the rest; there is no end."""
-        return self._dataset.sample(self._start + index, begin, end)
-
-    def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Return the number of the document of each token of a sample."""
-        return self._dataset.sample_documents(self._start + index)
+    def _place(self, index: int) -> tuple[GPTDataset, int]:
+        """Return the data set of a sample, and its number there; there is no end."""
+        source, number = self._order(index - self._mixture.start)
+        return self._datasets[source], self._mixture.sources[source].start + number
 
 
 def sources_of(datasets: Sequence[GPTDataset], weights: Sequence[float]) -> tuple[Source, ...]:
