@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mt_parallel_state import StopSignals
-from mt_train.console import PlainLines, SilentConsole, make_console, printable
+from mt_train.console import Console, PlainLines, make_console, printable
 from mt_train.reporter import Reporter
 
 RECORD = {"step": 1, "loss": 1.0}
@@ -31,7 +31,7 @@ class Log:
 
 
 def test_a_dead_console_asks_for_a_stop_and_the_rest_is_said_on_stderr(capsys) -> None:
-    class Dead(SilentConsole):
+    class Dead(Console):
         def say(self, text: str) -> None:
             raise BrokenPipeError(32, "Broken pipe")
 
@@ -49,7 +49,7 @@ def test_a_dead_console_asks_for_a_stop_and_the_rest_is_said_on_stderr(capsys) -
 def test_an_evaluation_tells_every_loss() -> None:
     said: list[str] = []
 
-    class Heard(SilentConsole):
+    class Heard(Console):
         def say(self, text: str) -> None:
             said.append(text)
 

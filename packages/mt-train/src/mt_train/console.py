@@ -7,44 +7,28 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from mt_train.metrics import Record, other_losses
-
-
-class Console(Protocol):
-    """Shows a run's progress."""
-
-    def step(self, record: Record) -> None:
-        """Show one training step."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Show a sentence."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *details: object) -> None: ...
 
 
 def make_console(*, total_steps: int, every: int) -> Console:
     """Choose by what stdout is; a process may have been started without one."""
     if sys.stdout is None or sys.stdout.closed:
-        return SilentConsole()
+        return Console()
     if sys.stdout.isatty():
         return LivePanel(total_steps=total_steps)
     return PlainLines(total_steps=total_steps, every=every)
 
 
-class SilentConsole:
-    """Shows nothing: every rank but the first."""
+class Console:
+    """Shows a run's progress; this one shows nothing, as every rank but the first."""
 
     def step(self, record: Record) -> None:
-        """Show nothing."""
+        """Show one training step."""
 
     def say(self, text: str) -> None:
-        """Show nothing."""
+        """Show a sentence."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +37,7 @@ class SilentConsole:
         return None
 
 
-class PlainLines(SilentConsole):
+class PlainLines(Console):
     """One line every few steps, for logs and pipes."""
 
     def __init__(self, *, total_steps: int, every: int) -> None:
@@ -80,7 +64,7 @@ class PlainLines(SilentConsole):
             raise
 
 
-class LivePanel(SilentConsole):
+class LivePanel(Console):
     """A panel with a progress bar, redrawn a few times a second."""
 
     def __init__(self, *, total_steps: int) -> None:

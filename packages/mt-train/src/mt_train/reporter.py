@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mt_parallel_state import StopSignals
 
-from mt_train.console import Console, SilentConsole, printable
+from mt_train.console import Console, printable
 from mt_train.metrics import Record, other_losses
 
 
@@ -43,7 +43,7 @@ class Reporter:
         console: Console | None = None,
         logs: Mapping[str, Log] | None = None,
     ) -> None:
-        self._stop, self._console = stop, console or SilentConsole()
+        self._stop, self._console = stop, console or Console()
         self._logs = dict(logs or {})
 
     def step(self, record: Record) -> None:
@@ -92,7 +92,7 @@ class Reporter:
         return True
 
 
-class _Stderr(SilentConsole):
+class _Stderr(Console):
     """The last resort: sentences only."""
 
     def say(self, text: str) -> None:
