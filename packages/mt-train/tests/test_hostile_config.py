@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from mt_files import FieldProblem
 from mt_train import ConfigError, load_config
-from mt_train.problem import Problem
 
 MINIMAL = """\
 model: {hidden_size: 64, num_layers: 2, num_heads: 4}
@@ -121,7 +121,7 @@ def test_a_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_at_most_twenty_problems_are_shown() -> None:
-    problems = [Problem(where="run.yaml:1", path="a", text="wrong")] * 50
+    problems = [FieldProblem("a", "wrong", "run.yaml:1")] * 50
     assert str(ConfigError(problems, hidden=7)).splitlines()[-1] == "and 37 more problems"
 
 

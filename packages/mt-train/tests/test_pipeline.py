@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from mt_files import FieldError
 from mt_train.config import PipelineSection
-from mt_train.pipeline import PipelineError, plan_pipeline
+from mt_train.pipeline import plan_pipeline
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,6 @@ from mt_train.pipeline import PipelineError, plan_pipeline
     ],
 )
 def test_an_absurd_number_of_actions_is_refused_at_once(section, microbatches, field) -> None:
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises(FieldError) as caught:
         plan_pipeline(section, ranks=2, microbatches=microbatches, num_layers=8)
     assert caught.value.field == field

@@ -47,15 +47,17 @@ class FieldProblem(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        path: Where, such as `layers[3].mixer.num_heads`; empty for the whole.
+        path: Which value, such as `layers[3].mixer.num_heads`; empty for the whole.
         text: What is wrong, what is allowed and how to fix it.
+        where: Where it is written, such as `file:line`; empty where that is not known.
     """
 
     path: str
     text: str
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.text}" if self.path else self.text
+        return ": ".join(part for part in (self.where, self.path, self.text) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +81,15 @@ class SchemaError(ValueError):
     """A value does not fit its dataclass.
 
     Attributes:
-        problems: What is wrong, at most `MAX_PROBLEMS`.
-        hidden: How many more problems there are.
+        problems: What is wrong; the message shows `MAX_PROBLEMS` of them.
+        hidden: How many more problems were found and not kept.
     """
 
     def __init__(self, problems: Sequence[FieldProblem], hidden: int = 0) -> None:
         self.problems, self.hidden = tuple(problems), hidden
-        lines = [str(problem) for problem in problems]
-        super().__init__("\n".join(lines + ([f"and {hidden} more"] if hidden else [])))
+        lines = [str(problem) for problem in problems[:MAX_PROBLEMS]]
+        more = len(problems) - len(lines) + hidden
+        super().__init__("\n".join(lines + ([f"and {more} more problems"] if more else [])))
 
     def __reduce__(self) -> tuple[type[SchemaError], tuple[tuple[FieldProblem, ...], int]]:
         return type(self), (self.problems, self.hidden)

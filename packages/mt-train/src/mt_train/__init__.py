@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:
     from mt_train.config import RunConfig
@@ -18,7 +18,6 @@ __all__ = [
     "ConfigError",
     "LoadedConfig",
     "Outcome",
-    "Problem",
     "RunConfig",
     "Trainer",
     "load_config",

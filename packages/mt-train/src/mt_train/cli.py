@@ -18,7 +18,7 @@ import tyro
 from mt_files import did_you_mean, quick_imports, shorten
 
 from mt_train.document import COMMAND_LINE
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
@@ -153,7 +153,7 @@ def _parse(arguments: list[str]) -> Run | Config | Keys | Quickstart:
     if first and not first.startswith("-") and first not in _COMMANDS:
         is_file = first.endswith((".yaml", ".yml"))
         hint = f"Did you mean run {first}?" if is_file else did_you_mean(first, _COMMANDS)
-        raise _command_line_error("", f"{shorten(first)} is no command. {hint}")
+        raise ConfigError.of(COMMAND_LINE, f"{shorten(first)} is no command. {hint}")
     commands = (
         Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
         | Annotated[Run, tyro.conf.subcommand("run")]
@@ -199,10 +199,6 @@ def _print_keys(command: Keys) -> None:
     sys.stdout.write(explain(command.names))
 
 
-def _command_line_error(path: str, text: str) -> ConfigError:
-    return ConfigError([Problem(where=COMMAND_LINE, path=path, text=text)])
-
-
 def _place(nproc: int) -> tuple[DistributedEnv, bool]:
     """Return this process's place, and whether it has local ranks to start."""
     from mt_parallel_state import detect_env, must_launch
@@ -210,17 +206,18 @@ def _place(nproc: int) -> tuple[DistributedEnv, bool]:
     try:
         env = detect_env()
     except ValueError as error:
-        raise ConfigError([Problem(where="environment", path="", text=str(error))]) from error
+        raise ConfigError.of("environment", str(error)) from error
     try:
         return env, must_launch(nproc, env)
     except ValueError as error:
-        raise _command_line_error("", str(error)) from error
+        raise ConfigError.of(COMMAND_LINE, str(error)) from error
 
 
 def _folder(out: str) -> Path:
     """Check the name of a run folder."""
     if not out.strip():
-        raise _command_line_error("--out", f"{out!r} is no folder; name one, such as runs/my")
+        text = f"{out!r} is no folder; name one, such as runs/my"
+        raise ConfigError.of(COMMAND_LINE, text, "--out")
     return Path(out)
 
 

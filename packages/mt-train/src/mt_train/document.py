@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mt_files import PlainText, read_bytes, shorten
+from mt_files import FieldProblem, PlainText, read_bytes, shorten
 
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 20
@@ -61,21 +61,21 @@ def read_document(path: Path) -> Document:
             f"cannot read the configuration: {getattr(error, 'strerror', None) or error}. "
             "Check the path, or start from packages/mt-train/examples/tiny.yaml"
         )
-        raise _error(start, text) from error
+        raise ConfigError.of(start, text) from error
     try:
         source = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         text = "the file is not UTF-8 text; save it as UTF-8"
-        raise _error(f"{path}:{line}", text) from error
+        raise ConfigError.of(f"{path}:{line}", text) from error
     parser = _Parser(source, str(path))
     root = parser.parse()
     if root is None:
         text = "the file is empty; a run needs at least `model:`, `data:` and `training:`"
-        raise _error(start, text)
+        raise ConfigError.of(start, text)
     if not isinstance(root, dict):
         text = f"expected a mapping of sections such as `model:`, found {_kind(root)}"
-        raise _error(parser.places[""], text)
+        raise ConfigError.of(parser.places[""], text)
     return Document(root=root, places=parser.places)
 
 
@@ -92,7 +92,7 @@ def apply_overrides(document: Document, overrides: list[str]) -> None:
         path, equals, value = override.partition("=")
         if not equals or not path:
             text = f"{shorten(override)} is not an override; write section.key=value"
-            problems.append(Problem(where=COMMAND_LINE, path="", text=text))
+            problems.append(FieldProblem("", text, COMMAND_LINE))
             continue
         where = f"{COMMAND_LINE} ({override if len(override) <= 80 else override[:80] + '...'})"
         parser = _override_parser(value.strip(), where)
@@ -109,7 +109,7 @@ def apply_overrides(document: Document, overrides: list[str]) -> None:
                     f"{section} is {_kind(below)} ({document.place(section)}), which has no "
                     f"{shorten(last)} in it"
                 )
-                problems.append(Problem(where=where, path=path, text=text))
+                problems.append(FieldProblem(path, text, where))
                 break
             node = below
         else:
@@ -139,10 +139,6 @@ def _kind(value: object) -> str:
     return "a list" if isinstance(value, list) else shorten(value)
 
 
-def _error(where: str, text: str) -> ConfigError:
-    return ConfigError([Problem(where=where, path="", text=text)])
-
-
 class _Parser:
     """Build plain values from YAML's events in one pass.
 
@@ -152,7 +148,7 @@ class _Parser:
 
     def __init__(self, source: str, name: str, *, lines: bool = True) -> None:
         self._source, self._name, self._lines = source, name, lines
-        self._problems: list[Problem] = []
+        self._problems: list[FieldProblem] = []
         self._values = self._depth = 0
         self.places: dict[str, str] = {}
 
@@ -166,8 +162,12 @@ class _Parser:
             value = self._document(yaml.parse(self._source, Loader=yaml.SafeLoader))
         except yaml.MarkedYAMLError as error:
             raise self._syntax(error) from error
+        except ConfigError:
+            raise
         except (yaml.YAMLError, ValueError) as error:
-            raise _error(self._place(None), f"not valid YAML: {str(error)[:200]}") from error
+            raise ConfigError.of(
+                self._place(None), f"not valid YAML: {str(error)[:200]}"
+            ) from error
         if self._problems:
             raise ConfigError(self._problems)
         return value
@@ -179,7 +179,7 @@ class _Parser:
                 documents += 1
                 if documents > 1:
                     text = "a second document starts here; a configuration is one document"
-                    raise _error(self._place(event.start_mark), text)
+                    raise ConfigError.of(self._place(event.start_mark), text)
             elif isinstance(event, yaml.NodeEvent):
                 self.places[""] = self._place(event.start_mark)
                 value = self._value(event, events, "")
@@ -221,11 +221,11 @@ class _Parser:
             value = self._value(next(events), events, dotted)
             if not isinstance(key, str) or len(key) > _MAX_WORD:
                 text = f"keys must be plain words of at most {_MAX_WORD} characters"
-                self._problems.append(Problem(where=place, path=path, text=text))
+                self._problems.append(FieldProblem(path, text, place))
             elif key in entries:
                 line = first.rpartition(":")[2]
                 text = f"this key is already set on line {line}; keep one of the two"
-                self._problems.append(Problem(where=place, path=dotted, text=text))
+                self._problems.append(FieldProblem(dotted, text, place))
             else:
                 entries[str(key)] = value
                 self.places[dotted] = place
@@ -246,7 +246,7 @@ class _Parser:
             text = f"more than {_MAX_VALUES} keys and values, too many for a configuration"
         else:
             return
-        raise _error(self._place(event.start_mark), text)
+        raise ConfigError.of(self._place(event.start_mark), text)
 
     def _syntax(self, error: yaml.MarkedYAMLError) -> ConfigError:
         mark = error.problem_mark or error.context_mark
@@ -256,7 +256,7 @@ class _Parser:
         line = lines[mark.line] if mark and mark.line < len(lines) else ""
         if "\\t" in what or line.lstrip(" ").startswith("\t"):
             what, fix = "a tab is used for indentation", "YAML allows spaces only; use two spaces"
-        return _error(self._place(mark), f"{what}; {fix}")
+        return ConfigError.of(self._place(mark), f"{what}; {fix}")
 
 
 class _PlainParser(_Parser):

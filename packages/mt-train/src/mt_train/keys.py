@@ -14,7 +14,7 @@ from mt_files import describe, did_you_mean, hints_of
 
 from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 
 _WIDTH = 100
 
@@ -68,7 +68,7 @@ def explain(names: list[str]) -> str:
     for name in names or [section.name for section in sections()]:
         if name not in known:
             text = f"{name!r} is no section and no key. {did_you_mean(name, known)[:300]}"
-            raise ConfigError([Problem(where=COMMAND_LINE, path="", text=text)])
+            raise ConfigError.of(COMMAND_LINE, text)
         for key in known[name]:
             default = f", default {key.default}" if key.default else ", needed"
             lines.append(f"{key.name}: {key.type}{default}")

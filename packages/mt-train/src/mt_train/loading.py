@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from mt_files import MAX_PROBLEMS, Bound, FieldError, FileError, bind, divisors, shorten, to_plain
+from mt_files import (
+    MAX_PROBLEMS,
+    Bound,
+    FieldError,
+    FieldProblem,
+    FileError,
+    bind,
+    divisors,
+    shorten,
+    to_plain,
+)
 from mt_model import (
     LayerConfig,
     ModelConfig,
@@ -26,7 +36,7 @@ from mt_model import (
 
 from mt_train.config import ModelSection, ParallelSection, RunConfig, listed
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:  # checking a file takes no torch
     from mt_parallel_state import ParallelLayout
@@ -142,8 +152,8 @@ class LoadedConfig:
             raise ConfigError(found)
 
 
-def _problem(document: Document, path: str, text: str) -> Problem:
-    return Problem(where=document.place(path), path=path, text=text)
+def _problem(document: Document, path: str, text: str) -> FieldProblem:
+    return FieldProblem(path, text, document.place(path))
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
@@ -161,7 +171,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     document = read_document(path)
     apply_overrides(document, overrides or [])
     bound: Bound[RunConfig] = bind(RunConfig, document.root)
-    problems = [_problem(document, *found) for found in bound.problems]
+    problems = [_problem(document, found.path, found.text) for found in bound.problems]
     paths = _Paths(document, path.parent, problems)
     sections: dict[str, Any] = {}
     if "data" in bound.parts:
@@ -191,7 +201,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
 class _Paths:
     """Makes the paths of sections absolute, and notes those that do not exist."""
 
-    def __init__(self, document: Document, folder: Path, problems: list[Problem]) -> None:
+    def __init__(self, document: Document, folder: Path, problems: list[FieldProblem]) -> None:
         self._document, self._folder, self._problems = document, folder.absolute(), problems
 
     def data(self, data: Any) -> Any:
@@ -356,17 +366,9 @@ def _pipeline_misfits(
     config: RunConfig, num_layers: int, ranks: int, microbatches: int
 ) -> Iterator[tuple[str, str]]:
     """Yield why the schedule can't be made, before it is."""
-    section, training = config.pipeline, config.training
-    stages = ranks * (section.chunks or 1)
-    field = "parallel.pp" if section.stages is None else "pipeline.stages"
-    if ranks > num_layers:
-        yield field, f"{ranks} stages for {num_layers} layers; use at most one per layer"
-        return
-    if stages > num_layers:
-        text = f"{section.chunks} x {ranks} ranks are more stages than the {num_layers} layers"
-        yield "pipeline.chunks", f"{text}; use {num_layers // ranks} or less"
-        return
-    if microbatches * stages > _MAX_SCHEDULE:
+    training = config.training
+    stages = ranks * (config.pipeline.chunks or 1)
+    if stages <= num_layers and microbatches * stages > _MAX_SCHEDULE:
         least = -(-microbatches * stages * training.micro_batch_size // _MAX_SCHEDULE)
         yield (
             "training.micro_batch_size",
@@ -374,12 +376,14 @@ def _pipeline_misfits(
             f"for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} or more",
         )
         return
-    from mt_train.pipeline import PipelineError, plan_pipeline
+    from mt_train.pipeline import plan_pipeline
 
     try:
-        plan_pipeline(section, ranks=ranks, microbatches=microbatches, num_layers=num_layers)
-    except PipelineError as error:
-        yield error.field, str(error)
+        plan_pipeline(
+            config.pipeline, ranks=ranks, microbatches=microbatches, num_layers=num_layers
+        )
+    except FieldError as error:
+        yield from error.errors.items()
 
 
 def _context_misfits(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mt_files import FieldError
 from mt_model import GPT, ModelConfig
 from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule, make_schedule, parse_layout, split_layers
@@ -15,18 +16,6 @@ from torch import nn
 from mt_train.config import PipelineSection
 
 _MAX_MICROBATCHES = 1 << 16
-
-
-class PipelineError(ValueError):
-    """A schedule, its sizes and the model do not fit.
-
-    Attributes:
-        field: The configuration field to change.
-    """
-
-    def __init__(self, field: str, text: str) -> None:
-        super().__init__(text)
-        self.field = field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +37,14 @@ def plan_pipeline(
     """Make the schedule and place the layers.
 
     Raises:
-        PipelineError: The schedule can't take these sizes, or the layers do not fit its stages.
+        FieldError: The schedule can't take these sizes, or the layers do not fit its stages.
     """
     if section.microbatches not in (None, microbatches):
-        raise PipelineError(
-            "pipeline.microbatches",
+        text = (
             f"{section.microbatches}, but training.global_batch_size / (micro_batch_size x dp) "
-            f"gives {microbatches}; change one of them, or leave this out",
+            f"gives {microbatches}; change one of them, or leave this out"
         )
+        raise FieldError({"pipeline.microbatches": text})
     _check_size(section, ranks, microbatches, num_layers)
     options = {
         name: value for name in ("chunks", "group") if (value := getattr(section, name)) is not None
@@ -63,47 +52,48 @@ def plan_pipeline(
     try:
         schedule = make_schedule(section.schedule, ranks, microbatches, **options)
     except ValueError as error:
-        raise PipelineError("pipeline.schedule", str(error)) from error
+        raise FieldError({"pipeline.schedule": str(error)}) from error
     if section.layout is None:
         if num_layers < schedule.depth:
-            raise PipelineError(
-                "pipeline.schedule",
+            text = (
                 f"{section.schedule!r} over {ranks} ranks has {schedule.depth} stages for "
-                f"{num_layers} layers; every stage needs a layer, so use fewer ranks or chunks",
+                f"{num_layers} layers; every stage needs a layer, so use fewer ranks or chunks"
             )
+            raise FieldError({"pipeline.schedule": text})
         return PipelinePlan(
             schedule=schedule, layers=tuple(split_layers(num_layers, schedule.depth))
         )
     try:
         contents = parse_layout(section.layout, num_layers=num_layers, stages=schedule.depth)
     except ValueError as error:
-        raise PipelineError("pipeline.layout", str(error)) from error
+        raise FieldError({"pipeline.layout": str(error)}) from error
     for stage, content in enumerate(contents):
         if not content.layers or content.mtp:
             what = "a multi-token prediction layer" if content.mtp else "no layer"
-            raise PipelineError(
-                "pipeline.layout",
-                f"stage {stage} has {what}; in mt-train every stage has one layer (t) or more and "
-                "no m",
-            )
+            text = f"stage {stage} has {what}; in mt-train every stage has one layer (t) or more"
+            raise FieldError({"pipeline.layout": f"{text} and no m"})
     return PipelinePlan(schedule=schedule, layers=tuple(content.layers for content in contents))
 
 
 def _check_size(section: PipelineSection, ranks: int, microbatches: int, num_layers: int) -> None:
     """Refuse, before a schedule is made, what would have more actions than anybody runs."""
-    if microbatches > _MAX_MICROBATCHES:
-        raise PipelineError(
-            "training.global_batch_size",
+    field, text = "", ""
+    if ranks > num_layers:
+        field = "parallel.pp" if section.stages is None else "pipeline.stages"
+        text = f"{ranks} stages for {num_layers} layers; use at most one per layer"
+    elif section.chunks is not None and section.chunks * ranks > num_layers:
+        field = "pipeline.chunks"
+        text = f"{section.chunks} x {ranks} ranks are more stages than the {num_layers} layers; "
+        text += f"use {num_layers // ranks} or less"
+    elif microbatches > _MAX_MICROBATCHES:
+        field = "training.global_batch_size"
+        text = (
             f"it gives each rank {microbatches} micro-batches a step; at most "
             f"{_MAX_MICROBATCHES} are planned, so raise training.micro_batch_size or parallel.dp, "
-            "or lower it",
+            "or lower it"
         )
-    if section.chunks is not None and section.chunks * ranks > num_layers:
-        raise PipelineError(
-            "pipeline.chunks",
-            f"{section.chunks} x {ranks} pipeline ranks are more stages than the {num_layers} "
-            "layers; every stage needs a layer",
-        )
+    if field:
+        raise FieldError({field: text})
 
 
 def build_stages(

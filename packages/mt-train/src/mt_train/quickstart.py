@@ -20,7 +20,7 @@ from mt_train.config import listed
 from mt_train.corpus import split_corpus
 from mt_train.document import COMMAND_LINE
 from mt_train.loading import LoadedConfig, load_config
-from mt_train.problem import ConfigError, Problem
+from mt_train.problem import ConfigError
 from mt_train.session import Outcome, run, write_summary
 
 _BATCH, _WARMUP = 8, 100  # global_batch_size and warmup of quickstart.yaml
@@ -40,7 +40,7 @@ def load_quickstart(steps: int | None, nproc: int = 1) -> LoadedConfig:
     """
     if _BATCH % nproc:
         text = f"{nproc} processes cannot share {_BATCH} samples; use {listed(divisors(_BATCH))}"
-        raise ConfigError([Problem(where=COMMAND_LINE, path="--nproc", text=text)])
+        raise ConfigError.of(COMMAND_LINE, text, "--nproc")
     dtype = "bf16" if _has_fast_bf16() else "fp32"
     overrides = [f"training.micro_batch_size={_BATCH // nproc}", f"training.dtype={dtype}"]
     if steps is not None:
