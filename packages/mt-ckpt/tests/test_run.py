@@ -27,7 +27,7 @@ def test_a_step_directory_leads_to_its_run(tmp_path):
 
 def saved(root: Path, metadata: dict) -> SavedModel:
     save_checkpoint(root, 3, [], metadata)
-    return SavedModel.of(inspect_checkpoint(root))
+    return inspect_checkpoint(root).metadata_as(SavedModel)
 
 
 def test_what_a_run_saves_of_its_model_comes_back(tmp_path):

@@ -89,7 +89,7 @@ def test_crafted_metadata_is_one_error(path, value, metadata, tmp_path) -> None:
 @pytest.mark.parametrize("key", ["step", "tokenizer", "data", "config", "model"])
 def test_missing_metadata_is_named(key, metadata, tmp_path) -> None:
     rest = {name: value for name, value in metadata.items() if name != key}
-    with pytest.raises(ResumeError, match=f"its metadata lacks {key}"):
+    with pytest.raises(ResumeError, match=f"it lacks {key}"):
         read_saved(write(tmp_path, rest))
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
-from mt_files import FileError, MissingFileError, build, open_file, to_plain
+from mt_files import (
+    FileError,
+    MissingFileError,
+    SchemaError,
+    build,
+    open_file,
+    shorten,
+    to_plain,
+)
 
 from mt_ckpt.array import ArraySpec, group_names
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.shard import check_name
 
+T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
 FORMAT_VERSION = 1
 _MAX_BYTES = 512 * 2**20
@@ -72,6 +82,32 @@ class Manifest:
                     raise ValueError(f"{path}: a chunk has {spec.chunk_bytes} bytes")
         if odd := sorted(expected ^ set(self.files)):
             raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
+
+    def metadata_as(self, cls: type[T]) -> T:
+        """Return what a run says in the metadata as a dataclass, with every type checked.
+
+        Keys that the dataclass has no field for are left out.
+
+        Raises:
+            CheckpointError: The metadata lacks a field, or contradicts the checkpoint.
+        """
+        fields = [item.name for item in dataclasses.fields(cast("Any", cls))]
+        missing = [name for name in fields if name not in self.metadata]
+        step, problem = self.metadata.get("step", self.step), ""
+        if missing:
+            problem = f"it lacks {', '.join(missing)}"
+        elif step != self.step:
+            problem = f"step is {shorten(step)}, and the checkpoint's {self.step}"
+        try:
+            if not problem:
+                return build(cls, {name: self.metadata[name] for name in fields})
+        except SchemaError as error:
+            problem = str(error).replace("\n", "; ")
+        raise CheckpointError(
+            f"the metadata of step {self.step} is not what a run of mt-train writes: {problem}; "
+            "give a run of this version, or another step",
+            file=MANIFEST,
+        )
 
     def tensor_of(self, path: str) -> str | None:
         """The array to which a file belongs, if any."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mt_files import Checks, SchemaError, build, shorten
+from mt_files import Checks, shorten
 
-from mt_ckpt.error import CheckpointError
-from mt_ckpt.manifest import MANIFEST, Manifest
+from mt_ckpt.manifest import MANIFEST
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -73,7 +72,7 @@ class SavedTokenizer:
 class SavedModel:
     """What a checkpoint of a run says of its model.
 
-    `mt_files.to_plain` of it is part of the checkpoint's metadata.
+    `mt_files.to_plain` of it is part of the checkpoint's metadata; `Manifest.metadata_as` reads it.
 
     Attributes:
         model: The model, as `mt_model.ModelConfig.to_dict` gives it.
@@ -82,28 +81,3 @@ class SavedModel:
 
     model: Mapping[str, Any]
     tokenizer: SavedTokenizer
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> SavedModel:
-        """Take it from a checkpoint, with every type checked.
-
-        Raises:
-            CheckpointError: The metadata has none, or contradicts the checkpoint.
-        """
-        metadata = manifest.metadata
-        problem = ""
-        if "step" in metadata and metadata["step"] != manifest.step:
-            problem = f"step is {shorten(metadata['step'])}, and the checkpoint's {manifest.step}"
-        missing = [key for key in ("model", "tokenizer") if key not in metadata]
-        if missing:
-            problem = f"it lacks {', '.join(missing)}"
-        try:
-            if not problem:
-                return build(cls, {key: metadata[key] for key in ("model", "tokenizer")})
-        except SchemaError as error:
-            problem = str(error).replace("\n", "; ")
-        raise CheckpointError(
-            f"the metadata of step {manifest.step} is not what a run of mt-train writes: "
-            f"{problem}; give a run of this version, or another step",
-            file=MANIFEST,
-        )

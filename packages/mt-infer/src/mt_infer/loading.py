@@ -75,7 +75,7 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
         raise RunError(f"{run.checkpoints} has no committed checkpoint; let the run save one first")
     with hold_checkpoint(run.checkpoints, step) as path:
         manifest = inspect_checkpoint(path)
-        saved = SavedModel.of(manifest)
+        saved = manifest.metadata_as(SavedModel)
         config = _model(saved, manifest, path)
         tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
         _check_tokenizer(run, saved, tokenizer, config)

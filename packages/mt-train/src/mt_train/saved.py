@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt import SavedTokenizer, inspect_checkpoint
-from mt_files import Checks, SchemaError, build, to_plain
+from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
+from mt_files import Checks, to_plain
 
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
@@ -93,22 +93,7 @@ def read_saved(path: Path) -> SavedRun:
         ResumeError: The checkpoint is not of mt-train, or its metadata contradicts itself.
     """
     manifest = inspect_checkpoint(path)
-    known = [item.name for item in fields(SavedRun)]
-    missing = [name for name in known if name not in manifest.metadata]
-    if missing:
-        raise ResumeError(
-            f"{path} was not written by mt-train: its metadata lacks {', '.join(missing)}; name a "
-            "run folder of mt-train, or use another --out"
-        )
     try:
-        saved = build(SavedRun, {name: manifest.metadata[name] for name in known})
-    except SchemaError as error:
-        raise ResumeError(
-            f"{path}: its metadata is not what mt-train writes: {error}; use another checkpoint"
-        ) from error
-    if saved.step != manifest.step:
-        raise ResumeError(
-            f"{path}: its metadata is of step {saved.step} and it holds step {manifest.step}; use "
-            "another checkpoint"
-        )
-    return saved
+        return manifest.metadata_as(SavedRun)
+    except CheckpointError as error:
+        raise ResumeError(f"{path}: {error}") from error
