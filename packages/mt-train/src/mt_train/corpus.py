@@ -20,7 +20,6 @@ from mt_data import (
     IndexedDataset,
     Tokenizer,
     build_corpus,
-    count_text_bytes,
     load_tokenizer,
     read_documents,
     split_files,
@@ -64,6 +63,11 @@ class Corpus:
     train: tuple[Path, ...]
     weights: tuple[float, ...]
     validation: Path | None
+
+    @property
+    def prefixes(self) -> list[Path]:
+        """All prefixes."""
+        return [*self.train, *([] if self.validation is None else [self.validation])]
 
 
 def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = None) -> Corpus:
@@ -209,7 +213,7 @@ def verify_corpus(corpus: Corpus) -> None:
     Raises:
         DataFileError: A file has changed; it is named.
     """
-    for prefix in (*corpus.train, *([] if corpus.validation is None else [corpus.validation])):
+    for prefix in corpus.prefixes:
         with IndexedDataset(prefix) as dataset:
             if dataset.metadata() is not None:
                 dataset.verify(remember=True)
@@ -221,8 +225,7 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
     Raises:
         ConfigError: The `.json` beside a token file records another tokenizer's sha256.
     """
-    prefixes = [*corpus.train, *([] if corpus.validation is None else [corpus.validation])]
-    for prefix in prefixes:
+    for prefix in corpus.prefixes:
         recorded = (IndexedDataset(prefix).metadata() or {}).get("tokenizer_sha256")
         if recorded not in (None, tokenizer.sha256):
             raise loaded.error(
@@ -263,8 +266,3 @@ def open_training_data(
         for prefix in corpus.train
     ]
     return datasets, sources_of(datasets, corpus.weights)
-
-
-def count_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the text that a dataset was made of."""
-    return count_text_bytes(indexed, tokenizer)

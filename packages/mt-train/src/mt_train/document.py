@@ -95,7 +95,7 @@ def apply_overrides(document: Document, overrides: list[str]) -> None:
             problems.append(FieldProblem("", text, COMMAND_LINE))
             continue
         where = f"{COMMAND_LINE} ({override if len(override) <= 80 else override[:80] + '...'})"
-        parser = _override_parser(value.strip(), where)
+        written, inside = _override_value(value.strip(), where)
         *parents, last = path.split(".")
         node: Any = document.root
         for depth, name in enumerate(parents):
@@ -113,24 +113,24 @@ def apply_overrides(document: Document, overrides: list[str]) -> None:
                 break
             node = below
         else:
-            node[last] = parser.parse()
-            document.places |= {f"{path}{inner}": where for inner in parser.places}
+            node[last] = written
+            document.places |= {f"{path}{inner}": where for inner in inside}
     if problems:
         raise ConfigError(problems)
 
 
-def _override_parser(value: str, where: str) -> _Parser:
-    if not value.startswith(("[", "{", '"', "'")):
-        return _PlainParser(value, where)
+def _override_value(text: str, where: str) -> tuple[Any, list[str]]:
+    """Return the value of an override, and the places in it below its own."""
+    if not text.startswith(("[", "{", '"', "'")):
+        return PlainText(text), [""]
     try:
-        parser = _Parser(value, where, lines=False)
-        parser.parse()
+        parser = _Parser(text, where, lines=False)
+        return parser.parse(), list(parser.places)
     except ConfigError:
-        quoted = _BARE_MARK.sub(lambda found: f"{found[1]}'{found[2].rstrip()}'", value)
-        if quoted == value:
+        quoted = _BARE_MARK.sub(lambda found: f"{found[1]}'{found[2].rstrip()}'", text)
+        if quoted == text:
             raise
-        value = quoted
-    return _Parser(value, where, lines=False)
+        return _override_value(quoted, where)
 
 
 def _kind(value: object) -> str:
@@ -257,12 +257,3 @@ class _Parser:
         if "\\t" in what or line.lstrip(" ").startswith("\t"):
             what, fix = "a tab is used for indentation", "YAML allows spaces only; use two spaces"
         return ConfigError.of(self._place(mark), f"{what}; {fix}")
-
-
-class _PlainParser(_Parser):
-    """Takes text as it stands."""
-
-    def parse(self) -> Any:
-        """Return the text."""
-        self.places[""] = self._place(None)
-        return PlainText(self._source)

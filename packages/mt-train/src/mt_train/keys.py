@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mt_train.document import COMMAND_LINE
 from mt_train.problem import ConfigError
 
 _WIDTH = 100
+_ENTRY = re.compile(r"^(\w+):(.*(?:\n .*)*)", re.MULTILINE)  # of `Attributes:`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +118,8 @@ def _section(name: str, cls: Any) -> Section:
 def _docstring(cls: type) -> tuple[str, dict[str, str]]:
     """Return the text of a docstring, and the meaning of each of its `Attributes:`."""
     text, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
-    return " ".join(text.split()), dict(_entries(textwrap.dedent(attributes)))
-
-
-def _entries(attributes: str) -> Iterator[tuple[str, str]]:
-    name, words = "", []
-    for line in attributes.splitlines():
-        if line and not line.startswith(" "):
-            if name:
-                yield name, " ".join(words)
-            name, _, line = line.partition(":")
-            words = []
-        words += line.split()
-    if name:
-        yield name, " ".join(words)
+    entries = _ENTRY.findall(textwrap.dedent(attributes))
+    return " ".join(text.split()), {name: " ".join(words.split()) for name, words in entries}
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

@@ -315,14 +315,9 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
         raise loaded.error("data.tokenizer", str(error)) from error
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
-    """Turn a configuration into plain JSON values."""
-    return to_plain(config)
-
-
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+    return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
 def _misfits(

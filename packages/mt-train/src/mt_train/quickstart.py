@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import json
 import lzma
 import os
 import shlex
@@ -13,7 +14,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
-from mt_files import divisors
+from mt_files import divisors, write_file
 from mt_parallel_state import DistributedEnv
 
 from mt_train.config import listed
@@ -21,7 +22,7 @@ from mt_train.corpus import split_corpus
 from mt_train.document import COMMAND_LINE
 from mt_train.loading import LoadedConfig, load_config
 from mt_train.problem import ConfigError
-from mt_train.session import Outcome, run, write_summary
+from mt_train.session import Outcome, run
 
 _BATCH, _WARMUP = 8, 100  # global_batch_size and warmup of quickstart.yaml
 _PROMPT = "class Queue:\n    def __init__(self"
@@ -72,10 +73,8 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
         "lzma": 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out),
         "bz2": 8 * len(bz2.compress(held_out, 9)) / len(held_out),
     }
-    write_summary(
-        out / "summary.json",
-        {"step": final["step"], "held_out_bytes": len(held_out), "bits_per_byte": bits},
-    )
+    summary = {"step": final["step"], "held_out_bytes": len(held_out), "bits_per_byte": bits}
+    write_file(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     say = sys.stdout.write
     say(f"\nheld-out bits per byte ({len(held_out):,} bytes, lower is better)\n")
     for name, value in sorted(bits.items(), key=lambda item: item[1]):

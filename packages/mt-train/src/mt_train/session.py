@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -14,8 +13,15 @@ from typing import Any
 
 import torch
 from mt_ckpt import RunFolder, SavedTokenizer, clean
-from mt_data import BatchSampler, IndexedDataset, SequentialWindows, Tokenizer, load_tokenizer
-from mt_files import FileError, FolderLock, read_bytes, remove_temporaries, write_file
+from mt_data import (
+    BatchSampler,
+    IndexedDataset,
+    SequentialWindows,
+    Tokenizer,
+    count_text_bytes,
+    load_tokenizer,
+)
+from mt_files import FileError, FolderLock, read_bytes, remove_temporaries, to_plain, write_file
 from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
@@ -36,14 +42,13 @@ from mt_train.corpus import (
     OtherRankError,
     check_packing,
     check_tokenizer,
-    count_bytes,
     open_training_data,
     prepare_corpus,
     verify_corpus,
 )
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.history import record_part
-from mt_train.loading import LoadedConfig, to_dict, to_yaml
+from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record, read_metrics
 from mt_train.mixture import MixedSamples
 from mt_train.optimization import check_overrides
@@ -157,7 +162,7 @@ class _Session:
             data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
-            config=to_dict(config),
+            config=to_plain(config),
         )
         if self.start.path is not None and self.start.saved is not None:
             only = self.start.weights_only
@@ -233,7 +238,7 @@ class _Session:
         saved = self.start.saved
         if saved is None or not self.start.own:
             return None
-        now = to_dict(self.config)
+        now = to_plain(self.config)
         same = saved.config.get("evaluation") == now["evaluation"]
         of_data = [saved.config["data"].get(n) == now["data"][n] for n in ("validation", "packing")]
         if not same or not all(of_data):
@@ -272,7 +277,7 @@ class _Session:
             record_part(
                 self.out / "history.jsonl",
                 step,
-                to_dict(config),
+                to_plain(config),
                 None if origin is None else str(origin),
             )
             write_file(self.out / "config.yaml", to_yaml(config))
@@ -359,7 +364,7 @@ def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOu
         windows=SequentialWindows(
             indexed, training.sequence_length, evaluation.stride, start_id=tokenizer.eod_id
         ),
-        num_bytes=count_bytes(indexed, tokenizer),
+        num_bytes=count_text_bytes(indexed, tokenizer),
         micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
         max_windows=evaluation.max_windows,
     )
@@ -418,8 +423,3 @@ def _prepare_folder(loaded: LoadedConfig, out: Path) -> Corpus:
     if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
         write_file(kept, tokenizer)
     return corpus
-
-
-def write_summary(path: Path, summary: Record) -> None:
-    """Write a small JSON file next to a run's metrics."""
-    write_file(path, json.dumps(summary, indent=2) + "\n")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt import RunFolder, latest_checkpoint
+from mt_files import to_plain
 
 from mt_train.config import RunConfig
 from mt_train.history import changes
-from mt_train.loading import LoadedConfig, to_dict
+from mt_train.loading import LoadedConfig
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
 from mt_train.saved import ResumeError, SavedRun, read_saved
@@ -69,7 +70,7 @@ class Start:
         """
         if self.saved is None:
             return []
-        differ = changes(self.saved.config, to_dict(config))
+        differ = changes(self.saved.config, to_plain(config))
         if self.weights_only:
             differ = [line for line in differ if line.startswith("model.")]
             if self.saved.tokenizer.sha256 != tokenizer:
@@ -117,7 +118,7 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
     saved = start.continued
     if saved is None:
         return
-    before, now = saved.config, to_dict(config)
+    before, now = saved.config, to_plain(config)
     differences = []
     if dict(saved.model) != model:
         lines = changes({"model": before["model"]}, {"model": now["model"]})
