@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mt_data.error import DataError, is_library_error, require, shorten
 from mt_data.pieces import piece_decoder, space_piece
@@ -16,54 +15,19 @@ from mt_data.schema import MAX_VOCABULARY
 _REASON = 300
 
 
-class Engine(Protocol):
-    """A tokenizer of some library."""
-
-    @property
-    def suffix(self) -> str:
-        """End of the name of the file it is kept in."""
-        ...
-
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        """Id of each token by name, special ones included."""
-        ...
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, without special tokens."""
-        ...
-
-    def decode(self, ids: list[int], *, skip_special: bool) -> str:
-        """Text of ids."""
-        ...
-
-    def pieces(self) -> list[bytes]:
-        """Bytes of text of each id; none for special ones."""
-        ...
-
-    def to_bytes(self) -> bytes:
-        """Content of the file it is kept in."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """Digest of `to_bytes`."""
-        ...
-
-
 class JsonEngine:
-    """A `tokenizers.Tokenizer`; its `encode_special_tokens` is set here."""
+    """A `tokenizers.Tokenizer`; its `encode_special_tokens` is set here.
+
+    Attributes:
+        suffix: End of the name of the file it is kept in.
+        vocabulary: Id of each token by name, special ones included.
+        special_tokens: Ids of the special tokens.
+    """
 
     suffix = ".json"
 
     def __init__(self, library_tokenizer: Any) -> None:
         self._inner = library_tokenizer
-        self._sha256: str | None = None
         self._inner.encode_special_tokens = True
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -108,16 +72,9 @@ class JsonEngine:
         """Content of `tokenizer.json`."""
         return self._inner.to_str(pretty=False).encode()
 
-    @property
-    def sha256(self) -> str:
-        """Digest of `to_bytes`."""
-        if self._sha256 is None:
-            self._sha256 = hashlib.sha256(self.to_bytes()).hexdigest()
-        return self._sha256
-
 
 class ModelEngine:
-    """A sentencepiece `.model`."""
+    """A sentencepiece `.model`, with the attributes of a `JsonEngine`."""
 
     suffix = ".model"
 
@@ -169,10 +126,8 @@ class ModelEngine:
         """Content of the file."""
         return self._content
 
-    @property
-    def sha256(self) -> str:
-        """Digest of `to_bytes`."""
-        return hashlib.sha256(self._content).hexdigest()
+
+Engine: TypeAlias = JsonEngine | ModelEngine
 
 
 @contextmanager

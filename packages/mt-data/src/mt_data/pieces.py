@@ -25,35 +25,31 @@ def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     Raises:
         DataError: The decoder is of another kind.
     """
-    kind = (decoder or {}).get("type")
-    if decoder is None or kind is None:
+    if decoder is None or decoder.get("type") is None:
         return lambda token: b" " + token.encode()  # without a decoder tokens are joined by spaces
-    if kind == "ByteLevel":
+    steps = decoder.get("decoders", []) if decoder["type"] == "Sequence" else [decoder]
+    steps = [step for step in steps if step.get("type") not in ("Fuse", "Strip")]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
         return _byte_level()
-    if kind == "Metaspace":
-        sign = decoder.get("replacement", _SPACE)
-        return lambda token: token.replace(sign, " ").encode()
-    if kind == "WordPiece":
-        return _word_piece(decoder.get("prefix", "##"))
-    if kind == "BPEDecoder":
-        suffix = decoder.get("suffix", "</w>")
-        return lambda token: token.replace(suffix, " ").encode()
-    if kind in ("Replace", "ByteFallback", "Fuse", "Strip"):
-        return _sequence([decoder])
-    if kind == "Sequence":
-        return _sequence(decoder.get("decoders", []))
-    raise DataError(
-        f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}; known "
-        "are ByteLevel, Metaspace, WordPiece, BPEDecoder, and sequences of Replace, ByteFallback, "
-        "Fuse, Strip, ByteLevel and Metaspace"
-    )
-
-
-def space_piece(token: str) -> bytes:
-    """Return the bytes of a sentencepiece token."""
-    if found := _BYTE.fullmatch(token):
-        return bytes([int(found[1], 16)])
-    return token.replace(_SPACE, " ").encode()
+    if kinds == ["WordPiece"]:
+        return _word_piece(steps[0].get("prefix", "##"))
+    if kinds == ["BPEDecoder"]:
+        return _replacing([(steps[0].get("suffix", "</w>"), " ")])
+    replaced: list[tuple[str, str]] = []
+    for kind, step in zip(kinds, steps, strict=True):
+        if kind == "Metaspace":
+            replaced.append((step.get("replacement", _SPACE), " "))
+        elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
+            replaced.append((step["pattern"]["String"], step.get("content", "")))
+        elif kind != "ByteFallback":
+            joined = " joined with others" if len(steps) > 1 else ""
+            raise DataError(
+                f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}"
+                f"{joined}; known are ByteLevel, Metaspace, WordPiece and BPEDecoder, and "
+                "sequences of Replace, ByteFallback, Fuse, Strip and Metaspace"
+            )
+    return _replacing(replaced, fallback="ByteFallback" in kinds)
 
 
 def byte_characters() -> list[str]:
@@ -88,28 +84,9 @@ def _word_piece(prefix: str) -> Callable[[str], bytes]:
     return decode
 
 
-def _sequence(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    replaced: list[tuple[str, str]] = []
-    fallback = False
-    for step in steps:
-        kind = step.get("type")
-        if kind in ("ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"):
-            if len([s for s in steps if s.get("type") not in ("Fuse", "Strip")]) == 1:
-                return piece_decoder(step)
-            if kind != "Metaspace":
-                raise DataError(
-                    f"the bytes of a token are not known where a decoder joins {kind} with others"
-                )
-            replaced.append((step.get("replacement", _SPACE), " "))
-        elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
-            replaced.append((step["pattern"]["String"], step.get("content", "")))
-        elif kind == "ByteFallback":
-            fallback = True
-        elif kind not in ("Fuse", "Strip"):
-            raise DataError(
-                f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}"
-            )
-
+def _replacing(
+    replaced: list[tuple[str, str]], *, fallback: bool = False
+) -> Callable[[str], bytes]:
     def decode(token: str) -> bytes:
         if fallback and (found := _BYTE.fullmatch(token)):
             return bytes([int(found[1], 16)])
@@ -118,3 +95,6 @@ def _sequence(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
         return token.encode()
 
     return decode
+
+
+space_piece = _replacing([(_SPACE, " ")], fallback=True)  # of sentencepiece

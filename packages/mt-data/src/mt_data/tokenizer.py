@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ class Tokenizer:
     `<|eod|>` is encoded like any other text.
 
     Args:
-        engine: A `tokenizers.Tokenizer`; this object sets its `encode_special_tokens`. Or an
-            `Engine` of another library.
+        engine: A `tokenizers.Tokenizer`; this object sets its `encode_special_tokens`. Or an object
+            like `JsonEngine`, for another library.
         eod: Name of the special token that ends a document; when None, the one of `EOD_NAMES`
             that the tokenizer has.
 
@@ -61,7 +63,6 @@ class Tokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         self.eod_token = self._find_eod(eod)
         self.eod_id = self.special_tokens[self.eod_token]
-        self._piece_table: list[bytes] | None = None
 
     def _find_eod(self, name: str | None) -> str:
         if not self.special_tokens:
@@ -158,8 +159,7 @@ class Tokenizer:
 
         Exact for byte-level tokenizers; see `token_bytes` for others.
         """
-        pieces = self._pieces()
-        return b"".join([pieces[number] for number in self._checked(ids).tolist()])
+        return b"".join([self._pieces[number] for number in self._checked(ids).tolist()])
 
     @property
     def token_bytes(self) -> NDArray[np.int32]:
@@ -172,7 +172,7 @@ class Tokenizer:
         Shape:
             - Output: [vocab_size]
         """
-        return np.array([len(piece) for piece in self._pieces()], np.int32)
+        return np.array([len(piece) for piece in self._pieces], np.int32)
 
     def id_of(self, token: str) -> int | None:
         """Id of a token by its exact name in the vocabulary, or None."""
@@ -192,10 +192,10 @@ class Tokenizer:
         """Content of its file."""
         return self._engine.to_bytes()
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Digest of `to_bytes`, recorded beside data that was encoded with this tokenizer."""
-        return self._engine.sha256
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write its file, all or nothing; `load_tokenizer` gives an equal tokenizer."""
@@ -220,10 +220,9 @@ class Tokenizer:
             )
         return numbers.astype(np.int64)
 
+    @cached_property
     def _pieces(self) -> list[bytes]:
-        if self._piece_table is None:
-            self._piece_table = self._engine.pieces()
-        return self._piece_table
+        return self._engine.pieces()
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> Tokenizer:
