@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mt_files import UserError
+
 _LISTED = 50
 _LONGEST = 20_000
 
@@ -28,7 +30,7 @@ class Problem:
         return f"{self.file}{owner}: {self.reason}"
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be saved, found or loaded as asked.
 
     Attributes:

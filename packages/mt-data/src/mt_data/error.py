@@ -6,12 +6,14 @@ import importlib
 from collections.abc import Collection, Iterable
 from types import ModuleType
 
+from mt_files import UserError
+
 _LONGEST = 2000
 _QUOTED = 80
 _LISTED = 20
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Data or arguments that do not fit together; the message says how to fix it."""
 
     def __init__(self, message: str) -> None:

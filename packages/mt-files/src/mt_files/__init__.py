@@ -2,7 +2,7 @@
 
 from mt_files.argument import check_type, multiples_near
 from mt_files.digest import sha256_file
-from mt_files.error import FileError, LockedError, MissingFileError
+from mt_files.error import FileError, LockedError, MissingFileError, UserError
 from mt_files.experimental import ExperimentalWarning, experimental
 from mt_files.field import (
     Checks,
@@ -41,6 +41,7 @@ __all__ = [
     "MissingFileError",
     "PlainText",
     "SchemaError",
+    "UserError",
     "bind",
     "build",
     "check_file",

@@ -8,6 +8,13 @@ from pathlib import Path
 _LONGEST, _PART = 1000, 400
 
 
+class UserError(Exception):
+    """What the user of a program can solve: a program shows its message, without a traceback.
+
+    Packages derive their own errors from it, so that a program need not list them.
+    """
+
+
 class FileError(OSError):
     """A file that can't be read or written, or whose content is refused.
 

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from mt_ckpt import CheckpointError
-from mt_data import DataError
-from mt_parallel_state import CollectiveError, is_out_of_memory
+from mt_files import UserError
+from mt_parallel_state import is_out_of_memory
 from torch.distributed import DistError
 
-from mt_infer.loading import RunError
-
 _FAILED, _BAD_COMMAND = 1, 2
-
-# The first kind that fits gives the exit code: a DataError is a ValueError too.
-USER_ERRORS: tuple[tuple[type[Exception], int], ...] = (
-    (RunError, _FAILED),
-    (CheckpointError, _FAILED),
-    (DataError, _FAILED),
-    (CollectiveError, _FAILED),
-    (DistError, _FAILED),
-    (OSError, _FAILED),
-    (ValueError, _BAD_COMMAND),
-)
 
 
 def explain(error: Exception) -> tuple[int, str] | None:
@@ -30,13 +16,8 @@ def explain(error: Exception) -> tuple[int, str] | None:
             "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on several "
             f"GPUs, which split the model ({str(error) or type(error).__name__})"
         )
-    for kind, code in USER_ERRORS:
-        if isinstance(error, kind):
-            return code, _sentence(error)
-    return None
-
-
-def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        return _FAILED, f"{error.filename}: {error.strerror}"
+    if isinstance(error, UserError | DistError | OSError):
+        return _FAILED, str(error)
+    return (_BAD_COMMAND, str(error)) if isinstance(error, ValueError) else None

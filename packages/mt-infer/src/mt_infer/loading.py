@@ -21,6 +21,7 @@ from mt_ckpt import (
     param_shards,
 )
 from mt_data import Tokenizer, load_tokenizer
+from mt_files import UserError
 from mt_model import DTYPES, GPT, ModelConfig
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
@@ -30,7 +31,7 @@ from mt_infer.generation import Generator
 _WORLD = "tp-cp-dp-pp"
 
 
-class RunError(Exception):
+class RunError(UserError):
     """A folder is not a usable run."""
 
 

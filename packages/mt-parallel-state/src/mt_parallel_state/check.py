@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from mt_files import check_type
+from mt_files import UserError, check_type
 
 _FAILED = "failed"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 Announcement = dict[str, Any]
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(UserError, RuntimeError):
     """Ranks of a group made different calls, or one did not come; every rank raises it."""
 
 

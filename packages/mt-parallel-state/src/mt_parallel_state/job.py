@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from mt_files import check_type
+from mt_files import UserError, check_type
 
 from mt_parallel_state.environment import DistributedEnv
 from mt_parallel_state.groups import nccl_options
@@ -36,7 +36,7 @@ _LOSS = (
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-class PeerLostError(dist.DistError):
+class PeerLostError(UserError, dist.DistError):
     """Another rank of this job ended, so this one can't go on."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from mt_files import UserError
 from torch.distributed import TCPStore
 
 from mt_parallel_state.environment import DistributedEnv
@@ -22,7 +23,7 @@ _MOST_NAMED = 16
 _PROBE_SECONDS = 5.0
 
 
-class JoinError(dist.DistError):
+class JoinError(UserError, dist.DistError):
     """This process can't meet the other ranks; the message says why."""
 
 

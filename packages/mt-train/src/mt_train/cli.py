@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from mt_files import did_you_mean, quick_imports, shorten
+from mt_files import UserError, did_you_mean, quick_imports, shorten
 
 from mt_train.document import COMMAND_LINE
 from mt_train.problem import ConfigError
@@ -107,18 +107,14 @@ def _main(arguments: list[str]) -> int:
     except Exception as error:
         from mt_parallel_state import is_out_of_memory
 
-        from mt_train.errors import USER_ERRORS
-
-        if isinstance(error, USER_ERRORS):
-            sys.stderr.write(f"mt-train: {error}\n")
-            return 1
-        if is_out_of_memory(error):
-            sys.stderr.write(
-                f"mt-train: {error}\nThe device is out of memory: lower "
-                "training.micro_batch_size, or raise parallel.tp or parallel.pp\n"
-            )
-            return 1
-        raise
+        hint = ""
+        if not isinstance(error, UserError | ImportError | OSError):
+            if not is_out_of_memory(error):
+                raise
+            hint = "The device is out of memory: lower training.micro_batch_size, or raise "
+            hint += "parallel.tp or parallel.pp\n"
+        sys.stderr.write(f"mt-train: {error}\n{hint}")
+        return 1
 
 
 def _answer(command: Run | Config | Keys | Quickstart, arguments: list[str]) -> int:
@@ -126,10 +122,7 @@ def _answer(command: Run | Config | Keys | Quickstart, arguments: list[str]) -> 
         return _run(command, arguments)
     if isinstance(command, Quickstart):
         return _quickstart(command, arguments)
-    if isinstance(command, Config):
-        _print_config(command)
-    else:
-        _print_keys(command)
+    sys.stdout.write(_config(command) if isinstance(command, Config) else _keys(command))
     sys.stdout.flush()
     return 0
 
@@ -154,14 +147,8 @@ def _parse(arguments: list[str]) -> Run | Config | Keys | Quickstart:
         is_file = first.endswith((".yaml", ".yml"))
         hint = f"Did you mean run {first}?" if is_file else did_you_mean(first, _COMMANDS)
         raise ConfigError.of(COMMAND_LINE, f"{shorten(first)} is no command. {hint}")
-    commands = (
-        Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
-        | Annotated[Run, tyro.conf.subcommand("run")]
-        | Annotated[Config, tyro.conf.subcommand("config")]
-        | Annotated[Keys, tyro.conf.subcommand("keys")]
-    )
-    return tyro.cli(
-        tyro.conf.OmitSubcommandPrefixes[commands],  # type: ignore[arg-type]
+    return tyro.extras.subcommand_cli_from_dict(
+        _COMMANDS,
         prog="mt-train",
         description="Train transformer models: one YAML from a laptop to a cluster. "
         "`--version` prints the version.",
@@ -186,17 +173,16 @@ def _options_last(arguments: list[str]) -> list[str]:
     return words + options
 
 
-def _print_config(command: Config) -> None:
+def _config(command: Config) -> str:
     from mt_train.loading import load_config, to_yaml
 
-    loaded = load_config(command.config, command.overrides)
-    sys.stdout.write(to_yaml(loaded.resolved()))
+    return to_yaml(load_config(command.config, command.overrides).resolved())
 
 
-def _print_keys(command: Keys) -> None:
+def _keys(command: Keys) -> str:
     from mt_train.keys import explain
 
-    sys.stdout.write(explain(command.names))
+    return explain(command.names)
 
 
 def _place(nproc: int) -> tuple[DistributedEnv, bool]:
@@ -237,11 +223,12 @@ def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
     Launchers end all ranks as soon as one is gone, so the quiet ones leave a second later.
     """
     from mt_train.corpus import OtherRankError
-    from mt_train.errors import ALIKE_ERRORS
+    from mt_train.saved import ResumeError
+    from mt_train.trainer import NonFiniteLossError
 
     try:
         outcome = work()
-    except (OtherRankError, *ALIKE_ERRORS) as error:
+    except (OtherRankError, ConfigError, ResumeError, NonFiniteLossError) as error:
         if env.local_rank == 0 and not isinstance(error, OtherRankError):
             raise
         time.sleep(1)

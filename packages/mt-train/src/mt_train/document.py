@@ -8,7 +8,7 @@ and tags are refused, and so is a file too large to have been written by hand.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ _MAX_DEPTH = 20
 _MAX_VALUES = 20_000
 _MAX_WORD = 100
 COMMAND_LINE = "command line"
-Place = Callable[[yaml.Mark | None], str]
 # What YAML would take for an alias, a tag or an error is a file name's star or mark in a list.
 _BARE_MARK = re.compile(r"(?<=[\[,])(\s*)([*&!%@`][^,\[\]{}\"']*)")
 

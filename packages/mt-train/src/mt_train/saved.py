@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
-from mt_files import Checks, to_plain
+from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
+from mt_files import Checks, UserError, to_plain
 
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
@@ -16,7 +17,7 @@ from mt_train.progress import Progress
 _SECTIONS = ("model", "data", "training")
 
 
-class ResumeError(Exception):
+class ResumeError(UserError):
     """A checkpoint does not belong to this configuration, or not to mt-train."""
 
 

@@ -21,7 +21,15 @@ from mt_data import (
     count_text_bytes,
     load_tokenizer,
 )
-from mt_files import FileError, FolderLock, read_bytes, remove_temporaries, to_plain, write_file
+from mt_files import (
+    FileError,
+    FolderLock,
+    UserError,
+    read_bytes,
+    remove_temporaries,
+    to_plain,
+    write_file,
+)
 from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
@@ -370,7 +378,7 @@ def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOu
     )
 
 
-class LaunchError(Exception):
+class LaunchError(UserError):
     """This process can't join the others; the message says why."""
 
 

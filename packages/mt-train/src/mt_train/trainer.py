@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from mt_data import BatchSampler
 from mt_data_parallel import reduce_partial_grads, shard
+from mt_files import UserError
 from mt_model import DTYPES, ModelConfig, flops_per_token
 from mt_optim import DistributedOptimizer, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
@@ -34,7 +35,7 @@ from mt_train.pipeline import (
 from mt_train.progress import Course, Progress, StepMeter
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(UserError, RuntimeError):
     """Loss or gradient became NaN or infinite; no rank applied the step."""
 
 
