@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import BlendedDataset, DataError, GPTDataset, blend_order
+from mt_data import BlendedDataset, DataError, GPTDataset
 from mt_data.blend import BLOCK, BlendOrder
 
 
@@ -37,10 +37,9 @@ class Counted:
     ],
 )
 def test_choices_equal_the_golden_ones(weights, limits, chosen):
-    datasets, samples = blend_order(weights, 10, limits=limits)
-    assert datasets.tolist() == chosen
-    assert datasets.dtype == np.int16
-    assert samples.tolist() == [chosen[:i].count(d) for i, d in enumerate(chosen)]
+    order = BlendOrder(weights, limits)
+    expected = [(d, chosen[:i].count(d)) for i, d in enumerate(chosen)]
+    assert [order(i) for i in range(10)] == expected
 
 
 def reference(weights, size):
@@ -153,5 +152,5 @@ def test_blend_checks_its_range():
         blend[4]
     with pytest.raises(DataError, match="at least one dataset"):
         BlendedDataset([], [], 1)
-    with pytest.raises(DataError, match="size is 3, but the limits sum to 2"):
-        blend_order([1, 1], 3, limits=[1, 1])
+    with pytest.raises(IndexError, match="sample 2 does not exist; the limits sum to 2"):
+        BlendOrder([1, 1], limits=[1, 1])(2)

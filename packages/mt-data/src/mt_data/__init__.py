@@ -1,7 +1,7 @@
 """Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
 
 from mt_data.batch import BatchSampler, MicroBatch, Rows, count_labels
-from mt_data.blend import BlendedDataset, BlendOrder, blend_order
+from mt_data.blend import BlendedDataset, BlendOrder
 from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import (
     Document,
@@ -15,7 +15,6 @@ from mt_data.fast import fast_obstacle
 from mt_data.gpt import PADDING, GPTDataset
 from mt_data.index import token_dtype
 from mt_data.indexed import IndexedDataset
-from mt_data.order import sample_index
 from mt_data.permutation import Permutation
 from mt_data.prefetch import Prefetcher
 from mt_data.split import parse_split, split_files, split_ranges
@@ -45,7 +44,6 @@ __all__ = [
     "Rows",
     "SequentialWindows",
     "Tokenizer",
-    "blend_order",
     "build_corpus",
     "count_labels",
     "count_text_bytes",
@@ -54,7 +52,6 @@ __all__ = [
     "load_tokenizer",
     "parse_split",
     "read_documents",
-    "sample_index",
     "split_files",
     "split_ranges",
     "standard_library_sources",

@@ -11,7 +11,7 @@ import numpy as np
 from mt_files import multiples_near
 from numpy.typing import NDArray
 
-from mt_data.error import DataError
+from mt_data.error import DataError, at_least
 from mt_data.gpt import PADDING
 
 
@@ -28,11 +28,9 @@ class PartialSamples(Samples, Protocol):
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Tokens [begin, end) of a sample."""
-        ...
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
         """A number for the document of each token of a sample; `PADDING` where there is none."""
-        ...
 
 
 class MicroBatch(TypedDict):
@@ -228,14 +226,12 @@ def _check_ids(rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int)
 
 
 def _check_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
-    sizes = {
-        "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "dp_size": dp_size,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise DataError(f"{name} is {size}; it must be at least 1")
+    at_least(
+        1,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        dp_size=dp_size,
+    )
     if not 0 <= dp_rank < dp_size:
         raise DataError(f"dp_rank is {dp_rank}; it must lie in [0, dp_size) with dp_size {dp_size}")
     together = micro_batch_size * dp_size

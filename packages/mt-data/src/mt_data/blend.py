@@ -24,7 +24,6 @@ class SampleSource(PartialSamples, Protocol):
     @property
     def fingerprint(self) -> str:
         """Digest that changes when the samples change."""
-        ...
 
 
 class BlendOrder:
@@ -54,6 +53,7 @@ class BlendOrder:
             )
         self.weights = shares / shares.sum()
         self._limits = None if limits is None else np.asarray(limits, np.int64)
+        self._most = None if self._limits is None else int(self._limits.sum())
         self._is_plain = len(shares) == 1 and limits is None  # nothing to choose, or to remember
         self._blocks: list[NDArray[np.int16]] = []
         self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
@@ -62,6 +62,8 @@ class BlendOrder:
         """(dataset, sample in that dataset) of sample `index`."""
         if self._is_plain:
             return 0, index
+        if self._most is not None and index >= self._most:
+            raise IndexError(f"sample {index} does not exist; the limits sum to {self._most}")
         block, rank = divmod(index, BLOCK)
         while len(self._blocks) <= block:
             self._extend()
@@ -83,9 +85,7 @@ class BlendOrder:
     def _extend(self) -> None:
         start = len(self._blocks) * BLOCK
         taken = self._taken[-1].copy()
-        size = BLOCK
-        if self._limits is not None:
-            size = min(BLOCK, int(self._limits.sum()) - start)
+        size = BLOCK if self._most is None else min(BLOCK, self._most - start)
         choices = np.empty(max(0, size), np.int16)
         shortfall = np.empty_like(self.weights)
         for step in range(len(choices)):
@@ -183,19 +183,3 @@ class BlendedDataset:
         if self._exhaustive:
             index %= sum(len(dataset) for dataset in self.datasets)
         return self._order(index)
-
-
-def blend_order(
-    weights: ArrayLike, size: int, *, limits: ArrayLike | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Megatron-LM's two blending arrays, for comparison with its caches.
-
-    Shape:
-        - Output: [size] int16 dataset of each sample, [size] int64 sample in that dataset
-    """
-    order = BlendOrder(weights, limits)
-    if limits is not None and size > np.sum(limits):
-        raise DataError(f"size is {size}, but the limits sum to {np.sum(limits)}")
-    origins = [order(index) for index in range(size)]
-    pairs = np.array(origins, np.int64).reshape(size, 2)
-    return pairs[:, 0].astype(np.int16), pairs[:, 1]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
-from mt_data.error import DataError
+from mt_data.error import DataError, at_least
 from mt_data.fast import Encoded, FastEncoder, encode_flat, fast_obstacle
 from mt_data.tokenizer import Tokenizer
 
@@ -42,8 +42,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool | None = None, workers: int = 1) -> None:
-        if workers < 1:
-            raise DataError(f"workers is {workers}; it must be at least 1")
+        at_least(1, workers=workers)
         self.tokenizer = tokenizer
         self.workers = workers
         self.library = "tokenizers" if tokenizer.suffix == ".json" else "sentencepiece"

@@ -51,6 +51,13 @@ def require(module: str, extra: str, what: str) -> ModuleType:
         raise MissingExtraError(f"{what} needs: pip install 'mt-data[{extra}]'") from error
 
 
+def at_least(minimum: int, **sizes: int) -> None:
+    """Refuse sizes below a minimum, by name."""
+    for name, size in sizes.items():
+        if size < minimum:
+            raise DataError(f"{name} is {size}; it must be at least {minimum}")
+
+
 def shorten(text: str, length: int) -> str:
     """Cut the middle out of a text that is longer than `length`."""
     if len(text) <= length:

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.error import DataError, quote
+from mt_data.error import DataError, at_least, quote
 from mt_data.order import OVERLAP, MegatronOrder, StableOrder, Stream
 
 PADDING = -100
@@ -22,21 +22,17 @@ class TokenSource(Protocol):
     @property
     def dtype(self) -> np.dtype:
         """Stored token dtype."""
-        ...
 
     @property
     def lengths(self) -> NDArray[np.integer]:
         """Tokens of each sequence."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Digest that changes when the data changes."""
-        ...
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Tokens [offset, offset + length) of one sequence."""
-        ...
 
 
 class GPTDataset:
@@ -71,8 +67,7 @@ class GPTDataset:
         sequences: range | None = None,
         keep_tail: bool = False,
     ) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}; it must be at least 1")
+        at_least(1, sequence_length=sequence_length)
         if num_samples is not None and num_samples < 1:
             raise DataError(f"num_samples is {num_samples}; it must be at least 1, or None")
         if not hasattr(indexed, "dtype"):

@@ -29,7 +29,7 @@ import mt_files
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mt_data.error import DataError, DataFileError
+from mt_data.error import DataError, DataFileError, at_least
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -50,8 +50,7 @@ UINT16_VOCABULARY_LIMIT = 65_500
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Token width for a vocabulary: uint16 below 65,500 ids (Megatron's rule), else int32."""
-    if vocab_size < 1:
-        raise DataError(f"vocab_size is {vocab_size}; it must be at least 1")
+    at_least(1, vocab_size=vocab_size)
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY_LIMIT else np.dtype("<i4")
 
 
@@ -102,7 +101,7 @@ class Index:
         """Tokens in the `.bin` file."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def _parts(self) -> Iterator[bytes | NDArray]:
+    def _parts(self) -> Iterator[bytes | memoryview]:
         yield HEADER.pack(
             MAGIC,
             VERSION,
@@ -110,24 +109,22 @@ class Index:
             len(self.lengths),
             len(self.document_index),
         )
-        yield self.lengths.astype("<i4", copy=False)
-        yield self.pointers.astype("<i8", copy=False)
-        yield self.document_index.astype("<i8", copy=False)
+        yield self.lengths.astype("<i4", copy=False).data
+        yield self.pointers.astype("<i8", copy=False).data
+        yield self.document_index.astype("<i8", copy=False).data
         if self.modes is not None:
-            yield self.modes.astype("i1", copy=False)
+            yield self.modes.astype("i1", copy=False).data
 
     def to_bytes(self) -> bytes:
         """The file's bytes."""
-        return b"".join(
-            part if isinstance(part, bytes) else part.tobytes() for part in self._parts()
-        )
+        return b"".join(self._parts())
 
     @cached_property
     def sha256(self) -> str:
         """Digest of the file's bytes."""
         digest = hashlib.sha256()
         for part in self._parts():
-            digest.update(part if isinstance(part, bytes) else part.data)
+            digest.update(part)
         return digest.hexdigest()
 
 

@@ -37,6 +37,12 @@ class IndexedDataset:
         prefix: path without the `.bin` / `.idx` ending.
         multimodal: the index carries a mode for each sequence (no header field says so).
 
+    Attributes:
+        lengths: tokens of each sequence, [num_sequences].
+        document_index: sequence number at which each document begins, and the total,
+            [num_documents + 1].
+        modes: mode of each sequence of a multimodal file, else None.
+
     Raises:
         DataFileError: a file is truncated, oversized or inconsistent.
         FileError: A file is missing (then also a FileNotFoundError) or not a regular one.
@@ -52,8 +58,9 @@ class IndexedDataset:
         self.token_path = f"{self.prefix}.bin"
         self._index = read_index(self.index_path, multimodal=multimodal)
         self._check_recorded_digest()
-        self.dtype = self._index.dtype
-        self.num_tokens = self._index.num_tokens
+        self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
+        self.lengths, self.modes = self._index.lengths, self._index.modes
+        self.document_index = self._index.document_index
         file = mt_files.open_file(self.token_path)
         self._descriptor = file.fileno()
         self._finalizer = weakref.finalize(self, file.close)
@@ -99,21 +106,6 @@ class IndexedDataset:
     def close(self) -> None:
         """Close the token file. Arrays handed out before stay valid."""
         self._finalizer()
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each sequence, [num_sequences]."""
-        return self._index.lengths
-
-    @property
-    def document_index(self) -> NDArray[np.int64]:
-        """Sequence number at which each document begins, and the total, [num_documents + 1]."""
-        return self._index.document_index
-
-    @property
-    def modes(self) -> NDArray[np.int8] | None:
-        """Mode of each sequence of a multimodal file, else None."""
-        return self._index.modes
 
     @property
     def num_documents(self) -> int:

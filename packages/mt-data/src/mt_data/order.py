@@ -42,12 +42,6 @@ class Stream:
         """Tokens in the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def locate(self, token: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Position in `documents` that holds each token of the stream, and its offset there."""
-        position = np.searchsorted(self.ends, token, side="right")
-        begins = np.where(position > 0, self.ends[position - 1], 0)
-        return position, token - begins
-
     def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         """(document, offset, length) of the reads that give tokens [start, start + count)."""
         position = int(np.searchsorted(self.ends, start, side="right"))
@@ -62,54 +56,16 @@ class Stream:
             position += 1
 
 
-def sample_count(tokens: int, sequence_length: int, *, overlap: int, keep_tail: bool) -> int:
+def sample_count(tokens: int, sequence_length: int, *, keep_tail: bool) -> int:
     """Samples in a stream, in exact integer arithmetic."""
-    room = max(0, tokens - overlap)
+    room = max(0, tokens - OVERLAP)
     return -(-room // sequence_length) if keep_tail else room // sequence_length
 
 
-def sample_index(
-    lengths: NDArray[np.integer],
-    document_order: NDArray[np.integer],
-    sequence_length: int,
-    *,
-    overlap: int = OVERLAP,
-    keep_tail: bool = False,
-) -> NDArray[np.int64]:
-    """Megatron's sample index: where each sample begins, and where the last one ends.
-
-    One cumulative sum and one binary search for each sample, no loop over documents.
-
-    Args:
-        lengths: [documents] tokens of each document.
-        document_order: [P] document ids in reading order; ids may repeat (epochs).
-        sequence_length: tokens a sample advances.
-        overlap: tokens a sample holds beyond that (0 or 1).
-        keep_tail: count the incomplete last sample too.
-
-    Returns:
-        Row j is (position in `document_order`, offset in that document) of the first token of
-        sample j; row j + 1 is where sample j ends, its last `overlap` tokens included.
-
-    Shape:
-        - Output: [samples + 1, 2] int64
-    """
-    stream = Stream.of(np.asarray(document_order), np.asarray(lengths))
-    tokens = stream.num_tokens
-    count = sample_count(tokens, sequence_length, overlap=overlap, keep_tail=keep_tail)
-    begins = np.minimum(
-        np.arange(count + 1, dtype=np.int64) * sequence_length, max(0, tokens - overlap)
-    )
-    rows = np.zeros((count + 1, 2), np.int64)
-    # With no overlap a boundary is named as the end of the document before it.
-    shift = 1 - overlap
-    position, offset = stream.locate(begins[1:] - shift)
-    rows[1:, 0], rows[1:, 1] = position, offset + shift
-    return rows
-
-
-def _too_short(tokens: int, sequence_length: int) -> DataError:
-    return DataError(
+def _epoch_samples(tokens: int, sequence_length: int, *, keep_tail: bool) -> int:
+    if count := sample_count(tokens, sequence_length, keep_tail=keep_tail):
+        return count
+    raise DataError(
         f"{tokens} tokens do not hold one sample of sequence_length + 1 = {sequence_length + 1}; "
         "use a longer corpus or a shorter sequence_length (training.sequence_length in a run's "
         "YAML file), or in Python keep_tail=True, which pads the incomplete sample"
@@ -130,11 +86,7 @@ class StableOrder:
     ) -> None:
         self._lengths, self._sequence_length, self._seed = lengths, sequence_length, seed
         tokens = int(lengths.sum(dtype=np.int64))
-        self.num_samples = sample_count(
-            tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
-        )
-        if self.num_samples == 0:
-            raise _too_short(tokens, sequence_length)
+        self.num_samples = _epoch_samples(tokens, sequence_length, keep_tail=keep_tail)
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
 
     def find(self, index: int) -> tuple[Stream, int]:
@@ -185,11 +137,7 @@ class MegatronOrder:
         )
         self._stream = Stream.of(self.document_order, lengths)
         self._sequence_length = sequence_length
-        self.num_samples = sample_count(
-            epochs * tokens, sequence_length, overlap=OVERLAP, keep_tail=keep_tail
-        )
-        if self.num_samples == 0:
-            raise _too_short(tokens, sequence_length)
+        self.num_samples = _epoch_samples(epochs * tokens, sequence_length, keep_tail=keep_tail)
         self.shuffle = self._shuffle_samples(random, self.num_samples, split)
 
     @staticmethod

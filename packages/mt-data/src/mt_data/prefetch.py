@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mt_data.batch import BatchSampler, MicroBatch
-from mt_data.error import DataError
+from mt_data.error import DataError, at_least
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,8 +39,7 @@ class Prefetcher(Generic[Prepared]):
     ) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        if depth < 1:
-            raise DataError(f"depth is {depth}; it must be at least 1")
+        at_least(1, depth=depth)
         self.sampler, self.prepare, self.depth = sampler, prepare, depth
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "mt-data prefetch")
         self._ahead: deque[tuple[int, Future[Prepared]]] = deque()

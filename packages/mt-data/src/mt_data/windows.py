@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.batch import MicroBatch, Rows, Samples
-from mt_data.error import DataError, quote
+from mt_data.error import DataError, at_least, quote
 from mt_data.gpt import PADDING
 
 
@@ -21,16 +21,13 @@ class TokenStream(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens in the stream."""
-        ...
 
     @property
     def lengths(self) -> NDArray[np.integer]:
         """Tokens of each document."""
-        ...
 
     def stream(self, start: int, length: int) -> NDArray:
         """Tokens [start, start + length)."""
-        ...
 
 
 class SequentialWindows:
@@ -60,8 +57,7 @@ class SequentialWindows:
         *,
         start_id: int | None = None,
     ) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}; it must be at least 1")
+        at_least(1, sequence_length=sequence_length)
         stride = sequence_length if stride is None else stride
         if not 1 <= stride <= sequence_length:
             raise DataError(f"stride is {stride}; it must lie in [1, {sequence_length}]")

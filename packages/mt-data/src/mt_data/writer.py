@@ -177,7 +177,12 @@ class IndexedWriter:
                 f"{self.prefix}: {len(self._lengths) - self._boundaries[-1]} sequences belong to "
                 "no document; call end_document before finalize"
             )
-        index = self._index()
+        index = Index.build(
+            self.dtype,
+            np.array(self._lengths, np.int32),
+            np.array(self._boundaries, np.int64),
+            np.array(self._modes, np.int8) if self.multimodal else None,
+        )
         content = index.to_bytes()
         record = {
             **(metadata or {}),
@@ -213,14 +218,6 @@ class IndexedWriter:
         if not self._file.closed:
             with contextlib.suppress(_DiscardedError):
                 self._stack.__exit__(_DiscardedError, _DiscardedError(), None)
-
-    def _index(self) -> Index:
-        return Index.build(
-            self.dtype,
-            np.array(self._lengths, np.int32),
-            np.array(self._boundaries, np.int64),
-            np.array(self._modes, np.int8) if self.multimodal else None,
-        )
 
     def _stored(self, tokens: ArrayLike) -> NDArray:
         values = np.asarray(tokens)
