@@ -5,24 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from mt_parallel_state import StopSignals
 
+from mt_train.board import Board
 from mt_train.console import Console, printable
-from mt_train.metrics import Record, other_losses
-
-
-class Log(Protocol):
-    """Keeps records."""
-
-    def write(self, record: Record) -> None:
-        """Keep one record."""
-        ...
-
-    def sync(self) -> None:
-        """Wait until what was written is on the disk."""
-        ...
+from mt_train.metrics import MetricsFile, Record, other_losses
 
 
 class Reporter:
@@ -41,7 +30,7 @@ class Reporter:
         self,
         stop: StopSignals,
         console: Console | None = None,
-        logs: Mapping[str, Log] | None = None,
+        logs: Mapping[str, MetricsFile | Board] | None = None,
     ) -> None:
         self._stop, self._console = stop, console or Console()
         self._logs = dict(logs or {})

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from mt_ckpt import RunFolder, SavedTokenizer, clean
@@ -62,7 +61,7 @@ from mt_train.mixture import MixedSamples
 from mt_train.optimization import check_overrides
 from mt_train.plot import draw_loss
 from mt_train.problem import ConfigError
-from mt_train.reporter import Log, Reporter
+from mt_train.reporter import Reporter
 from mt_train.saved import SavedRun
 from mt_train.starting import Start, check_start, find_start
 from mt_train.trainer import NonFiniteLossError, Step, Trainer
@@ -293,7 +292,7 @@ class _Session:
             self.out / "metrics.jsonl", resume_step=step, evaluates_again=self.trainer.finished
         )
         stack.callback(_close_quietly, metrics)
-        logs: dict[str, Log] = {"metrics.jsonl": metrics}
+        logs: dict[str, MetricsFile | Board] = {"metrics.jsonl": metrics}
         if config.logging.tensorboard:
             board = Board(self.out / "tensorboard", resume_step=step)
             stack.callback(_close_quietly, board)
@@ -345,7 +344,7 @@ def _is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def _close_quietly(log: Any) -> None:
+def _close_quietly(log: MetricsFile | Board) -> None:
     """Close a log; if it can't be written, the run has said so already."""
     with contextlib.suppress(OSError):
         log.close()
