@@ -6,7 +6,6 @@ import pytest
 from mt_files import (
     FileError,
     MissingFileError,
-    check_file,
     open_file,
     parse_json,
     read_bytes,
@@ -27,7 +26,8 @@ def inside(tmp_path):
 def test_reads_a_regular_file(inside):
     assert read_bytes(inside / "plain.txt", limit=4) == b"text"
     assert read_text(str(inside / "plain.txt"), limit=4, within=inside) == "text"
-    assert check_file(inside / "plain.txt").st_size == 4
+    with open_file(inside / "plain.txt") as file:
+        assert file.read() == b"text"
 
 
 def test_nothing_but_a_regular_file_is_opened(inside):
@@ -41,7 +41,7 @@ def test_nothing_but_a_regular_file_is_opened(inside):
         "zero": "device",
         ".": "directory",
     }.items():
-        for read in (check_file, open_file, lambda path: read_bytes(path, limit=9)):
+        for read in (open_file, lambda path: read_bytes(path, limit=9)):
             with pytest.raises(FileError, match=kind):
                 read(inside / name)
     bound.close()
@@ -61,7 +61,7 @@ def test_no_name_leads_out_of_the_folder(inside, name):
     (inside / "link").symlink_to(inside.parent / "outside.txt")
     name = name.replace("link", "outside.txt")
     with pytest.raises(FileError, match="leads out of"):
-        check_file(inside / name, within=inside)
+        open_file(inside / name, within=inside)
 
 
 def test_a_link_within_the_folder_is_followed(inside):
@@ -74,7 +74,7 @@ def test_a_folder_whose_name_begins_alike_is_outside(inside):
     other.mkdir()
     (other / "file").write_text("")
     with pytest.raises(FileError, match="leads out of"):
-        check_file(other / "file", within=inside)
+        open_file(other / "file", within=inside)
 
 
 def test_size_is_compared_before_memory_is_taken(inside):
@@ -102,12 +102,12 @@ def test_links_in_a_circle_and_impossible_names_are_errors(inside):
     (inside / "b").symlink_to("a")
     for name in ("a", "nul\0byte", "x" * 5000):
         with pytest.raises(FileError):
-            check_file(inside / name)
+            open_file(inside / name)
 
 
 def test_errors_name_the_file_and_survive_pickling(inside):
     with pytest.raises(MissingFileError) as caught:
-        check_file(inside / os.fsdecode(b"\xff"))
+        open_file(inside / os.fsdecode(b"\xff"))
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.path == str(inside / os.fsdecode(b"\xff")) == caught.value.path
     assert "\\xff" in str(again)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mt_parallel_state import (
     DistributedEnv,
     GroupOptions,
+    JoinError,
     ParallelLayout,
     ParallelState,
     init_process_group,
@@ -193,7 +194,7 @@ def test_each_rank_binds_its_gpu_and_tells_torch_where_it_waits_for_it(
         launcher=launcher,
     )
     if expected is None:
-        with pytest.raises(ValueError, match=f"local rank {local_rank} has no GPU: .* {gpus};"):
+        with pytest.raises(JoinError, match=f"local rank {local_rank} has no GPU: .* {gpus};"):
             init_process_group(env)
         return
     device = torch.device("cuda", expected)

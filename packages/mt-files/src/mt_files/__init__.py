@@ -15,7 +15,7 @@ from mt_files.field import (
 )
 from mt_files.later import quick_imports, resolve_later
 from mt_files.lock import FolderLock
-from mt_files.reading import check_file, open_file, parse_json, read_bytes, read_json, read_text
+from mt_files.reading import open_file, parse_json, read_bytes, read_json, read_text
 from mt_files.schema import (
     MAX_PROBLEMS,
     Bound,
@@ -44,7 +44,6 @@ __all__ = [
     "UserError",
     "bind",
     "build",
-    "check_file",
     "check_type",
     "describe",
     "did_you_mean",

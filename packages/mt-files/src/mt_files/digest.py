@@ -24,13 +24,13 @@ def sha256_file(
     """Return the SHA-256 of a regular file, in hexadecimal.
 
     Args:
-        path: The file; see `check_file`.
+        path: The file; see `open_file`.
         cache: A JSON file that remembers digests by file name. A remembered digest is believed
             while the file's size, inode, and times of change are the same: that finds every change
             made through the file system, and no decay of the disk beneath it. A file changed in
             the last two seconds is not remembered. A cache that can't be read or written is
             as none.
-        within: See `check_file`.
+        within: See `open_file`.
 
     Raises:
         FileError: The file can't be read.

@@ -21,31 +21,19 @@ _KINDS = {
 }
 
 
-def check_file(path: str | Path, *, within: str | Path | None = None) -> os.stat_result:
-    """Check that `path` is a regular file, without opening it.
+def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO:
+    """Open a regular file for reading. Never waits, as for a FIFO's writer.
 
     Args:
         path: May be a symbolic link, which is followed.
         within: A folder that links must not lead out of. Give it for names that were found in a
             folder or read from a file; leave it out for a path that the user typed.
 
-    Returns:
-        The file's status.
-
     Raises:
         MissingFileError: There is no such file.
-        FileError: It is not a regular file, or lies outside `within`.
+        FileError: It is not a regular file, lies outside `within`, or the system refuses it.
     """
-    return _checked(path, within)[1]
-
-
-def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO:
-    """Open a regular file for reading; see `check_file`. Never waits, as for a FIFO's writer.
-
-    Raises:
-        FileError: `check_file` refuses it, or the system does.
-    """
-    real, _ = _checked(path, within)
+    real = _checked(path, within)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         descriptor = os.open(real, flags)
@@ -61,7 +49,7 @@ def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO
 
 
 def read_bytes(path: str | Path, *, limit: int, within: str | Path | None = None) -> bytes:
-    """Read a whole regular file of at most `limit` bytes; see `check_file` for `within`.
+    """Read a whole regular file of at most `limit` bytes; see `open_file` for `within`.
 
     Raises:
         FileError: `open_file` refuses it, it is larger than `limit`, or reading fails.
@@ -121,7 +109,8 @@ def parse_json(content: bytes | str, *, name: str | Path) -> Any:
         raise FileError(name, f"is not valid JSON: {error}") from error
 
 
-def _checked(path: str | Path, within: str | Path | None) -> tuple[str, os.stat_result]:
+def _checked(path: str | Path, within: str | Path | None) -> str:
+    """Return where a path leads, to a regular file, without opening it."""
     try:
         real = os.path.realpath(path, strict=True)
         status = os.stat(real, follow_symlinks=False)
@@ -135,7 +124,7 @@ def _checked(path: str | Path, within: str | Path | None) -> tuple[str, os.stat_
             path, f"leads out of {within} to {real}; put the file itself there, not a link"
         )
     _check_kind(path, status)
-    return real, status
+    return real
 
 
 def _check_kind(path: str | Path, status: os.stat_result) -> None:

@@ -111,9 +111,8 @@ def joined(env: DistributedEnv, *, timeout: timedelta | None = None) -> Iterator
         timeout: How long joining, and later a collective, may take; `None` is torch's default.
 
     Raises:
-        JoinError: The ranks did not come together.
+        JoinError: The ranks did not come together, or there is no GPU for this one.
         PeerLostError: Another rank ended while the block ran.
-        ValueError: There is no GPU for this rank.
     """
     if dist.is_initialized():
         yield _current_device()
@@ -149,8 +148,7 @@ def init_process_group(env: DistributedEnv, *, timeout: timedelta | None = None)
         timeout: How long joining, and later a collective, may take; `None` is torch's default.
 
     Raises:
-        JoinError: The ranks did not come together.
-        ValueError: There is no GPU for this rank.
+        JoinError: The ranks did not come together, or there is no GPU for this one.
     """
     check_type("env", env, DistributedEnv)
     device = _device(env)
@@ -168,7 +166,7 @@ def _device(env: DistributedEnv) -> torch.device:
     if count == 1 and env.launcher == "slurm":  # --gpus-per-task=1 shows each task its own as 0
         return torch.device("cuda", 0)
     if env.local_rank >= count:
-        raise ValueError(
+        raise JoinError(
             f"local rank {env.local_rank} has no GPU: this node shows {count}; start at most that "
             "many ranks per node"
         )

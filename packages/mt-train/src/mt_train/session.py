@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from mt_ckpt import RunFolder, SavedTokenizer, clean
 from mt_data import (
     BatchSampler,
@@ -23,7 +22,6 @@ from mt_data import (
 from mt_files import (
     FileError,
     FolderLock,
-    UserError,
     read_bytes,
     remove_temporaries,
     to_plain,
@@ -113,7 +111,7 @@ def run(
         if env.rank == 0:
             stop.note = "no step was trained; what was saved before is as it was"
             stop.answer = "stopping after this step, and saving; once more ends it at once"
-        device = _join(env, stack)
+        device = stack.enter_context(joined(env))
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
         timeout = loaded.config.parallel.check_timeout
@@ -375,17 +373,6 @@ def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOu
         micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
         max_windows=evaluation.max_windows,
     )
-
-
-class LaunchError(UserError):
-    """This process can't join the others; the message says why."""
-
-
-def _join(env: DistributedEnv, stack: ExitStack) -> torch.device:
-    try:
-        return stack.enter_context(joined(env))
-    except ValueError as error:
-        raise LaunchError(str(error)) from error
 
 
 def _prepare_on_all_ranks(
