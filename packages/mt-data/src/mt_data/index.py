@@ -210,46 +210,34 @@ def _read_array(path: str, file: IO[bytes], dtype: str, count: int) -> NDArray:
 
 
 def _check_content(path: str, index: Index) -> None:
-    sequences = len(index.lengths)
-    negative = index.lengths < 0
-    if negative.any():
-        at = int(negative.argmax())
-        raise DataFileError(
-            path,
-            f"offset {HEADER.size + 4 * at}: expected a length of 0 or more for sequence {at}, "
-            f"found {index.lengths[at]}",
-        )
-    expected = _byte_offsets(index.lengths, index.dtype.itemsize)
-    wrong = expected != index.pointers
-    if wrong.any():
-        at = int(wrong.argmax())
-        raise DataFileError(
-            path,
-            f"offset {HEADER.size + 4 * sequences + 8 * at}: expected byte pointer {expected[at]} "
-            f"for sequence {at}, found {index.pointers[at]}",
-        )
-    _check_documents(path, index.document_index, sequences)
-
-
-def _check_documents(path: str, documents: NDArray[np.int64], sequences: int) -> None:
-    start = HEADER.size + 12 * sequences
-    if documents[0] != 0:
-        raise DataFileError(
-            path,
-            f"offset {start}: expected the document index to begin with 0, found {documents[0]}",
-        )
-    falling = documents[1:] < documents[:-1]
-    if falling.any():
-        at = int(falling.argmax()) + 1
-        raise DataFileError(
-            path,
-            f"offset {start + 8 * at}: expected a document boundary of at least "
-            f"{documents[at - 1]}, found {documents[at]}",
-        )
-    if documents[-1] != sequences:
-        at = len(documents) - 1
-        raise DataFileError(
-            path,
-            f"offset {start + 8 * at}: expected the last document boundary to be the "
-            f"sequence count {sequences}, found {documents[-1]}",
-        )
+    lengths, pointers, documents = index.lengths, index.pointers, index.document_index
+    begins = _byte_offsets(lengths, index.dtype.itemsize)
+    before, after, last = documents[:-1], documents[1:], documents[-1:]
+    start = HEADER.size + 12 * len(lengths)
+    rules = (
+        ("a length of 0 or more for sequence {at}", lengths < 0, lengths, lengths, HEADER.size),
+        (
+            "byte pointer {right} for sequence {at}",
+            pointers != begins,
+            pointers,
+            begins,
+            HEADER.size + 4 * len(lengths),
+        ),
+        ("the document index to begin with 0", documents[:1] != 0, documents, documents, start),
+        ("a document boundary of at least {right}", after < before, after, before, start + 8),
+        (
+            "the last document boundary to be the sequence count {right}",
+            last != len(lengths),
+            last,
+            [len(lengths)],
+            start + 8 * len(before),
+        ),
+    )
+    for text, wrong, found, expected, offset in rules:
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise DataFileError(
+                path,
+                f"offset {offset + found.itemsize * at}: expected "
+                f"{text.format(at=at, right=expected[at])}, found {found[at]}",
+            )

@@ -132,13 +132,15 @@ class MegatronOrder:
         epochs = max(1, -(-wanted // tokens))
         split = self._split(tokens, sequence_length, epochs, num_samples)
         random = np.random.RandomState(seed)
-        self.document_order = self._shuffle_documents(
-            random, len(lengths), epochs, separate=split is not None
-        )
+        parts = [epochs] if split is None else [epochs - 1, 1]
+        once = np.arange(len(lengths), dtype=np.int32)
+        self.document_order = _shuffled(random, [np.tile(once, part) for part in parts])
         self._stream = Stream.of(self.document_order, lengths)
         self._sequence_length = sequence_length
-        self.num_samples = _epoch_samples(epochs * tokens, sequence_length, keep_tail=keep_tail)
-        self.shuffle = self._shuffle_samples(random, self.num_samples, split)
+        count = _epoch_samples(epochs * tokens, sequence_length, keep_tail=keep_tail)
+        self.num_samples = count
+        samples = np.arange(count, dtype=np.uint32 if count < 2**32 - 2 else np.int64)
+        self.shuffle = _shuffled(random, np.split(samples, [] if split is None else [split]))
 
     @staticmethod
     def _split(
@@ -151,27 +153,13 @@ class MegatronOrder:
         each = (tokens - OVERLAP) // sequence_length
         return before if num_samples - before < int(FINAL_EPOCH_SHARE * each) else None
 
-    @staticmethod
-    def _shuffle_documents(
-        random: np.random.RandomState, count: int, epochs: int, *, separate: bool
-    ) -> NDArray[np.int32]:
-        parts = [epochs - 1, 1] if separate else [epochs]
-        orders = [np.tile(np.arange(count, dtype=np.int32), part) for part in parts]
-        for order in orders:
-            random.shuffle(order)
-        return np.concatenate(orders)
-
-    @staticmethod
-    def _shuffle_samples(
-        random: np.random.RandomState, count: int, split: int | None
-    ) -> NDArray[np.integer]:
-        shuffle = np.arange(count, dtype=np.uint32 if count < 2**32 - 2 else np.int64)
-        split = count if split is None else split
-        random.shuffle(shuffle[:split])
-        if split < count:
-            random.shuffle(shuffle[split:])
-        return shuffle
-
     def find(self, index: int) -> tuple[Stream, int]:
         """The stream and the start token of a sample; past the end the same ones come again."""
         return self._stream, int(self.shuffle[index % self.num_samples]) * self._sequence_length
+
+
+def _shuffled(random: np.random.RandomState, parts: list[NDArray]) -> NDArray:
+    """Shuffle each part on its own, in their order, and join them."""
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)

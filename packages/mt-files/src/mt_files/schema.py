@@ -128,25 +128,22 @@ def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
 
 def to_plain(value: Any) -> Any:
     """Return dataclasses as mappings and tuples as lists; `build` of them gives an equal value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = hints_of(type(value))
-        return {name: _tagged(hints[name], getattr(value, name)) for name in hints}
-    return _tagged(Any, value)
+    return _plain(Any, value)
 
 
-def _tagged(hint: Any, value: Any) -> Any:
+def _plain(hint: Any, value: Any) -> Any:
     """Return a field's plain value; a dataclass that is one of several kinds says which."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kinds = _kinds(hint)
+        kinds, hints = _kinds(hint), hints_of(type(value))
         name = next((name for name, cls in kinds.items() if cls is type(value)), None)
         alone = len(kinds) == 1 and type(value) in options_of(hint)
         tag = {} if name is None or alone else {"type": name}
-        return {**tag, **to_plain(value)}
+        return tag | {name: _plain(hints[name], getattr(value, name)) for name in hints}
     if isinstance(value, tuple | list):
         inner = [typing.get_args(o) for o in options_of(hint) if typing.get_origin(o) is tuple]
-        return [_tagged(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
+        return [_plain(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
-        return {key: _tagged(Any, item) for key, item in value.items()}
+        return {key: _plain(Any, item) for key, item in value.items()}
     return value
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_data import (
     Document,
-    GPTDataset,
     IndexedDataset,
     Tokenizer,
     build_corpus,
@@ -29,7 +28,6 @@ from mt_data import (
 from mt_files import FileError, read_json, sync, write_file
 
 from mt_train.loading import STANDARD_LIBRARY, LoadedConfig
-from mt_train.mixture import Source, sources_of
 
 _DESCRIPTION = "corpus.json"
 _MAX_BYTES = 1 << 20
@@ -251,18 +249,3 @@ def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
             "document, so there is nothing to keep apart; build the data with its documents, as "
             "mt-data build does, or use none",
         )
-
-
-def open_training_data(
-    corpus: Corpus, *, sequence_length: int, seed: int
-) -> tuple[list[GPTDataset], tuple[Source, ...]]:
-    """Open the training tokens as samples of `sequence_length + 1` tokens.
-
-    Returns:
-        The data sets, and what to mix them by.
-    """
-    datasets = [
-        GPTDataset(IndexedDataset(prefix), sequence_length=sequence_length, seed=seed)
-        for prefix in corpus.train
-    ]
-    return datasets, sources_of(datasets, corpus.weights)

@@ -13,6 +13,7 @@ from pathlib import Path
 from mt_ckpt import RunFolder, SavedTokenizer, clean
 from mt_data import (
     BatchSampler,
+    GPTDataset,
     IndexedDataset,
     SequentialWindows,
     Tokenizer,
@@ -47,7 +48,6 @@ from mt_train.corpus import (
     OtherRankError,
     check_packing,
     check_tokenizer,
-    open_training_data,
     prepare_corpus,
     verify_corpus,
 )
@@ -55,7 +55,7 @@ from mt_train.evaluation import HeldOut, evaluate
 from mt_train.history import record_part
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record, read_metrics
-from mt_train.mixture import MixedSamples
+from mt_train.mixture import MixedSamples, sources_of
 from mt_train.optimization import check_overrides
 from mt_train.plot import draw_loss
 from mt_train.problem import ConfigError
@@ -142,10 +142,12 @@ class _Session:
         self.start, tokenizer, model = _start(loaded, out, corpus)
         loaded.check_layout(model, state.layout)
         training, start = config.training, self.start.progress
-        datasets, sources = open_training_data(
-            corpus, sequence_length=training.sequence_length, seed=training.seed
-        )
-        mixture = self.start.mixture(sources)
+        length, seed = training.sequence_length, training.seed
+        datasets = [
+            GPTDataset(IndexedDataset(prefix), sequence_length=length, seed=seed)
+            for prefix in corpus.train
+        ]
+        mixture = self.start.mixture(sources_of(datasets, corpus.weights))
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(
