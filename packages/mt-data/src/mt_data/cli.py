@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mt_data.corpus import build_corpus, dataset_tokenizer
-from mt_data.document import Document, DocumentReader, read_documents
+from mt_data.document import Document, DocumentReader, Format, read_documents
 from mt_data.encoder import Encoder
 from mt_data.error import DataError, DataFileError, MissingExtraError, quote, require
 from mt_data.gpt import GPTDataset
@@ -60,7 +60,7 @@ class Build:
     pattern: str = "gpt2"
     key: str = "text"
     glob: str = "**/*"
-    format: Literal["auto", "jsonl", "json", "text", "parquet"] = "auto"
+    format: Format = "auto"
     skip_bad: bool = False
     overwrite: bool = False
     workers: int = 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from mt_data.error import (
     DataError,
@@ -20,7 +21,6 @@ from mt_data.error import (
 )
 from mt_data.source import Source, SourceFile, decompressed, find_files
 
-FORMATS = ("auto", "jsonl", "json", "text", "parquet")
 MAX_LINE = 1 << 28
 MAX_TEXT = 1 << 31
 _ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
@@ -93,8 +93,8 @@ def read_documents(
     """
     if encoding_errors not in ("strict", "replace"):
         raise DataError(f"encoding_errors is {encoding_errors!r}; choose 'strict' or 'replace'")
-    if format not in FORMATS:
-        raise DataError(f"format is {quote(format)}; choose one of {', '.join(FORMATS)}")
+    if format not in get_args(Format):
+        raise DataError(f"format is {quote(format)}; choose one of {', '.join(get_args(Format))}")
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
     # Looked for here and not in the iterator, so that a wrong path is an error at the call.
     return DocumentReader(find_files(source, glob), format, policy)
@@ -201,11 +201,6 @@ def _parse(content: str, where: str) -> object:
         raise DataFileError(where, f"not valid JSON: {error}") from None
 
 
-def _values(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, object]]:
-    """The objects of a JSON array, or one after the other."""
-    return enumerate(_Values(file, name, policy), 1)
-
-
 class _Values:
     """JSON values of a file, read as they come: of an array, or one after the other."""
 
@@ -216,11 +211,10 @@ class _Values:
         self._at = 0
         self._ended = False
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[tuple[int, object]]:
         in_array = self._sign() == "["
         self._at += in_array
-        first = True
-        while True:
+        for number in itertools.count(1):
             sign = self._sign()
             if in_array and sign == "]":
                 self._at += 1
@@ -232,13 +226,12 @@ class _Values:
                 if in_array:
                     raise self._problem("the array does not end")
                 return
-            if in_array and not first:
+            if in_array and number > 1:
                 if sign != ",":
                     raise self._problem("expecting ',' between the array's elements")
                 self._at += 1
                 self._sign()
-            first = False
-            yield self._value()
+            yield number, self._value()
 
     def _sign(self) -> str:
         """The next character that is no space; none at the end."""
@@ -349,9 +342,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refu
 
 
 # What a file of several documents holds, and how each becomes a text.
-_RECORDS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], Callable[..., str]]] = {
+_RECORDS: dict[str, tuple[Callable[..., Iterable[tuple[int, Any]]], Callable[..., str]]] = {
     "jsonl": (_lines, _line_text),
-    "json": (_values, _record_text),
+    "json": (_Values, _record_text),
     "parquet": (_rows, _checked_text),
 }
 

@@ -8,6 +8,7 @@ import hashlib
 import operator
 import os
 import weakref
+from functools import partial
 
 import mt_files
 import numpy as np
@@ -95,7 +96,7 @@ class IndexedDataset:
             )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.prefix, self.multimodal)
+        return partial(IndexedDataset, multimodal=self.multimodal), (self.prefix,)
 
     def __enter__(self) -> IndexedDataset:
         return self
@@ -182,7 +183,13 @@ class IndexedDataset:
         path = f"{self.prefix}.json"
         if not os.path.exists(path):
             return None
-        return read_json_object(path)
+        try:
+            content = mt_files.read_json(path, limit=MAX_RECORD)
+        except mt_files.FileError as error:
+            raise DataFileError(path, error.problem) from None
+        if not isinstance(content, dict):
+            raise DataFileError(path, f"expected a JSON object, found {type(content).__name__}")
+        return content
 
     def verify(self, *, remember: bool = False) -> None:
         """Compare both files with the digests that were recorded when they were written.
@@ -222,21 +229,6 @@ def check_prefix(prefix: str | os.PathLike[str]) -> str:
     if not os.path.basename(text):
         raise DataError(f"{text!r} has no file name; pass something like {text + 'corpus'!r}")
     return text
-
-
-def read_json_object(path: str) -> dict[str, object]:
-    """A JSON file that holds an object, or an error that names it."""
-    try:
-        content = mt_files.read_json(path, limit=MAX_RECORD)
-    except mt_files.FileError as error:
-        raise DataFileError(path, error.problem) from None
-    if not isinstance(content, dict):
-        raise DataFileError(path, f"expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _reopen(prefix: str, multimodal: bool) -> IndexedDataset:  # noqa: FBT001 - unpickling hook
-    return IndexedDataset(prefix, multimodal=multimodal)
 
 
 def _position(index: int, count: int, noun: str, path: str) -> int:
