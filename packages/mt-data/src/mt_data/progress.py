@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import timedelta
 
 _EVERY = 0.5
 _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -36,7 +35,7 @@ class Progress:
         if tokens is not None:
             text += f", {short(tokens)} tokens, {short(tokens / seconds)} a second"
         if total and done:
-            text += f", {timedelta(seconds=round(seconds * max(total - done, 0) / done))} left"
+            text += f", {clock(seconds * max(total - done, 0) / done)} left"
         self._write(text)
 
     def clear(self) -> None:
@@ -59,3 +58,10 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g} "
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
