@@ -16,13 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mt_data import BatchSampler, Rows, count_labels, load_tokenizer
+from mt_data import (
+    BatchSampler,
+    GPTDataset,
+    IndexedDataset,
+    Rows,
+    count_labels,
+    load_tokenizer,
+)
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train import LoadedConfig, Trainer
-from mt_train.corpus import Corpus, open_training_data, prepare_corpus
+from mt_train.corpus import Corpus, prepare_corpus
 from mt_train.loader import HostStep, on_host
 from mt_train.loading import to_yaml
-from mt_train.mixture import MixedSamples, Mixture
+from mt_train.mixture import MixedSamples, Mixture, sources_of
 from mt_train.quickstart import load_quickstart
 
 
@@ -50,12 +57,14 @@ def quickstart(folder: Path, steps: int, files: int) -> tuple[LoadedConfig, Corp
 def make_trainer(loaded: LoadedConfig, corpus: Corpus) -> Trainer:
     training = loaded.config.training
     tokenizer = load_tokenizer(corpus.tokenizer)
-    datasets, sources = open_training_data(
-        corpus, sequence_length=training.sequence_length, seed=training.seed
-    )
+    length, seed = training.sequence_length, training.seed
+    datasets = [
+        GPTDataset(IndexedDataset(prefix), sequence_length=length, seed=seed)
+        for prefix in corpus.train
+    ]
     samples = MixedSamples(
         datasets,
-        Mixture(sources=sources),
+        Mixture(sources=sources_of(datasets, corpus.weights)),
         num_samples=training.steps * training.global_batch_size,
     )
     sampler = BatchSampler(
