@@ -28,9 +28,11 @@ class PartialSamples(Samples, Protocol):
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Tokens [begin, end) of a sample."""
+        ...
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
         """A number for the document of each token of a sample; `PADDING` where there is none."""
+        ...
 
 
 class MicroBatch(TypedDict):

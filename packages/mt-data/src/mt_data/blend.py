@@ -24,6 +24,7 @@ class SampleSource(PartialSamples, Protocol):
     @property
     def fingerprint(self) -> str:
         """Digest that changes when the samples change."""
+        ...
 
 
 class BlendOrder:

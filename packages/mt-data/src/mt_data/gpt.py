@@ -22,17 +22,21 @@ class TokenSource(Protocol):
     @property
     def dtype(self) -> np.dtype:
         """Stored token dtype."""
+        ...
 
     @property
     def lengths(self) -> NDArray[np.integer]:
         """Tokens of each sequence."""
+        ...
 
     @property
     def fingerprint(self) -> str:
         """Digest that changes when the data changes."""
+        ...
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Tokens [offset, offset + length) of one sequence."""
+        ...
 
 
 class GPTDataset:

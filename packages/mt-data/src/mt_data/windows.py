@@ -21,13 +21,16 @@ class TokenStream(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens in the stream."""
+        ...
 
     @property
     def lengths(self) -> NDArray[np.integer]:
         """Tokens of each document."""
+        ...
 
     def stream(self, start: int, length: int) -> NDArray:
         """Tokens [start, start + length)."""
+        ...
 
 
 class SequentialWindows:
