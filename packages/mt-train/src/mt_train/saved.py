@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
-from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
 from mt_files import Checks, UserError, to_plain
 
 from mt_train.mixture import Mixture
