@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mt_context_parallel import pad_length, positions, segments, shard, unshard
-from mt_context_parallel.gathered import order_of
+from mt_context_parallel.splits import order_of
 
 
 def _tokens(runs) -> list[int]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mt_context_parallel.flex import FlexKernel
 from mt_context_parallel.function import SplitAttention
-from mt_context_parallel.gathered import order_of, sorted_runs
 from mt_context_parallel.kernels import (
     CudnnKernel,
     FlashKernel,
@@ -23,7 +22,14 @@ from mt_context_parallel.kernels import (
     SdpaCpuKernel,
 )
 from mt_context_parallel.local import LocalAttention
-from mt_context_parallel.splits import Segment, Split, document_bounds, segments
+from mt_context_parallel.splits import (
+    Segment,
+    Split,
+    all_segments,
+    document_bounds,
+    order_of,
+    sorted_runs,
+)
 from mt_context_parallel.tiles import AttentionDropout, AttentionMask, Tile
 
 Algorithm = Literal["ring", "all_gather", "ulysses", "hierarchical"]
@@ -188,10 +194,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     # torch's kernels for the CPU read other strides of queries wrongly, without an error.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bounds = document_bounds(length, cu_seqlens)  # once: a CUDA tensor is read back for it
-    runs = [
-        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
-        for rank in range(ranks)
-    ]
+    runs = all_segments(length, ranks, split, bounds)
     documents = mask.documents
     whole = Tile(
         q=runs[own][0],

@@ -1,4 +1,8 @@
-"""The autograd function that all algorithms share: sinks, and a backward from the saved output."""
+"""The autograd function that all algorithms share: sinks, and a backward from the saved output.
+
+Keys either come by shard after shard (a ring), or all at once: those of this rank, or of the whole
+group after an all-gather, as for Llama 3 (2024).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import start_all_gather, start_reduce_scatter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_context_parallel.gathered import gathered_backward, gathered_forward
 from mt_context_parallel.local import LocalAttention, Partial
 from mt_context_parallel.ring import ring_backward, ring_forward
 
@@ -25,7 +29,7 @@ class SplitAttention:
     Attributes:
         local: what this rank computes.
         group: the ranks that share the keys; None for this one alone.
-        order: where to put the gathered keys, to get all of them at once; None for a ring.
+        order: of the gathered keys (`order_of`), to get all of them at once; None for a ring.
     """
 
     local: LocalAttention
@@ -42,24 +46,36 @@ class SplitAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, without sinks."""
-        if self.group is not None and self.order is not None:
-            return gathered_forward(self.local, q, k, v, self.group, self.order)
-        if self.group is not None:
+        if self.group is not None and self.order is None:
             return ring_forward(self.local, q, k, v, self.group)
         partial = Partial(q, v.shape[-1])
-        self.local.forward(partial, q, k, v, 0)
+        self.local.forward(partial, q, self._whole(k), self._whole(v), 0)
         return partial.result()
 
     def backward(self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]) -> Triple:
-        """Gradients of queries, keys and values from (dout, out, lse, delta)."""
-        if self.group is not None and self.order is not None:
-            return gathered_backward(self.local, qkv, of_queries, self.group, self.order)
-        if self.group is not None:
+        """Gradients of queries, keys and values from (dout, out, lse, delta).
+
+        Keys are gathered again rather than kept.
+        """
+        if self.group is not None and self.order is None:
             return ring_backward(self.local, qkv, of_queries, self.group)
         q, k, v = qkv
         dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        dkv = self.local.backward(qkv, 0, of_queries, dq)
-        return (dq, *(dkv or (torch.zeros_like(k), torch.zeros_like(v))))
+        dk, dv = self.local.backward((q, self._whole(k), self._whole(v)), 0, of_queries, dq)
+        return dq, self._own(dk), self._own(dv)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Gather the shards, in the order of the sequence. [B, S, ...] -> [B, ranks * S, ...]."""
+        if self.group is None or self.order is None:
+            return x
+        return start_all_gather(x, self.group, 1).wait().index_select(1, self.order)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """The adjoint of `_whole`."""
+        if self.group is None or self.order is None:
+            return x
+        shards = torch.empty_like(x).index_copy_(1, self.order, x)
+        return start_reduce_scatter(shards, self.group, 1).wait()
 
 
 class _Function(torch.autograd.Function):

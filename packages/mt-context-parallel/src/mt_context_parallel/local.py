@@ -94,8 +94,8 @@ class LocalAttention:
         shard: int,
         of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
         dq: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Add to `dq` and return the gradients of the keys and values; None if none is seen.
+    ) -> tuple[Tensor, Tensor]:
+        """Add to `dq`, and return the gradients of the keys and values in its dtype.
 
         Shape:
             q, dout, out, dq: [B, S, H, D]; k, v: [B, K, G, D]; lse, delta: [B, H, S].
@@ -103,6 +103,10 @@ class LocalAttention:
         q, k, v = qkv
         dout, out, lse, delta = of_queries
         dkv: tuple[Tensor, Tensor] | None = None
+
+        def zeros() -> tuple[Tensor, Tensor]:
+            return torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
+
         for tile, kernel in self._work(q, k, v, shard):
             rows, keys = tile.q_rows, tile.kv_rows
             grads: TileGrads = kernel.backward(
@@ -116,11 +120,10 @@ class LocalAttention:
             if dkv is None and tile.kv.length == k.shape[1]:
                 dkv = grads.k.to(dq.dtype), grads.v.to(dq.dtype)
                 continue
-            if dkv is None:
-                dkv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
+            dkv = zeros() if dkv is None else dkv
             dkv[0][:, keys] += grads.k
             dkv[1][:, keys] += grads.v
-        return dkv
+        return zeros() if dkv is None else dkv
 
     def _work(self, q: Tensor, k: Tensor, v: Tensor, shard: int) -> list[tuple[Tile, Kernel]]:
         if shard not in self._found:

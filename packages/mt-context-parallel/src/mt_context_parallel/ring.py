@@ -79,13 +79,12 @@ def ring_backward(
     """
     q, k, v = qkv
     rank, ranks = group.rank(), group.size()
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=dtype)
+    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     message, gradients = _packed(k, v), list[_Hop]()
     for step in range(ranks):
         hop = _Hop(message, group) if step < ranks - 1 else None
         dkv = local.backward((q, *_unpacked(message, k, v)), (rank - step) % ranks, of_queries, dq)
-        gradient = message.new_zeros(message.shape, dtype=dtype) if dkv is None else _packed(*dkv)
+        gradient = _packed(*dkv)
         if gradients:
             gradient += gradients.pop().wait()
         gradients.append(_Hop(gradient, group))

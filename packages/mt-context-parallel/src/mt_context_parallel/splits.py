@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
-from mt_parallel_state import group_rank, group_size
+from mt_parallel_state import Group, all_gather, group_rank, group_size
 from torch import Tensor
 
 Split = Literal["zigzag", "contiguous"]
 _LONGEST = 1 << 32
-Group = dist.ProcessGroup | None
 
 
 class Segment(NamedTuple):
@@ -146,9 +144,28 @@ def segments(
     return found
 
 
-def index_of(runs: Sequence[Segment]) -> Tensor:
-    """Index in the whole sequence of every token of a shard. Returns [S] of int64, on the CPU."""
-    return torch.cat([torch.arange(s.start, s.start + s.length) for s in runs])
+def all_segments(length: int, ranks: int, split: Split, bounds: list[int]) -> list[list[Segment]]:
+    """The runs of every rank, with bounds from `document_bounds`."""
+    return [
+        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
+        for rank in range(ranks)
+    ]
+
+
+def sorted_runs(runs: Sequence[Sequence[Segment]]) -> list[Segment]:
+    """All ranks' runs in the order of the sequence, with their places in that order."""
+    ordered = sorted((run for part in runs for run in part), key=lambda run: run.start)
+    local, result = 0, []
+    for run in ordered:
+        result.append(run._replace(local=local))
+        local += run.length
+    return result
+
+
+def order_of(runs: Sequence[Sequence[Segment]], device: torch.device) -> Tensor:
+    """Where in the ranks' concatenated shards the tokens of `sorted_runs` are."""
+    index = [torch.arange(run.start, run.start + run.length) for part in runs for run in part]
+    return on_device(torch.cat(index).argsort(), device)
 
 
 def on_device(index: Tensor, device: torch.device | str) -> Tensor:
@@ -209,25 +226,6 @@ def shard(
     return torch.cat([x.narrow(dim, s.start, s.length) for s in runs], dim=dim)
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: object, x: Tensor, group: dist.ProcessGroup, own: Tensor, order: Tensor
-    ) -> Tensor:
-        """Gather [S, ...] shards and put every token where it belongs."""
-        ctx.group, ctx.own = group, own  # type: ignore[attr-defined]
-        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return torch.empty_like(out).index_copy_(0, order, out)
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sum what the ranks did with the whole and keep the own tokens."""
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
-        return total.index_select(0, ctx.own), None, None, None  # type: ignore[attr-defined]
-
-
 def unshard(
     x: Tensor,
     group: Group,
@@ -238,9 +236,9 @@ def unshard(
 ) -> Tensor:
     """The whole of what `shard` split, on every rank.
 
-    Forward is an all-gather over the group, backward an all-reduce that sums the ranks' gradients:
-    it is the adjoint for ranks that use the whole for different work. Where all compute the same
-    loss from it, divide that loss by the group's size.
+    Forward is an all-gather over the group, backward a reduce-scatter that sums the ranks'
+    gradients: it is the adjoint for ranks that use the whole for different work. Where all compute
+    the same loss from it, divide that loss by the group's size.
 
     Shape:
         x: [..., S / ranks, ...] at `dim`. Returns [..., S, ...]; `x` itself for one rank.
@@ -251,13 +249,7 @@ def unshard(
     """
     ranks = group_size(group)
     length = x.shape[dim] * ranks
-    bounds = document_bounds(length, cu_seqlens)
-    runs = [
-        segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
-        for rank in range(ranks)
-    ]
-    if group is None or ranks == 1:
+    runs = all_segments(length, ranks, split, document_bounds(length, cu_seqlens))
+    if ranks == 1:
         return x
-    own = on_device(index_of(runs[group.rank()]), x.device)
-    order = on_device(index_of([run for part in runs for run in part]), x.device)
-    return cast(Tensor, _Unshard.apply(x.movedim(dim, 0), group, own, order)).movedim(0, dim)
+    return all_gather(x, group, dim=dim).index_select(dim, order_of(runs, x.device))
