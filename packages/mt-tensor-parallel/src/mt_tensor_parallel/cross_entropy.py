@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import torch
 from mt_files import check_type
-from mt_parallel_state import Group, apply_outside_graph, group_size
+from mt_parallel_state import Group, apply_outside_graph
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.arguments import check_labels
 from mt_tensor_parallel.embedding import check_range
-from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
+from mt_tensor_parallel.loss_terms import LossTerms
 
 
 def _rows_per_block(logits: Tensor) -> int:
@@ -24,7 +24,7 @@ def _rows_per_block(logits: Tensor) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         count = logits.shape[0]
         local = labels - terms.first
@@ -44,8 +44,8 @@ class _CrossEntropy(torch.autograd.Function):
             torch.sum(block.sub_(high[rows, None]).exp_(), -1, out=total[rows])
         target = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill(foreign, 0)
         log_sum = high + total.log()
-        if group is not None:
-            log_sum, target, sums = over_ranks(group, log_sum.clamp_(min=lowest), target, sums)
+        if terms.group is not None:
+            log_sum, target, sums = terms.over_ranks(log_sum.clamp_(min=lowest), target, sums)
         ignored = labels == terms.ignore_index
         ctx.terms = terms
         ctx.save_for_backward(logits, log_sum, local, foreign, ignored)
@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
             block.sub_(log_sum[rows, None]).exp_()
             terms.grad_(block, log_sum[rows], local[rows], ~foreign[rows])
             out[rows, : terms.columns] = block.mul_(scale[rows, None])
-        return out, None, None, None
+        return out, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -121,8 +121,8 @@ def vocab_parallel_cross_entropy(
     )
     check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
     rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms
-    if group_size(group) > 1:
-        loss = apply_outside_graph(_CrossEntropy, *rows, group)
+    if terms.group is None:
+        loss = cast(Tensor, _CrossEntropy.apply(*rows))
     else:
-        loss = cast(Tensor, _CrossEntropy.apply(*rows, None))
+        loss = apply_outside_graph(_CrossEntropy, *rows)
     return loss.view(labels.shape)

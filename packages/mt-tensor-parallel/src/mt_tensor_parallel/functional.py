@@ -37,10 +37,6 @@ from mt_tensor_parallel.overlap import (
 from mt_tensor_parallel.wgrad import defer
 
 
-def _bias_grad(grad_y: Tensor, *, needed: bool) -> Tensor | None:
-    return grad_y.flatten(0, -2).sum(0) if needed else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _How:
     """What the two functions below share.
@@ -143,7 +139,7 @@ class _Column(torch.autograd.Function):
             reduced = _start_reduction(gemm.dgrad(grad_y, weight), how)
         # The reduction of dgrad runs while wgrad computes.
         grad_w = how.wgrad(grad_y, whole) if need_w else None
-        grad_b = _bias_grad(grads[0], needed=need_b)
+        grad_b = grads[0].flatten(0, -2).sum(0) if need_b else None
         return None if reduced is None else reduced(), grad_w, grad_b, None
 
 
@@ -175,7 +171,7 @@ class _Row(torch.autograd.Function):
         how: _How = ctx.how
         (x, weight), gemm = how.restore(ctx), how.gemm
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        grad_b = _bias_grad(grads[0], needed=need_b)
+        grad_b = grads[0].flatten(0, -2).sum(0) if need_b else None
         grad_y = gemm.operand(grads[0], "grad") if need_x or need_w else None
         grad_x = None
         if how.sequence_parallel and need_x:

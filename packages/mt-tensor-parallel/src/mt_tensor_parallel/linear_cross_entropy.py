@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from mt_files import check_type
-from mt_parallel_state import Group, apply_outside_graph, group_size
+from mt_parallel_state import Group, apply_outside_graph
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,7 +16,7 @@ from mt_tensor_parallel.arguments import check_labels, positive_int
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
-from mt_tensor_parallel.loss_terms import LossTerms, over_ranks
+from mt_tensor_parallel.loss_terms import LossTerms
 
 IGNORE_INDEX = -100
 
@@ -132,12 +132,11 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
     gemm = checked_gemm(gemm)
-    in_graph = torch.compiler.is_compiling() and group_size(group) == 1 and gemm.is_torch
+    in_graph = torch.compiler.is_compiling() and terms.group is None and gemm.is_torch
     if in_graph:  # where blocks would be unrolled
         block_size = max(1, hidden.shape[0])
     how = _How(
         gemm=gemm,
-        group=group if group_size(group) > 1 else None,
         terms=terms,
         block_size=block_size,
         grad_enabled=torch.is_grad_enabled(),
@@ -170,14 +169,12 @@ class _How:
 
     Attributes:
         gemm: Multiplies.
-        group: Ranks that share the vocabulary, or None for one.
         terms: Of the loss.
         block_size: Tokens per block.
         grad_enabled: Whether gradients may be wanted.
     """
 
     gemm: Gemm
-    group: Group
     terms: LossTerms
     block_size: int
     grad_enabled: bool
@@ -246,11 +243,11 @@ def _block_loss(logits: Tensor, labels: Tensor, how: _How, *, wants_grad: bool) 
     """
     size, terms = how.block_size, how.terms
     # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
-    if logits.device.type == "cpu" and how.group is None and not torch.compiler.is_compiling():
+    if logits.device.type == "cpu" and terms.group is None and not torch.compiler.is_compiling():
         size = max(16, (1 << 19) // logits.shape[1])
     losses = []
     for part, own in zip(logits.split(size), labels.split(size), strict=True):
-        loss, probs = _part_loss(part[:, : terms.columns], own, how)
+        loss, probs = _part_loss(part[:, : terms.columns], own, terms)
         losses.append(loss)
         if wants_grad:
             if part.dtype != probs.dtype or torch.compiler.is_compiling():  # else it is in place
@@ -259,7 +256,7 @@ def _block_loss(logits: Tensor, labels: Tensor, how: _How, *, wants_grad: bool) 
     return torch.stack(losses).sum()
 
 
-def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _part_loss(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Return the summed loss of some tokens, and the gradient of their logits.
 
     fp32 and fp64 logits are overwritten, by their gradient outside of compiled graphs.
@@ -267,7 +264,6 @@ def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tenso
     Shape:
         logits: [N, terms.columns]; labels: [N]. Returns a scalar and [N, terms.columns].
     """
-    terms = how.terms
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = labels != terms.ignore_index
     local = labels - terms.first
@@ -286,8 +282,8 @@ def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tenso
         probs, target = wide, wide.new_zeros(len(labels))
         sums = target if terms.smoothing else None
         lse = torch.full_like(target, torch.finfo(wide.dtype).min)
-    if how.group is not None:
-        whole, target, sums = over_ranks(how.group, lse, target, sums)
+    if terms.group is not None:
+        whole, target, sums = terms.over_ranks(lse, target, sums)
         probs.mul_((lse - whole).exp_().unsqueeze(1))
         lse = whole
     loss = torch.where(counts, terms.loss(lse, target, sums), 0).sum()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from mt_tensor_parallel.arguments import check_number, check_volume
 from mt_tensor_parallel.gemm import SEQUENCE_DIM
 from mt_tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from mt_tensor_parallel.shards import split_dim
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 Export = Callable[[str, Tensor, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
@@ -97,31 +98,23 @@ class LoraLinear(nn.Module):
         self.dropout, self.merged = dropout, False
         self._key = hash_key("lora", seed, name)
         column = isinstance(base, ColumnParallelLinear)
-        dims = base.weight.shape
-        self._in = dims[-1:] if column else dims[1:]
-        self._out = dims[:-1] if column else dims[:1]
+        cut = base.weight.dim() - 1 if column else 1  # output features before it, input after
         make = {"dtype": base.weight.dtype, "device": base.weight.device}
-        self.a = nn.Parameter(torch.empty(rank, *self._in, **make))
-        self.b = nn.Parameter(torch.zeros(*self._out, rank, **make))
-        self._record(column=column)
+        self.a = nn.Parameter(torch.empty(rank, *base.weight.shape[cut:], **make))
+        self.b = nn.Parameter(torch.zeros(*base.weight.shape[:cut], rank, **make))
+        sequence = base.sequence_parallel and group_size(base.group) > 1
+        whole, split = (self.a, self.b) if column else (self.b, self.a)
+        shard_param(whole, PartitionSpec(), partial_grad=(base.axis,) if sequence else ())
+        shard_param(split, sharding_of(base.weight).spec)  # which has the split dim in that place
+        mark_matrix(self.a, MatrixSpec(in_dims=self.a.dim() - 1))
+        mark_matrix(self.b, MatrixSpec())
         if self.a.device.type != "meta":
             self._draw()
 
-    def _record(self, *, column: bool) -> None:
-        dims = sharding_of(self.base.weight).spec.dims
-        dims = (*dims, *(None,) * (self.base.weight.dim() - len(dims)))
-        sequence = self.base.sequence_parallel and group_size(self.base.group) > 1
-        partial = (self.base.axis,) if sequence else ()
-        whole, split = (self.a, self.b) if column else (self.b, self.a)
-        shard_param(whole, PartitionSpec(), partial_grad=partial)
-        shard_param(split, PartitionSpec(*dims[:-1]) if column else PartitionSpec(None, *dims[1:]))
-        mark_matrix(self.a, MatrixSpec(in_dims=len(self._in)))
-        mark_matrix(self.b, MatrixSpec())
-
     def _draw(self) -> None:
         """Fill this rank's part of A."""
-        dim, group = _split_dim(self.a), self.base.group
-        columns = math.prod(self._in) * (1 if dim is None else group_size(group))
+        dim, group = split_dim(self.a), self.base.group
+        columns = self.a[0].numel() * (1 if dim is None else group_size(group))
         bound = 1 / math.sqrt(columns)  # PEFT's: Kaiming uniform with a = sqrt(5)
         index = _global_index(self.a.shape, dim, group, self.a.device)
         with torch.no_grad():
@@ -130,7 +123,7 @@ class LoraLinear(nn.Module):
 
     def _drop(self, x: Tensor) -> Tensor:
         """Drop elements of the adapter's input by their place in the input of all ranks."""
-        group, dim = self.base.group, _split_dim(self.a)
+        group, dim = self.base.group, split_dim(self.a)
         if dim is not None:  # the features are split: x ends in the dims of A after the first
             dim += x.dim() - self.a.dim()
         elif self.base.sequence_parallel and isinstance(self.base, ColumnParallelLinear):
@@ -161,12 +154,12 @@ class LoraLinear(nn.Module):
         b = self.b.flatten(0, -2)
         if isinstance(self.base, ColumnParallelLinear):
             thin = nn.functional.linear(x, a)
-            gather = all_gather(thin, group, dim=SEQUENCE_DIM) if sequence else None
-            thin = copy_to_group(thin, group) if gather is None else gather
-            y = nn.functional.linear(thin, b)
-            return y.unflatten(-1, self._out) if len(self._out) > 1 else y
-        flat = x.flatten(-len(self._in)) if len(self._in) > 1 else x
-        thin = nn.functional.linear(flat, a)
+            if sequence:
+                thin = all_gather(thin, group, dim=SEQUENCE_DIM)
+            else:
+                thin = copy_to_group(thin, group)
+            return nn.functional.linear(thin, b).unflatten(-1, self.b.shape[:-1])
+        thin = nn.functional.linear(x.flatten(1 - self.a.dim()), a)
         if sequence:
             thin = reduce_scatter(thin, group, dim=SEQUENCE_DIM)
         else:
@@ -363,14 +356,8 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _split_dim(param: nn.Parameter) -> int | None:
-    """The dim in which a matrix is split over the group; None if it is whole."""
-    dims = sharding_of(param).spec.dims
-    return next((dim for dim, axes in enumerate(dims) if axes), None)
-
-
 def _whole(param: nn.Parameter, group: Group) -> Tensor:
-    dim = _split_dim(param)
+    dim = split_dim(param)
     return param.detach() if dim is None else gather_from_group(param.detach(), group, dim=dim)
 
 

@@ -13,31 +13,6 @@ from torch import Tensor
 from mt_tensor_parallel.arguments import check_number
 
 
-def over_ranks(
-    group: dist.ProcessGroup, lse: Tensor, target: Tensor, sums: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Join what each rank knows of the tokens: an all-reduce MAX, and one SUM of all the rest.
-
-    Args:
-        group: Ranks that share the vocabulary.
-        lse: Log-sum-exp over this rank's logits.
-        target: The label's logit, 0 where it is not here.
-        sums: Sum of this rank's logits, or None.
-
-    Returns:
-        The three of the whole vocabulary.
-
-    Shape:
-        All [N].
-    """
-    largest = lse.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    parts = [(lse - largest).exp_(), target, *([] if sums is None else [sums])]
-    shared = torch.stack(parts)
-    dist.all_reduce(shared, group=group)
-    return shared[0].log_().add_(largest), shared[1], None if sums is None else shared[2]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """The terms of a token's loss on this rank's columns of the vocabulary.
@@ -48,6 +23,7 @@ class LossTerms:
     zero (Chowdhery et al. 2022, PaLM). K and the mean are of the whole vocabulary, not of a shard.
 
     Attributes:
+        group: Ranks that share the vocabulary, or None for one.
         ignore_index: Tokens with this label have no loss.
         smoothing: s.
         z_loss: z.
@@ -56,6 +32,7 @@ class LossTerms:
         columns: This rank's columns that are no padding.
     """
 
+    group: Group
     ignore_index: int
     smoothing: float
     z_loss: float
@@ -103,6 +80,7 @@ class LossTerms:
             raise ValueError(f"z_loss={z_loss} must be 0 or more")
         first = group_rank(group) * width
         return cls(
+            group=group if ranks > 1 else None,
             ignore_index=ignore_index,
             smoothing=label_smoothing * size / (size - 1) if size > 1 else 0.0,
             z_loss=z_loss,
@@ -115,6 +93,29 @@ class LossTerms:
     def plain(self) -> bool:
         """Whether the loss is nothing but cross entropy."""
         return self.smoothing == 0 and self.z_loss == 0
+
+    def over_ranks(
+        self, lse: Tensor, target: Tensor, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Join what each rank knows of the tokens: an all-reduce MAX, and one SUM of all the rest.
+
+        Args:
+            lse: Log-sum-exp over this rank's logits.
+            target: The label's logit, 0 where it is not here.
+            sums: Sum of this rank's logits, or None.
+
+        Returns:
+            The three of the whole vocabulary.
+
+        Shape:
+            All [N].
+        """
+        largest = lse.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        parts = [(lse - largest).exp_(), target, *([] if sums is None else [sums])]
+        shared = torch.stack(parts)
+        dist.all_reduce(shared, group=self.group)
+        return shared[0].log_().add_(largest), shared[1], None if sums is None else shared[2]
 
     def loss(self, lse: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """The loss of each token.

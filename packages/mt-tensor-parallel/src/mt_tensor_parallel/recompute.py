@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from mt_parallel_state import Group, group_rank, group_size, start_all_gather
+from mt_parallel_state import Group, gather_from_group, group_rank, group_size
 from torch import Tensor
 
 Output = TypeVar("Output", Tensor, tuple[Tensor, ...])
@@ -16,52 +16,33 @@ class _Surroundings:
     """Autocast and the device's default generator, as they were at some point."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        on_gpu = device.type == "cuda"
-        self._state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        self._gpus = [device] if device.type == "cuda" else []
+        self._state = torch.cuda.get_rng_state(device) if self._gpus else torch.get_rng_state()
         self._autocast = torch.autocast(
             device.type,
             dtype=torch.get_autocast_dtype(device.type),
             enabled=torch.is_autocast_enabled(device.type),
         )
 
-    def restore_randomness(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._state, self._device)
-        else:
-            torch.set_rng_state(self._state)
-
     def run_again(self, function: Callable[..., Output], *inputs: Tensor) -> Output:
         """Run the function as it ran then, recording its graph; afterwards all is as before."""
-        now = _Surroundings(inputs[0].device)
-        self.restore_randomness()
-        try:
-            with torch.enable_grad(), self._autocast:
-                return function(*inputs)
-        finally:
-            now.restore_randomness()
+        with torch.random.fork_rng(self._gpus), torch.enable_grad(), self._autocast:
+            if self._gpus:
+                torch.cuda.set_rng_state(self._state, *self._gpus)
+            else:
+                torch.set_rng_state(self._state)
+            return function(*inputs)
 
 
-class _Shared:
-    """How a tensor that all ranks of a group hold is kept in equal shares."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self._shape, self._group = x.shape, group if group_size(group) > 1 else None
-        if x.numel() % group_size(group):
-            raise ValueError(
-                f"an input of shape {tuple(x.shape)} cannot be shared by {group_size(group)} "
-                "ranks; pass group=None, or pad it"
-            )
-
-    def share(self, x: Tensor) -> Tensor:
-        if self._group is None:
-            return x
-        return x.reshape(-1).chunk(self._group.size())[group_rank(self._group)].clone()
-
-    def whole(self, share: Tensor) -> Tensor:
-        if self._group is None:
-            return share
-        return start_all_gather(share, self._group, 0).wait().view(self._shape)
+def _share(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of what all ranks of a group hold."""
+    ranks = group_size(group)
+    if x.numel() % ranks:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} cannot be shared by {ranks} ranks; pass "
+            "group=None, or pad it"
+        )
+    return x if ranks == 1 else x.reshape(-1).chunk(ranks)[group_rank(group)].clone()
 
 
 class _Recompute(torch.autograd.Function):
@@ -76,8 +57,8 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.function = function
         ctx.surroundings = _Surroundings(inputs[0].device)
-        ctx.first = _Shared(inputs[0], group)
-        ctx.save_for_backward(ctx.first.share(inputs[0]), *inputs[1:])
+        ctx.shape, ctx.group = inputs[0].shape, group
+        ctx.save_for_backward(_share(inputs[0], group), *inputs[1:])
         output = function(*inputs)
         _as_tensors(output)
         return output
@@ -85,7 +66,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         share, *others = ctx.saved_tensors
-        tensors = [ctx.first.whole(share), *others]
+        tensors = [gather_from_group(share, ctx.group, dim=0).view(ctx.shape), *others]
         inputs = [
             x.detach().requires_grad_(needed)
             for x, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)

@@ -34,23 +34,24 @@ def draw_part(
     return nn.Parameter(part.to(dtype=dtype, device=device, copy=True).contiguous())
 
 
+def split_dim(param: nn.Parameter) -> int | None:
+    """The dim in which a parameter is split over the group; None if it is whole."""
+    dims = sharding_of(param).spec.dims
+    return next((dim for dim, axes in enumerate(dims) if axes), None)
+
+
 def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:
     """Copy the part of `whole` that `own` stands for, with `own`'s sharding record.
 
     Shape:
         whole: any that has as many elements as all parts together. Returns that of `own`.
     """
-    record = sharding_of(own)
-    split = [
-        dim < len(record.spec.dims) and bool(record.spec.dims[dim]) for dim in range(own.dim())
-    ]
-    ranks, rank = group_size(group), group_rank(group)
-    part = whole.detach().view(
-        [n * ranks if s else n for n, s in zip(own.shape, split, strict=True)]
-    )
-    for dim, size in enumerate(own.shape):
-        if split[dim]:
-            part = part.narrow(dim, rank * size, size)
+    record, dim, shape = sharding_of(own), split_dim(own), list(own.shape)
+    if dim is not None:
+        shape[dim] *= group_size(group)
+    part = whole.detach().view(shape)
+    if dim is not None:
+        part = part.narrow(dim, group_rank(group) * own.shape[dim], own.shape[dim])
     copy = nn.Parameter(
         part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad
     )
