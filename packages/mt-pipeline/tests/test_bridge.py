@@ -113,7 +113,7 @@ def test_a_bridge_that_cannot_be_says_why():
         (lambda: batch_boxes(4, []), ValueError, "copies is empty"),
         (lambda: batch_boxes(-1, [[0]]), ValueError, "rows is -1: expected a whole number"),
         (lambda: batch_boxes(4, None), ValueError, "copies is empty"),
-        (lambda: layout_boxes(4, None), TypeError, "expected a ParallelLayout, got None"),
+        (lambda: layout_boxes(4, None), TypeError, "layout must be a ParallelLayout, got None"),
         (lambda: layout_boxes(4, ParallelLayout(pp=2), stage=99), ValueError, r"stages 0\.\.1"),
         (lambda: layout_boxes(4, ParallelLayout(), first_rank=-1), ValueError, "first_rank is -1"),
         (lambda: plan_moves({}, {}), ValueError, "there is no source box"),
@@ -243,7 +243,7 @@ def test_boxes_may_cut_the_sequence_too_and_moves_may_overlap_work(ranks):
         spec = TensorSpec((4, 6, 2), torch.float64)
         mine = whole[:, 3 * rank : 3 * rank + 3] if rank in source else None
         moving = [bridge.start(None if mine is None else mine * k, spec) for k in (1, 2)]
-        results = [each.wait() for each in moving]
+        results = [wait() for wait in moving]
         if rank in destination:
             for k, y in zip((1, 2), results, strict=True):
                 assert torch.equal(y, whole[2 * (rank - 2) : 2 * (rank - 2) + 2] * k)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from mt_files import experimental
+from mt_files import check_type, experimental
 from mt_parallel_state import ParallelLayout
 from torch import Tensor
 
@@ -86,8 +86,7 @@ def layout_boxes(
         ValueError: The layout has no such stage, `first_rank` or `rows` is negative.
         TypeError: It is no `ParallelLayout`.
     """
-    if not isinstance(layout, ParallelLayout):
-        raise TypeError(f"expected a ParallelLayout, got {layout!r:.60}")
+    check_type("layout", layout, ParallelLayout)
     if stage not in range(layout.size("pp")):
         raise ValueError(
             f"stage is {stage!r:.60}: the layout has stages 0..{layout.size('pp') - 1}"
@@ -128,8 +127,8 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
         1 -> 4 (range(2, 3),)
         1 -> 5 (range(3, 4),)
     """
-    if not isinstance(source, Mapping) or not isinstance(destination, Mapping):
-        raise TypeError(f"boxes must map ranks to ranges, got {source!r:.60}, {destination!r:.60}")
+    check_type("source", source, Mapping)
+    check_type("destination", destination, Mapping)
     if not source:
         raise ValueError("there is no source box: give for each rank on the first side what it has")
     copies: dict[Box, list[int]] = {}
@@ -228,7 +227,7 @@ class Bridge:
             This rank's box on the second side, outside of any graph, requiring a gradient where
             its dtype has one; None on ranks that are not on that side.
         """
-        y = self.start(x, spec).wait()
+        y = self.start(x, spec)()
         return y.requires_grad_() if y is not None and spec.has_gradient else y
 
     def backward(self, grad: Tensor | None, spec: TensorSpec) -> Tensor | None:
@@ -241,10 +240,16 @@ class Bridge:
         Returns:
             The gradient of this rank's box on the first side; None on ranks that are not there.
         """
-        return self.start(grad, spec, back=True).wait()
+        return self.start(grad, spec, back=True)()
 
-    def start(self, tensor: Tensor | None, spec: TensorSpec, *, back: bool = False) -> Moving:
+    def start(
+        self, tensor: Tensor | None, spec: TensorSpec, *, back: bool = False
+    ) -> Callable[[], Tensor | None]:
         """Start a move without waiting for it: `forward`, or with `back` `backward`, in halves.
+
+        Returns:
+            A function that waits until all is sent and received, and returns what this rank
+            needed; None where it is none of the receiving ranks.
 
         Raises:
             ValueError: A tensor is missing or does not fit this rank's box.
@@ -271,41 +276,23 @@ class Bridge:
                 arriving.append((move.box, part))
                 transfers.append(self._transfer(dist.irecv, part, move.source))
         works = dist.batch_isend_irecv(transfers) if transfers else []
-        return Moving(result, wanted, arriving, works, transfers)
+
+        def wait() -> Tensor | None:
+            for work in works:
+                work.wait()
+            for box, part in arriving:
+                _part(result, wanted, box).copy_(part)
+            for done in (works, arriving, transfers):  # what was sent had to stay alive until now
+                done.clear()
+            return result
+
+        return wait
 
     def _empty(self, box: Box, dtype: torch.dtype, rest: tuple[int, ...]) -> Tensor:
         return torch.empty((*map(len, box), *rest), dtype=dtype, device=self._device)
 
     def _transfer(self, op: Any, part: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(op, part, group=self._group, group_peer=peer)
-
-
-class Moving:
-    """A tensor on its way over a bridge."""
-
-    def __init__(
-        self,
-        result: Tensor | None,
-        box: Box | None,
-        arriving: list[tuple[Box, Tensor]],
-        works: Sequence[dist.Work],
-        alive: Sequence[object],
-    ) -> None:
-        self._result, self._box, self._arriving = result, box, arriving
-        self._works, self._alive = works, alive
-
-    def wait(self) -> Tensor | None:
-        """Wait until all is sent and received.
-
-        Returns:
-            What this rank needed; None where it is none of the receiving ranks.
-        """
-        for work in self._works:
-            work.wait()
-        for box, part in self._arriving:
-            _part(self._result, self._box, box).copy_(part)
-        self._works, self._arriving, self._alive = (), [], ()
-        return self._result
 
 
 def _common(one: Box, other: Box) -> Box:
