@@ -92,3 +92,81 @@ def test_a_checkpoint_of_one_strategy_resumes_under_another(
     assert list(rest) == list(range(11, 21))
     whole = losses(reference)
     np.testing.assert_allclose(list(rest.values()), [whole[s] for s in rest], rtol=1e-10)
+
+
+# name: (processes, data-parallel size, overrides)
+OPTIONS = {
+    "offload": (2, 2, ["data_parallel.offload=true"]),
+    "nothing-overlaps": (2, 2, ["data_parallel.overlap=false", "data_parallel.prefetch=0"]),
+    "local-sum": (
+        2,
+        2,
+        ["data_parallel.local_sum=true", "data_parallel.pad_for_bandwidth=true"],
+    ),
+    "all-with-replicas": (
+        4,
+        4,
+        [
+            "data_parallel.replicas=2",
+            "data_parallel.offload=true",
+            "data_parallel.prefetch=2",
+            "data_parallel.local_sum=true",
+        ],
+    ),
+    "all-with-pipeline": (
+        4,
+        2,
+        [
+            "parallel.pp=2",
+            "pipeline.schedule=zb-h1",
+            "data_parallel.offload=true",
+            "data_parallel.prefetch=3",
+        ],
+    ),
+}
+OPTION_CASES = [
+    pytest.param(strategy, name, marks=() if (row + column) % 3 == 0 else pytest.mark.campaign)
+    for row, name in enumerate(OPTIONS)
+    for column, strategy in enumerate(STRATEGIES)
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), OPTION_CASES)
+def test_where_shares_are_kept_and_how_they_travel_changes_no_number(
+    strategy, name, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    nproc, dp, overrides = OPTIONS[name]
+    run = tiny.train(tmp_path, *strategy_options(strategy, dp), *overrides, nproc=nproc)
+    np.testing.assert_allclose(
+        list(losses(run).values()), list(losses(reference).values()), rtol=1e-10
+    )
+    np.testing.assert_allclose(held_out(run), held_out(reference), rtol=1e-9)
+    wanted = arrays(reference)
+    for array, value in arrays(run).items():
+        np.testing.assert_allclose(value, wanted[array], rtol=0, atol=1e-9, err_msg=array)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shards_as_masters_train_a_bf16_model_bit_for_bit(
+    strategy, tiny, tmp_path, losses, arrays
+) -> None:
+    options = [f"data_parallel.strategy={strategy}", "training.dtype=bf16", MICRO]
+    plain = tiny.train(tmp_path / "plain", *options, nproc=2)
+    shards = "data_parallel.shard_dtype=fp32"
+    masters = tiny.train(tmp_path / "masters", *options, shards, nproc=2)
+    assert losses(masters) == losses(plain)
+    wanted = arrays(plain)
+    for name, value in arrays(masters).items():
+        np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+
+
+def test_local_sums_of_bf16_addends_are_the_same_shared_out_or_not(tiny, tmp_path, losses) -> None:
+    sums = ["data_parallel.reduce_dtype=bf16", "data_parallel.local_sum=true", MICRO]
+    runs = [
+        losses(tiny.train(tmp_path / s, f"data_parallel.strategy={s}", *sums, nproc=2))
+        for s in ("none", "optimizer")
+    ]
+    assert runs[0] == runs[1]
+    exact = losses(tiny.train(tmp_path / "exact", MICRO, nproc=2))
+    assert exact != runs[0]
+    np.testing.assert_allclose(list(runs[0].values()), list(exact.values()), rtol=2e-3)

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from mt_data_parallel import GradBuffer, grad_of
+from mt_data_parallel import shard
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule
@@ -38,45 +37,44 @@ def run(schedule, stages, *, group, seed):
     ).run(batches, objective=lambda output, batch: (output * batch.cos()).sum())
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipe-v"]
-)
-def test_buckets_sum_the_gradients_of_all_replicas(ranks, name):
-    def body():
-        with ParallelState(ParallelLayout(pp=2, dp=2)) as state:
-            schedule = make_schedule(name, stages=2, microbatches=MICROBATCHES)
-            stages = [Stage(number) for number in schedule.stages_of(state.index("pp"))]
-            alone = [copy.deepcopy(stages) for _ in range(2)]
-            for seed, replica in enumerate(alone):
-                run(schedule, replica, group=state.group("pp"), seed=seed)
-            named = dict(nn.ModuleList(stages).named_parameters())
-            launched = []
-            buffer = GradBuffer(named.items(), group=state.group("dp"), bucket_size=40)
-            reduce = dist.all_reduce
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipe-v")
+STRATEGIES = ("none", "optimizer", "optimizer_gradients", "full")
 
-            def logged(tensor, *args, **kwargs):
-                launched.append(tensor.numel())
-                return reduce(tensor, *args, **kwargs)
 
-            dist.all_reduce = logged
-            try:
-                for _ in range(2):  # the second step starts anew
-                    launched.clear()
-                    buffer.start(MICROBATCHES)
-                    run(schedule, stages, group=state.group("pp"), seed=state.index("dp"))
-                    before_finish = len(launched)
-                    buffer.finish()
-            finally:
-                dist.all_reduce = reduce
-            sums = [
-                a.grad + b.grad
-                for one, other in zip(*alone, strict=True)
-                for a, b in zip(one.parameters(), other.parameters(), strict=True)
-            ]
-            for parameter, expected in zip(named.values(), sums, strict=True):
-                torch.testing.assert_close(grad_of(parameter), expected, rtol=1e-12, atol=1e-12)
-            buffer.close()
-            return before_finish, len(launched)
+def reduced(name, strategy):
+    """How much was reduced from within backward, and whether all of it is the sum of replicas."""
+    with ParallelState(ParallelLayout(pp=2, dp=2)) as state:
+        schedule = make_schedule(name, stages=2, microbatches=MICROBATCHES)
+        stages = [Stage(number) for number in schedule.stages_of(state.index("pp"))]
+        alone = [copy.deepcopy(stages) for _ in range(2)]
+        for seed, replica in enumerate(alone):
+            run(schedule, replica, group=state.group("pp"), seed=seed)
+        model = nn.ModuleList(stages)
+        sums = {
+            name: sum(dict(nn.ModuleList(one).named_parameters())[name].grad for one in alone)
+            for name, _ in model.named_parameters()
+        }
+        launched = []
+        with shard(
+            model, strategy, group=state.group("dp"), bucket_size=40, units=stages
+        ) as buffer:
+            for _ in range(2):  # the second step starts anew
+                buffer.start(MICROBATCHES)
+                run(schedule, stages, group=state.group("pp"), seed=state.index("dp"))
+                launched.append(buffer.num_launched)
+                buffer.finish()
+                buffer.gather_params()
+            for piece in buffer.pieces():
+                expected = sums[piece.name].view(-1)[piece.start : piece.end]
+                found = piece.grad.reshape(-1)
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        return launched
 
-    for before_finish, total in ranks(4, body):
-        assert before_finish == total > 2  # all buckets left from within the backward
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_buckets_leave_from_within_the_backward_and_sum_all_replicas(ranks, name, strategy):
+    """Also where weight gradients come later than backward: in the W of zero-bubble schedules."""
+    for launched in ranks(4, reduced, name, strategy):
+        for begun, total in launched:
+            assert begun == total > (2 if strategy in ("none", "optimizer") else 1)

@@ -1,4 +1,5 @@
 import copy
+import gc
 
 import pytest
 import torch
@@ -62,12 +63,14 @@ def group_of(hybrid):
 
 
 def train(strategy, how):
-    hybrid, recompute, meta = (how.get(key, False) for key in ("hybrid", "recompute", "meta"))
+    how = dict(how)
+    hybrid, recompute, meta = (how.pop(key, False) for key in ("hybrid", "recompute", "meta"))
     net = Net(device="meta") if meta else make_net(recompute)
     net.recompute = recompute
     init = fill if meta else None
-    options = {} if strategy in ("optimizer_gradients", "full") else {"bucket_size": 100}
-    with shard(net, strategy, group=group_of(hybrid), init=init, **options) as buffer:
+    if strategy in ("none", "optimizer"):
+        how["bucket_size"] = 100
+    with shard(net, strategy, group=group_of(hybrid), init=init, **how) as buffer:
         pieces = buffer.pieces()
         optimizer = torch.optim.AdamW([p.param for p in pieces], lr=1e-2, fused=True)
         for step in range(STEPS):
@@ -77,10 +80,11 @@ def train(strategy, how):
             buffer.finish()
             optimizer.step()
             buffer.gather_params()
+        with torch.no_grad():
+            loss = net(tokens_of(99, 0)).item()  # right after the step
+        buffer.gather_params()
         with buffer.gathered():
             params = {name: p.detach().clone() for name, p in net.named_parameters()}
-        with torch.no_grad():
-            loss = net(tokens_of(99, 0)).item()
     return params, loss
 
 
@@ -97,18 +101,231 @@ def reference(world_size):
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, {}), (4, {}), (4, {"hybrid": True}), (2, {"recompute": True}), (2, {"meta": True})],
+    [
+        (2, {}),
+        (4, {}),
+        (4, {"hybrid": True}),
+        (2, {"recompute": True}),
+        (2, {"meta": True}),
+        (2, {"prefetch": 0}),
+        (2, {"prefetch": 2, "recompute": True}),
+        (2, {"overlap": False, "pad_for_bandwidth": True}),
+        (2, {"offload": True}),
+        (4, {"offload": True, "hybrid": True, "meta": True}),
+        (1, {"offload": True}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_matches_one_process_to_1e_minus_12(ranks, strategy, world_size, options):
     if strategy == "none":  # a group of replicas needs no second level, and memory at once
-        options = {key: value for key, value in options.items() if key == "recompute"}
+        kept = ("recompute", "overlap", "pad_for_bandwidth")
+        options = {key: value for key, value in options.items() if key in kept}
     expected, loss = reference(world_size)
     for params, found in ranks(world_size, train, strategy, options):
         assert found == pytest.approx(loss, rel=1e-12)
         for name, param in params.items():
             torch.testing.assert_close(param, expected[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+MIXED = [
+    {"shard_dtype": torch.float32},
+    {"shard_dtype": torch.float32, "meta": True},
+    {"shard_dtype": torch.float32, "offload": True, "prefetch": 0},
+]
+
+
+def train_mixed(strategy, how):
+    """A bf16 model whose pieces are fp32 masters, with Adam steps; what is computed with."""
+    how = dict(how)
+    net = Net(torch.bfloat16, device="meta" if how.pop("meta", False) else None)
+    if not net.embedding.weight.is_meta:
+        for name, param in net.named_parameters():
+            fill(name, param)
+    with shard(net, strategy, group=dist.group.WORLD, init=fill, **how) as buffer:
+        params = [piece.param for piece in buffer.pieces()]
+        assert {p.dtype for p in params} == {torch.float32}
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        for step in range(STEPS):
+            buffer.start(MICROBATCHES)
+            for part in range(MICROBATCHES):
+                net(tokens_of(step, dist.get_rank() * MICROBATCHES + part)).backward()
+            buffer.finish()
+            optimizer.step()
+            buffer.gather_params()
+        with buffer.gathered():
+            return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def mixed_reference(world_size):
+    """By hand: bf16 gradients added in fp32, steps of fp32 masters, bf16 copies of them."""
+    net = Net(torch.bfloat16)
+    for name, param in net.named_parameters():
+        fill(name, param)
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in net.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
+    for step in range(STEPS):
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for rank in range(world_size):
+            own = {name: torch.zeros_like(master) for name, master in masters.items()}
+            for part in range(MICROBATCHES):
+                net.zero_grad()
+                net(tokens_of(step, rank * MICROBATCHES + part)).backward()
+                for name, param in net.named_parameters():
+                    own[name] += param.grad.float()
+            for name, master in masters.items():
+                master.grad += own[name]
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in net.named_parameters():
+                param.copy_(masters[name])
+    return dict(net.named_parameters())
+
+
+@pytest.mark.parametrize("how", MIXED, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_bf16_parameters_gathered_from_fp32_shards_equal_masters_by_hand(ranks, strategy, how):
+    expected = mixed_reference(2)
+    for params in ranks(2, train_mixed, strategy, how):
+        for name, param in params.items():
+            assert param.dtype == torch.bfloat16
+            if strategy == "optimizer":  # the order of additions is that of the reference
+                assert torch.equal(param, expected[name].detach()), name
+            torch.testing.assert_close(param, expected[name].detach(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_fp32_model_computes_in_bf16_and_steps_in_fp32(ranks, world_size):
+    def body():
+        net = Net(torch.float32)
+        for name, param in net.named_parameters():
+            fill(name, param)
+        whole = {name: p.detach().clone() for name, p in net.named_parameters()}
+        with shard(net, "full", group=dist.group.WORLD, param_dtype=torch.bfloat16) as buffer:
+            for piece in buffer.pieces():
+                values = whole[piece.name].view(-1)[piece.start : piece.end]
+                assert torch.equal(piece.param.detach().view(-1), values)  # not rounded
+            buffer.start(1)
+            net(tokens_of(0, 0)).backward()
+            buffer.finish()
+            assert all(piece.grad.dtype == torch.float32 for piece in buffer.pieces())
+            with buffer.gathered():
+                return all(
+                    torch.equal(param, whole[name].bfloat16())
+                    for name, param in net.named_parameters()
+                )
+
+    assert ranks(world_size, body) == [True] * world_size
+
+
+def on_their_way():
+    """Which parameters are still coming, seen in forwards and by others, after a step."""
+    net = make_net()
+    seen = {}
+
+    def coming():
+        return sum(bucket.is_coming for bucket in buffer.buckets)
+
+    with shard(net, "optimizer", group=dist.group.WORLD, bucket_size=1) as buffer:
+        for number, layer in enumerate(net.layers):
+            layer.register_forward_hook(
+                lambda *_, number=number: seen.setdefault(f"layer {number}", coming())
+            )
+        net.embedding.register_forward_hook(lambda *_: seen.setdefault("embedding", coming()))
+        buffer.gather_params()
+        seen["after the step"] = coming()
+        net(tokens_of(0, 0))
+        for name, reader in {
+            "state_dict": net.state_dict,
+            "state_dict of a layer": net.layers[0].state_dict,
+            "wait_params": buffer.wait_params,
+        }.items():
+            buffer.gather_params()
+            reader()
+            seen[name] = coming()
+        buffer.gather_params()
+        with buffer.gathered():
+            seen["gathered"] = coming()
+        buffer.gather_params()
+        buffer.gather_params()  # pieces may have changed again
+        seen["twice"] = coming()
+        buffer.wait_params()
+    return buffer.num_buckets, seen
+
+
+def test_a_forward_waits_for_the_parameters_it_needs_and_readers_for_all(ranks):
+    for _, seen in ranks(2, on_their_way):
+        assert seen == {
+            "after the step": 13,
+            "embedding": 12,
+            "layer 0": 8,
+            "layer 1": 4,
+            "layer 2": 0,
+            "state_dict": 0,
+            "state_dict of a layer": 0,
+            "wait_params": 0,
+            "gathered": 0,
+            "twice": 13,
+        }
+
+
+def stepped(strategy, how):
+    net = make_net()
+    with shard(net, strategy, group=dist.group.WORLD, **how) as buffer:
+        optimizer = torch.optim.SGD([p.param for p in buffer.pieces()], lr=0.1)
+        for step in range(4):
+            buffer.start(1)
+            net(tokens_of(step, dist.get_rank())).backward()
+            buffer.finish()
+            optimizer.step()
+            buffer.gather_params()
+        with buffer.gathered():
+            return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_prefetching_and_overlap_change_no_bit(ranks, strategy):
+    first = ranks(2, stepped, strategy, {"prefetch": 0, "overlap": False})[0]
+    for how in ({"prefetch": 1}, {"prefetch": 3}, {"prefetch": 1, "overlap": False}):
+        for params in ranks(2, stepped, strategy, how):
+            assert all(torch.equal(param, first[name]) for name, param in params.items())
+
+
+def alive():
+    """Bytes of the fp64 tensors that exist."""
+    storages = (
+        tensor.untyped_storage()
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype == torch.float64
+    )
+    return sum({storage._cdata: storage.size() for storage in storages}.values())
+
+
+def starting(offload):
+    """The bytes alive at most while a model on the meta device gets its values, and its own."""
+    net = nn.ModuleList(nn.Linear(64, 64, device="meta", dtype=torch.float64) for _ in range(16))
+    most = []
+
+    def watched(name, param):
+        fill(name, param)
+        most.append(alive())
+
+    before = alive()
+    with shard(
+        nn.Sequential(net), "full", group=dist.group.WORLD, init=watched, offload=offload
+    ) as buffer:
+        shares = sum(2 * piece.param.nbytes for piece in buffer.pieces())  # with gradients
+    return max(most) - before, shares, sum(p.numel() * 8 for p in net.parameters())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_rank_has_the_whole_model_while_it_starts(ranks, offload):
+    for most, shares, whole in ranks(4, starting, offload):
+        unit = whole // 16
+        assert shares == whole // 2
+        # A unit and its gradients, one parameter that is filled, and what is padded.
+        assert most < shares + 3.2 * unit < 0.75 * whole
 
 
 def resident():

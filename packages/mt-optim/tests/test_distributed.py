@@ -145,3 +145,15 @@ def test_what_is_no_buffer_or_function_is_named():
         pytest.raises(TypeError, match="make must be a function"),
     ):
         DistributedOptimizer(buffer, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_before_the_gradients_are_reduced_is_told():
+    model = make_model(torch.float32)
+    with GradBuffer(model.named_parameters(), group=None) as buffer:
+        optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
+        before = [param.detach().clone() for param in model.parameters()]
+        buffer.start(1)
+        with pytest.raises(RuntimeError, match=r"GradBuffer.finish\(\) was not called"):
+            optimizer.step()
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param, value)

@@ -1,39 +1,48 @@
-"""Buckets: slices of flat buffers that one collective reduces, and their allocation."""
+"""Buckets: slices of flat buffers that one collective covers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import shard_param, sharding_of
-from torch import Tensor, nn
+from torch import Tensor
 
-from mt_data_parallel.grad import MAIN_GRAD
-from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
 from mt_data_parallel.piece import Piece
 from mt_data_parallel.reduction import Reduction
+from mt_data_parallel.sum import Sum
 
 Release = Literal["nothing", "gradients", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """What of a model is whole only while it is needed, and in which portions.
+class Residency:
+    """What of a sharded model is in memory when, where, and in which dtype.
 
     Attributes:
-        of: Gives the unit of a parameter by its name; each unit has a bucket of its own. None: the
-            buckets are as large as they are, and nothing is released.
+        unit_of: Gives the unit of a parameter by its name; each unit has buckets of its own. None:
+            the buckets are as large as they are, and nothing is released.
         release: `gradients`, from a backward to their reduction, of which every backward has one
             then; `all`, the parameters too, which somebody has to fetch; or `nothing`.
-        init: Fills a parameter by its name as soon as it has memory, one bucket at a time.
+        init: Fills a parameter without memory, by its name, as soon as it has some.
+        param_dtype: What parameters are gathered and computed in; None for their own.
+        shard_dtype: What is stepped, and kept; None for the parameters' own.
+        offload: Keep what is stepped, and its gradients, in the host's memory.
     """
 
-    of: Callable[[str], str] | None = None
+    unit_of: Callable[[str], str] | None = None
     release: Release = "nothing"
     init: Callable[[str, Tensor], None] | None = None
+    param_dtype: torch.dtype | None = None
+    shard_dtype: torch.dtype | None = None
+    offload: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is stepped differs from what is computed with, even on one rank."""
+        return self.offload or self.param_dtype is not None or self.shard_dtype is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,7 @@ class BufferKey:
     Attributes:
         grad_dtype: Dtype of their gradients.
         param_dtype: Their own dtype, where the buffer holds parameters too (it is sharded).
+        shard_dtype: Dtype of the parts of them that are stepped, likewise.
         reduction: Over whom their gradients are summed.
         whole: Whether each is kept whole by one rank.
         unit: What of the model is fetched and released together, where anything is.
@@ -50,6 +60,7 @@ class BufferKey:
 
     grad_dtype: torch.dtype
     param_dtype: torch.dtype | None
+    shard_dtype: torch.dtype | None
     reduction: Reduction
     whole: bool = False
     unit: str | None = None
@@ -63,15 +74,20 @@ class Bucket:
         key: What its parameters have in common.
         grads: The gradients.
         params: The parameters in the same places, where they are sharded.
-        own_grads: This rank's part of the sums: of `grads`, or beside it where that is released.
+        own_grads: This rank's part of the sums: of `grads`, or beside it.
         own_params: This rank's part of the parameters, likewise.
         release: What is whole only while it is needed.
+        offload: Whether this rank's parts are in the host's memory.
+        gathers_over: Who has the other parts. Where gathering and summing take turns it has
+            connections of its own: ranks may differ in which of the two comes first.
         slots: The parameters, in buffer order.
         pending: How many of them still miss gradients.
+        at_once: Whether gradients stay whole until `finish` reduces them, in one round.
         rounds: Reductions from `start` to `finish`: one, or where gradients are released one for
             each backward.
         done: How many of them have begun.
         is_idle: Whether the whole parameters may be released.
+        is_needed_first: Whether a forward needs them from its beginning.
     """
 
     key: BufferKey
@@ -80,13 +96,17 @@ class Bucket:
     own_grads: Tensor
     own_params: Tensor | None
     release: Release
+    offload: bool
+    gathers_over: dist.ProcessGroup | None = None
+    at_once: bool = False
     slots: list[Slot] = field(default_factory=list)
     pending: int = 0
     rounds: int = 1
     done: int = 0
     is_idle: bool = False
-    _sum: tuple[dist.Work | None, Tensor] | None = None
-    _coming: dist.Work | None = None
+    is_needed_first: bool = False
+    _sum: tuple[Sum, Tensor, bool] | None = None  # its result, and whether that is the first one
+    _coming: tuple[dist.Work | None, Tensor] | None = None  # with what is sent
 
     @property
     def reduction(self) -> Reduction:
@@ -96,7 +116,7 @@ class Bucket:
     @property
     def is_ready(self) -> bool:
         """Whether the next reduction has all it waits for."""
-        if self.release == "nothing":
+        if self.rounds == 1:
             return self.pending == 0
         return all(slot.accumulated >= min(self.done + 1, slot.expected) for slot in self.slots)
 
@@ -105,20 +125,35 @@ class Bucket:
         """Whether the whole parameters are in memory, or on their way."""
         return self.params is None or self.params.untyped_storage().size() > 0
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the whole parameters are on their way."""
+        return self._coming is not None
+
     def expect(self, expected: Mapping[str, int]) -> None:
         """Forget what came, and expect as many gradients of each parameter."""
         self.pending, self.done = len(self.slots), 0
         most = max(expected[slot.name] for slot in self.slots)
-        self.rounds = 1 if self.release == "nothing" else most
+        self.rounds = 1 if self.release == "nothing" or self.at_once else most
         for slot in self.slots:
             slot.accumulated, slot.fresh, slot.expected = 0, 0, expected[slot.name]
             slot.param.grad = None
 
+    def count(self, slot: Slot) -> None:
+        """Note a gradient of one of the parameters."""
+        slot.accumulated += 1
+        slot.fresh += 1
+        if slot.accumulated == slot.expected:
+            self.pending -= 1
+        if self.at_once and all(s.accumulated >= slot.accumulated for s in self.slots):
+            self.is_idle = self.release == "all"
+
     def receive(self) -> None:
         """Make room for a gradient."""
-        self.settle()
-        if self.grads.untyped_storage().size() == 0:
-            _resize(self.grads, self.grads.numel())
+        if self._sum is not None:
+            self.settle()
+        if self.release != "nothing" and self.grads.untyped_storage().size() == 0:
+            resize(self.grads, self.grads.numel())
 
     def launch(self) -> None:
         """Start to sum the gradients; `settle` waits for it."""
@@ -128,66 +163,83 @@ class Bucket:
                 slot.main_grad.zero_()
             slot.fresh = 0
         self.done += 1
-        if self.reduction.shards is None:
-            work = _sum(self.grads, self.reduction.replicas)
-            self._sum = (work, self.own_grads)
-            return
-        out = self.own_grads if self.done == 1 else torch.empty_like(self.own_grads)
-        work = dist.reduce_scatter_tensor(
-            out, self.grads, group=self.reduction.shards, async_op=True
-        )
-        self._sum = (work, out)
         self.is_idle = self.release == "all"
+        how, is_first = self.reduction, self.done == 1
+        group = how.replicas if how.shards is None else how.shards
+        if group is None:
+            if how.scale != 1:
+                self.grads.mul_(how.scale)
+            self._take(self.grads, is_first=is_first)
+            return
+        out = self.own_grads if is_first and not self.offload else self._staging(self.own_grads)
+        self._sum = (Sum(self.grads, out, group, how, how.scale), out, is_first)
+
+    def launch_replicas(self) -> None:
+        """Start to sum this rank's part over the replicas, after it was summed inside."""
+        how = self.reduction
+        if how.shards is None or how.replicas is None:
+            return
+        own = self._staging(self.own_grads).copy_(self.own_grads) if self.offload else None
+        out = self.own_grads if own is None else own
+        self._sum = (Sum(out, out, how.replicas, how, 1.0), out, True)
+
+    def advance(self) -> None:
+        """Do the second step of a sum that has one, so that it goes on without us."""
+        if self._sum is not None:
+            self._sum[0].advance()
 
     def settle(self) -> None:
         """Wait for the sum that is on its way, and release what it was made of."""
         if self._sum is None:
             return
-        work, out = self._sum
-        self._sum = None
-        if work is not None:
-            work.wait()
-        if out is not self.own_grads:
-            self.own_grads.add_(out)
-        if self.release != "nothing":
-            _resize(self.grads, 0)
-
-    def launch_replicas(self) -> dist.Work | None:
-        """Start to sum this rank's part over the replicas, after it was summed inside."""
-        if self.reduction.shards is None:
-            return None
-        return _sum(self.own_grads, self.reduction.replicas)
+        (total, out, is_first), self._sum = self._sum, None
+        total.wait()
+        self._take(out, is_first=is_first)
 
     def fetch(self) -> None:
         """Start to fetch the parts of the parameters that other ranks have; `arrive` waits."""
         self.is_idle = False
-        if self.params is None or self.own_params is None or self._coming is not None:
+        if self.params is None or self.own_params is None:
             return
+        self.arrive()  # of what was there before
         if not self.is_here:
-            _resize(self.params, self.params.numel())
-        self._coming = dist.all_gather_into_tensor(
-            self.params, self.own_params, group=self.reduction.shards, async_op=True
-        )
+            resize(self.params, self.params.numel())
+        own = self.own_params
+        if self.offload or own.dtype != self.params.dtype:
+            own = self._staging(own, self.params.dtype).copy_(own, non_blocking=True)
+        group = self.gathers_over
+        if group is None:
+            self.params.copy_(own)
+            return
+        work = dist.all_gather_into_tensor(self.params, own, group=group, async_op=True)
+        self._coming = (work, own)
 
     def arrive(self) -> None:
         """Wait for the parameters."""
-        work, self._coming = self._coming, None
-        if work is not None:
-            work.wait()
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] is not None:
+            coming[0].wait()
 
     def drop(self) -> None:
         """Release the whole parameters, where they are whole only while needed."""
         self.arrive()
         self.is_idle = False
         if self.params is not None and self.release == "all":
-            _resize(self.params, 0)
+            resize(self.params, 0)
+
+    def _take(self, out: Tensor, *, is_first: bool) -> None:
+        """Have a sum in `own_grads`, and release what it was made of."""
+        if out.data_ptr() != self.own_grads.data_ptr():
+            self.own_grads.copy_(out) if is_first else self.own_grads.add_(out)
+        if self.release != "nothing":
+            resize(self.grads, 0)
+
+    def _staging(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory on the device that communicates."""
+        return torch.empty_like(like, dtype=dtype, device=self.grads.device)
 
 
-def _sum(grads: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    return None if group is None else dist.all_reduce(grads, group=group, async_op=True)
-
-
-def _resize(tensor: Tensor, numel: int) -> None:
+def resize(tensor: Tensor, numel: int) -> None:
     """Give the memory of a flat tensor back, or take it again; its views stay views."""
     tensor.untyped_storage().resize_(numel * tensor.element_size())
 
@@ -217,131 +269,3 @@ class Slot:
     accumulated: int = 0
     fresh: int = 0
     expected: int = 1
-
-
-def plan(
-    params: Mapping[str, Tensor],
-    key: BufferKey,
-    *,
-    bucket_size: int | None,
-    alone: Collection[str],
-) -> BufferLayout:
-    """Lay out the parameters of one buffer."""
-    numels = {name: param.numel() for name, param in params.items()}
-    ranks = key.reduction.num_shards
-    if key.whole:
-        costs = {name: _step_cost(param) for name, param in params.items()}
-        return plan_whole(
-            numels, costs=costs, bucket_size=bucket_size, world_size=ranks, alone=alone
-        )
-    replicas = key.reduction.replicas
-    ranks *= 1 if replicas is None else replicas.size()
-    return plan_buckets(numels, bucket_size=bucket_size, world_size=ranks, alone=alone)
-
-
-def allocate(
-    params: Mapping[str, Tensor],
-    key: BufferKey,
-    layout: BufferLayout,
-    units: Units,
-) -> list[Bucket]:
-    """Allocate the buckets of one buffer, with a slot per parameter.
-
-    Where the buffer is sharded, the parameters move into it and become row-major.
-    """
-    buckets: list[Bucket] = []
-    for index, bounds in enumerate(layout.buckets):
-        places = [place for place in layout.params if place.bucket == index]
-        device = params[places[0].name].device
-        bucket = _empty_bucket(key, bounds.end - bounds.start, device, units.release)
-        for place in places:
-            param, start = params[place.name], place.start - bounds.start
-            if bucket.params is None:
-                slot = _plain_slot(param, place.name, start, bucket)
-            else:
-                slot = _sharded_slot(param, place.name, start, bucket, bucket.params)
-            if units.init is not None:
-                units.init(place.name, param)
-            if bucket.release == "nothing":
-                setattr(param, MAIN_GRAD, slot.main_grad)
-            bucket.slots.append(slot)
-        if bucket.params is not None and bucket.own_params is not None:
-            size = bucket.own_params.numel()
-            first = key.reduction.shard * size
-            bucket.own_params.copy_(bucket.params[first : first + size])
-            for slot in bucket.slots:
-                slot.piece = _piece(slot, bucket.own_params, bucket)
-            bucket.drop()
-        if bucket.release != "nothing":
-            _resize(bucket.grads, 0)
-        buckets.append(bucket)
-    return buckets
-
-
-def _empty_bucket(key: BufferKey, numel: int, device: torch.device, release: Release) -> Bucket:
-    sharded = key.reduction.shards is not None
-    release = release if sharded else "nothing"
-    grads = torch.zeros(numel, dtype=key.grad_dtype, device=device)
-    params = torch.zeros(numel, dtype=key.param_dtype, device=device) if sharded else None
-    size = numel // key.reduction.num_shards
-    own = slice(key.reduction.shard * size, (key.reduction.shard + 1) * size)
-    own_grads, own_params = grads[own], None if params is None else params[own]
-    if release != "nothing":
-        own_grads = torch.zeros_like(own_grads)
-    if release == "all" and own_params is not None:
-        own_params = torch.zeros_like(own_params)
-    return Bucket(key, grads, params, own_grads, own_params, release)
-
-
-def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket) -> Slot:
-    if not param.untyped_storage().size():  # it was on the meta device
-        param.data = torch.empty_like(param)
-    # In the parameter's own order of memory, which fused optimizers rely on.
-    strides = torch.empty_like(param, device="meta").stride()
-    main_grad = bucket.grads.as_strided(param.shape, strides, start)
-    piece = Piece(name=name, source=param, param=param, start=0, end=param.numel())
-    return Slot(name, param, main_grad, piece, bucket, start)
-
-
-def _sharded_slot(param: Tensor, name: str, start: int, bucket: Bucket, params: Tensor) -> Slot:
-    """Move a parameter into the flat one."""
-    inside = slice(start, start + param.numel())
-    view = params[inside].view(param.shape)
-    if param.untyped_storage().size():
-        view.copy_(param.detach())
-    param.data = view
-    main_grad = bucket.grads[inside].view(param.shape)
-    return Slot(name, param, main_grad, None, bucket, start)
-
-
-def _piece(slot: Slot, own_params: Tensor, bucket: Bucket) -> Piece | None:
-    """Make a piece of our part of a parameter."""
-    param, size = slot.param, own_params.numel()
-    base = bucket.reduction.shard * size
-    first, last = max(slot.start, base), min(slot.start + param.numel(), base + size)
-    if first >= last:
-        return None
-    shape = param.shape if last - first == param.numel() else (last - first,)
-    part = slice(first - base, last - base)
-    own = nn.Parameter(own_params[part].view(shape))
-    setattr(own, MAIN_GRAD, bucket.own_grads[part].view(shape))
-    if isinstance(param, nn.Parameter) and shape == param.shape:
-        record = sharding_of(param)
-        shard_param(own, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
-    return Piece(
-        name=slot.name,
-        source=param,
-        param=own,
-        start=first - slot.start,
-        end=last - slot.start,
-        peers=bucket.reduction.peers,
-        replica=bucket.reduction.replica,
-    )
-
-
-def _step_cost(param: Tensor) -> float:
-    """Return the relative cost of orthogonalising a matrix; vectors cost their elements."""
-    if param.dim() < 2:
-        return float(param.numel())
-    rows, columns = param.numel() // param.shape[-1], param.shape[-1]
-    return float(max(rows, columns)) * min(rows, columns) ** 2

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import torch
-import torch.distributed as dist
-from mt_parallel_state import GradSink, sharding_of
-from torch import Tensor, nn
+from mt_parallel_state import GradSink
+from torch import Tensor
 
+from mt_data_parallel.allocation import allocate, plan
 from mt_data_parallel.assemble import assemble_bucket
-from mt_data_parallel.bucket import Bucket, BufferKey, Slot, Units, allocate, plan
+from mt_data_parallel.bucket import Bucket, BufferKey, Residency, Slot
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout
-from mt_data_parallel.piece import Piece
-from mt_data_parallel.reduction import GroupChoice, reduction_of
+from mt_data_parallel.membership import checked, compare, is_shared, keys_of
+from mt_data_parallel.piece import Phase, Piece
+from mt_data_parallel.reduction import GroupChoice
 
 # 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.
 DEFAULT_BUCKET_SIZE = 25 * 2**20 // 4
+_NAMED = 8  # of the parameters that a message is about
+
+Unused = Literal["error", "zero"]
 
 
 class _Sink:
@@ -62,8 +65,8 @@ class GradBuffer:
     this rank's ranges of them, each with the sum over the group as its gradient
     (`mt_data_parallel.grad_of`; also `.grad`, where it has the parameter's dtype, so
     torch.optim works). `gather_params()` then fetches what other ranks stepped. Without shards
-    pieces are the parameters, and there is nothing to fetch.
-    A parameter that got no gradient has a zero one.
+    pieces are the parameters, and there is nothing to fetch. Whoever forgets `finish` or
+    `gather_params` is told by the next call.
 
     Args:
         named_params: Pairs of name and parameter in model order, as `module.named_parameters()`
@@ -77,9 +80,15 @@ class GradBuffer:
             which leaves nothing to overlap.
         grad_dtype: Dtype of the buffer; by default fp64 for fp64 parameters, else fp32.
         overlap: Launch a bucket from inside backward; otherwise everything waits for `finish`.
+        unused: What `finish` does about parameters that got no gradient from any of the backwards
+            on this rank: `error` names them, `zero` gives them zero gradients (for branches that
+            only some samples take). Under `full` sharding `error` needs ranks that use the same
+            parameters in each backward, and `zero` keeps gradients whole until `finish`, as what
+            is fetched and what is reduced would wait for each other otherwise.
+        pad_for_bandwidth: Pad buckets to a multiple of 65536 elements, as some networks like it.
         whole: Says by name and parameter which ones are never cut into ranges but owned whole by
             one rank, balanced by the cost of orthogonalising them (Muon).
-        units: What is whole only while it is needed; made by `shard`.
+        residency: What is in memory when and where; made by `shard`.
 
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
@@ -97,7 +106,7 @@ class GradBuffer:
         [2.0, 2.0, 2.0, 2.0]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a buffer's own settings, all but one by keyword
         self,
         named_params: Iterable[tuple[str, Tensor]],
         *,
@@ -105,8 +114,10 @@ class GradBuffer:
         bucket_size: int | None = DEFAULT_BUCKET_SIZE,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        unused: Unused = "error",
+        pad_for_bandwidth: bool = False,
         whole: Callable[[str, Tensor], bool] | None = None,
-        units: Units | None = None,
+        residency: Residency | None = None,
     ) -> None:
         if grad_dtype is not None and not isinstance(grad_dtype, torch.dtype):
             raise TypeError(f"grad_dtype must be a torch.dtype or None, got {grad_dtype!r:.60}")
@@ -114,16 +125,24 @@ class GradBuffer:
             raise ValueError(f"grad_dtype must be a floating-point dtype, got {grad_dtype}")
         if whole is not None and not callable(whole):
             raise TypeError(f"whole must be a function or None, got {whole!r:.60}")
-        params = _checked(named_params)
-        self._overlap = overlap
+        if unused not in ("error", "zero"):
+            raise ValueError(f"unused must be 'error' or 'zero', got {unused!r:.60}")
+        params = checked(named_params)
+        self._unused, self._pads = unused, pad_for_bandwidth
         self._layouts: dict[BufferKey, BufferLayout] = {}
-        units = units or Units()
-        self._release = units.release
-        keys = _keys(params, group, grad_dtype, whole, units.of)
-        self._buckets = self._allocate(params, keys, bucket_size, units)
+        residency = residency or Residency()
+        self._release = residency.release
+        self._phase = Phase()
+        keys = keys_of(params, group, grad_dtype, whole, residency)
+        self._buckets = self._allocate(params, keys, bucket_size, residency)
+        at_once = unused == "zero" and self._release == "all" and self.is_sharded
+        for bucket in self._buckets:
+            bucket.at_once = at_once
+        self._overlap = overlap and not at_once
         slots = {slot.name: slot for bucket in self._buckets for slot in bucket.slots}
         self._slots = {name: slots[name] for name in params}
-        self._closed = self._started = self._agreed = False
+        self._closed = self._agreed = False
+        self._is_gathered, self._waits = True, True
         self._next = 0
         self._sequence: list[Bucket] = []
         self._at_close: list[Callable[[], None]] = []
@@ -142,6 +161,11 @@ class GradBuffer:
         return len(self._buckets)
 
     @property
+    def num_launched(self) -> tuple[int, int]:
+        """How many reductions have begun since `start`, and of how many until `finish` ends."""
+        return self._next, len(self._sequence)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether some parameters are stepped in parts, and have to be fetched afterwards."""
         return any(bucket.params is not None for bucket in self._buckets)
@@ -151,15 +175,36 @@ class GradBuffer:
         return [piece for slot in self._slots.values() if (piece := slot.piece)]
 
     def gather_params(self) -> None:
-        """Fetch the parts of the parameters that other ranks stepped; every rank calls it."""
-        if self._release == "all":  # they are fetched when they are needed
+        """Fetch the parts of the parameters that other ranks stepped; every rank calls it.
+
+        Where `shard` made the buffer with `prefetch`, they are on their way when it returns, and
+        the forward of a module waits for those it needs; `wait_params` waits for all. Under `full`
+        sharding they are fetched when they are needed.
+        """
+        self._is_gathered = True
+        if self._release == "all":
             for bucket in self._buckets:
                 bucket.drop()
             return
-        for bucket in self._buckets:
+        by_need = sorted(self._buckets, key=lambda bucket: bucket.is_needed_first)
+        for bucket in reversed(by_need):  # in the order of forwards
             bucket.fetch()
+        if self._waits:
+            self.wait_params()
+
+    def wait_params(self) -> None:
+        """Wait for parameters that are on their way, before something reads them."""
         for bucket in self._buckets:
             bucket.arrive()
+
+    def gather_behind(self) -> None:
+        """Have `gather_params` return at once; whoever asks for it has forwards wait."""
+        self._waits = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets in the order in which they are reduced."""
+        return tuple(self._buckets)
 
     def unit_buckets(self, unit: str) -> list[Bucket]:
         """Return the buckets of a unit of the model."""
@@ -171,10 +216,11 @@ class GradBuffer:
         for bucket in self._buckets:
             if not bucket.is_here:
                 bucket.fetch()
-                bucket.arrive()
+        self.wait_params()
         yield
         if self._release == "all":
-            self.gather_params()
+            for bucket in self._buckets:
+                bucket.drop()
 
     def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bring tensors of pieces together to tensors of parameters, as checkpoints write them.
@@ -239,13 +285,19 @@ class GradBuffer:
                 is reduced by `finish`.
 
         Raises:
-            RuntimeError: `finish` was not called since the last `start`, or the buffer is closed.
+            RuntimeError: `finish` was not called since the last `start`, or `gather_params` since
+                the last `finish`, or the buffer is closed.
             ValueError: `num_backwards` is below 1, or lacks a parameter.
         """
         if self._closed:
             raise RuntimeError("GradBuffer.start() after close(); make a new GradBuffer")
-        if self._started:
+        if self._phase.reducing:
             raise RuntimeError("GradBuffer.start() was called twice; call finish() in between")
+        if not self._is_gathered:
+            raise RuntimeError(
+                "GradBuffer.start() without gather_params() since the last finish(): ranks have "
+                "stepped their own pieces only; call gather_params() after the optimizer's step"
+            )
         expected = (
             num_backwards
             if isinstance(num_backwards, Mapping)
@@ -258,7 +310,7 @@ class GradBuffer:
         if fewest < 1:
             raise ValueError(f"num_backwards must be at least 1, got {fewest}")
         self._agree()
-        self._started = True
+        self._phase.reducing = True
         self._next = 0
         for bucket in self._buckets:
             bucket.expect(expected)
@@ -266,27 +318,56 @@ class GradBuffer:
         rounds = max((bucket.rounds for bucket in self._buckets), default=0)
         self._sequence = [b for turn in range(rounds) for b in self._buckets if turn < b.rounds]
 
-    def finish(self) -> None:
+    def finish(self, *, scale: float = 1.0) -> None:
         """Reduce what is left and wait until every gradient is the sum over the group.
 
+        Other libraries call it `synchronize`. Every rank takes part in all reductions before an
+        error is raised on any, so that none of them waits for another.
+
+        Args:
+            scale: Multiplies the sums, as `1 / tokens` does where losses are plain sums.
+
         Raises:
-            RuntimeError: `start` was not called.
+            RuntimeError: `start` was not called, there were fewer backwards than it was told, or a
+                parameter got no gradient at all, and `unused` is `error`.
         """
-        if not self._started:
+        if not self._phase.reducing:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
+        missing = self._missing()
         while self._next < len(self._sequence):
             self._launch()
-        works: list[dist.Work | None] = []
+        for bucket in self._buckets:
+            bucket.advance()
         for bucket in self._buckets:
             bucket.settle()
-            works.append(bucket.launch_replicas())
-        for work in works:
-            if work is not None:
-                work.wait()
-        self._started = False
+            bucket.launch_replicas()
+        for bucket in self._buckets:
+            bucket.advance()
+        for bucket in self._buckets:
+            bucket.settle()
+        self.wait_params()  # of modules that no forward came to
+        self._phase.reducing = False
+        self._is_gathered = not self.is_sharded
+        if missing:
+            raise RuntimeError(missing)
+        if scale != 1:
+            torch._foreach_mul_([bucket.own_grads for bucket in self._buckets], scale)
         for slot in self._slots.values():
-            if slot.piece is not None and slot.main_grad.dtype == slot.param.dtype:
-                slot.piece.param.grad = slot.piece.grad
+            piece = slot.piece
+            if piece is not None and slot.main_grad.dtype == piece.param.dtype:
+                piece.param.grad = piece.grad
+
+    def check_finished(self) -> None:
+        """Refuse to go on where gradients are not reduced; for what is about to read them.
+
+        Raises:
+            RuntimeError: `finish` was not called since `start`.
+        """
+        if self._phase.reducing:
+            raise RuntimeError(
+                "the gradients are not reduced yet: GradBuffer.finish() was not called since "
+                "start(); call it after the step's last backward"
+            )
 
     def on_close(self, *functions: Callable[[], None]) -> None:
         """Have functions called by `close`, such as those that remove hooks."""
@@ -307,6 +388,7 @@ class GradBuffer:
                 delattr(slot.param, MAIN_GRAD)
         for bucket in self._buckets:
             bucket.slots.clear()  # a cycle would keep the group until it is collected
+            bucket.gathers_over = None
         self._slots.clear()
         self._buckets.clear()
         self._sequence.clear()
@@ -323,7 +405,7 @@ class GradBuffer:
         params: dict[str, Tensor],
         keys: dict[str, BufferKey],
         bucket_size: int | None,
-        units: Units,
+        residency: Residency,
     ) -> list[Bucket]:
         """Allocate the flat buffers and return their buckets in launch order."""
         # A bucket is complete when its earliest parameter (in model order) is.
@@ -332,11 +414,12 @@ class GradBuffer:
         for key in dict.fromkeys(keys.values()):
             own = {name: param for name, param in params.items() if keys[name] == key}
             # What two pipeline stages share has to be cut at the same places on both.
-            alone = [name for name, param in own.items() if _is_shared(param)]
+            alone = [name for name, param in own.items() if is_shared(param)]
             size = bucket_size if key.unit is None else None
-            layout = plan(own, key, bucket_size=size, alone=alone)
+            pads = self._pads
+            layout = plan(own, key, bucket_size=size, alone=alone, pad_for_bandwidth=pads)
             self._layouts[key] = layout
-            buckets += allocate(own, key, layout, units)
+            buckets += allocate(own, key, layout, residency, self._phase)
         earliest = {b: min(position[slot.name] for slot in b.slots) for b in buckets}
         return sorted(buckets, key=lambda bucket: earliest[bucket], reverse=True)
 
@@ -348,7 +431,7 @@ class GradBuffer:
             own = [bucket for bucket in self._buckets if bucket.reduction == reduction]
             for group in (reduction.shards, reduction.replicas):
                 if group is not None:
-                    _compare(own, group)
+                    compare(own, group)
         self._agreed = True
 
     def _accumulate(self, slot: Slot, param: Tensor) -> None:
@@ -371,7 +454,7 @@ class GradBuffer:
 
     def _begin(self, slot: Slot) -> tuple[Tensor, bool]:
         """Return where a gradient goes, and whether to add it there."""
-        if not self._started:
+        if not self._phase.reducing:
             raise RuntimeError(
                 f"gradient for {slot.name!r} outside of start() and finish(); call "
                 "GradBuffer.start(num_backwards) before the step's first backward"
@@ -386,10 +469,7 @@ class GradBuffer:
 
     def _end(self, slot: Slot) -> None:
         """Count a gradient, and launch the buckets that are complete with it."""
-        slot.accumulated += 1
-        slot.fresh += 1
-        if slot.accumulated == slot.expected:
-            slot.bucket.pending -= 1
+        slot.bucket.count(slot)
         while (
             self._overlap
             and self._next < len(self._sequence)
@@ -399,92 +479,31 @@ class GradBuffer:
 
     def _launch(self) -> None:
         """Start the next reduction."""
-        if self._next and self._release != "nothing":
-            self._sequence[self._next - 1].settle()  # at most two are whole at a time
+        if self._next:
+            before = self._sequence[self._next - 1]
+            # At most two are whole at a time, where gradients are released.
+            before.advance() if self._release == "nothing" else before.settle()
         self._sequence[self._next].launch()
         self._next += 1
 
-
-def _compare(buckets: list[Bucket], group: dist.ProcessGroup) -> None:
-    """Raise ValueError where another rank of the group has another layout."""
-    own = repr([(slot.name, slot.param.shape) for bucket in buckets for slot in bucket.slots])
-    own += repr([(bucket.grads.numel(), bucket.grads.dtype) for bucket in buckets])
-    digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
-    device = buckets[0].grads.device
-    found = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(found, torch.tensor([digest], device=device), group=group)
-    others = [rank for rank, other in enumerate(found.tolist()) if other != digest]
-    if others:
-        raise ValueError(
-            f"ranks {others} of the group have other parameters than this one (names, order, "
-            "shapes, dtypes) or another bucket_size; give every rank the same"
+    def _missing(self) -> str:
+        """Say which gradients did not come; nothing if all is well."""
+        slots = self._slots.values()
+        if slots and all(0 < slot.accumulated < slot.expected for slot in slots):
+            most = max(slots, key=lambda slot: slot.accumulated)
+            return (
+                f"start() was told to expect {most.expected} backward passes, and finish() came "
+                f"after {most.accumulated}; call finish() after the last one, or give start() the "
+                "true number"
+            )
+        names = [slot.name for slot in slots if slot.accumulated == 0]
+        if self._unused == "zero" or not names:
+            return ""
+        if len(names) == len(slots):
+            return "finish() came before any gradient; call it after the step's last backward"
+        listed = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
+        return (
+            f"{len(names)} of {len(slots)} parameters got no gradient on this rank: {listed}. The "
+            "loss does not depend on them: freeze them with requires_grad_(False) before the "
+            "GradBuffer is made, or, where only some samples use them, make it with unused='zero'"
         )
-
-
-def _keys(
-    params: Mapping[str, Tensor],
-    group: GroupChoice,
-    grad_dtype: torch.dtype | None,
-    whole: Callable[[str, Tensor], bool] | None,
-    units: Callable[[str], str] | None,
-) -> dict[str, BufferKey]:
-    """Return the flat buffer that each parameter belongs to."""
-    keys: dict[str, BufferKey] = {}
-    for name, param in params.items():
-        reduction = reduction_of(group, name, param)
-        sharded = reduction.shards is not None
-        keys[name] = BufferKey(
-            grad_dtype=grad_dtype or _default_grad_dtype(param.dtype),
-            param_dtype=param.dtype if sharded else None,
-            reduction=reduction,
-            whole=sharded and whole is not None and bool(whole(name, param)),
-            unit=None if units is None else units(name),
-        )
-    return keys
-
-
-def _is_shared(param: Tensor) -> bool:
-    return isinstance(param, nn.Parameter) and "embedding" in sharding_of(param).partial_grad
-
-
-def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _checked(named_params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the trainable parameters with elements by name, refusing what cannot be buffered."""
-    params: dict[str, Tensor] = {}
-    names: dict[int, str] = {}
-    for name, param in named_params:
-        if not isinstance(param, Tensor):
-            raise TypeError(
-                f"expected pairs of name and parameter, got {param!r:.60} for {name!r:.60}; pass "
-                "module.named_parameters()"
-            )
-        if not param.requires_grad or not param.numel():
-            continue
-        if param.is_complex():
-            raise TypeError(
-                f"parameter {name!r} is complex, and gradients are summed as real numbers; "
-                "train torch.view_as_real of it"
-            )
-        if name in params:
-            raise ValueError(f"parameter {name!r} is listed twice; names must be unique")
-        if id(param) in names:
-            raise ValueError(
-                f"parameter {name!r} is listed twice, also as {names[id(param)]!r}; list a shared "
-                "parameter once, as module.named_parameters() does"
-            )
-        if hasattr(param, MAIN_GRAD):
-            raise ValueError(
-                f"parameter {name!r} already belongs to a GradBuffer; close() that one first"
-            )
-        params[name] = param
-        names[id(param)] = name
-    devices = {param.device for param in params.values()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"parameters lie on {sorted(map(str, devices))}; a GradBuffer holds one device, make "
-            "one buffer for each"
-        )
-    return params

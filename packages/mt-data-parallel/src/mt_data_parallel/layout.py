@@ -136,7 +136,9 @@ def plan_whole(
     costs: Mapping[str, float],
     bucket_size: int | None,
     world_size: int = 1,
+    replicas: int = 1,
     alone: Collection[str] = (),
+    pad_for_bandwidth: bool = False,
 ) -> BufferLayout:
     """Lay parameters out so that one rank keeps each of them whole, balanced by cost.
 
@@ -149,8 +151,10 @@ def plan_whole(
         numels: Elements per parameter, in model order.
         costs: What one step of each parameter costs its owner, in any unit.
         bucket_size: Elements after which a bucket closes; None puts everything in one bucket.
-        world_size: Ranks that reduce the buffer.
+        world_size: Ranks that keep different parts.
+        replicas: Ranks that keep the same part, and sum it in equal portions.
         alone: Parameters that get a bucket of their own.
+        pad_for_bandwidth: Pad every part to a multiple of 65536 elements.
 
     Returns:
         The layout, a function of the arguments only. `params` are in buffer order.
@@ -162,6 +166,7 @@ def plan_whole(
     missing = [name for name in numels if name not in costs]
     if missing:
         raise ValueError(f"costs has no entry for {missing[0]!r}; give every parameter one")
+    divisor = math.lcm(replicas, BUCKET_ALIGNMENT, BANDWIDTH if pad_for_bandwidth else 1)
     loads = [0.0] * world_size
     params: list[ParamRange] = []
     buckets: list[BucketRange] = []
@@ -169,7 +174,7 @@ def plan_whole(
     for names in _cut(numels, bucket_size, alone):
         owners = _share_out({name: numels[name] for name in names}, costs, loads)
         used = [sum(_round_up(numels[n], PARAM_ALIGNMENT) for n in owned) for owned in owners]
-        part = _round_up(max(used), BUCKET_ALIGNMENT)
+        part = _round_up(max(used), divisor)
         for rank, owned in enumerate(owners):
             first = start + rank * part
             for name in owned:

@@ -56,7 +56,7 @@ def reduce_partial_grads(
         group = state.group(key[1])
         if group is not None:
             grads = [grad for _, grad in sorted(grads_of[key], key=lambda item: item[0])]
-            _all_reduce_coalesced(grads, group)
+            _all_reduce_coalesced(grads, group, state.device)
 
 
 def _reductions(param: nn.Parameter, state: ParallelState) -> list[str]:
@@ -74,11 +74,14 @@ def _present_grad(param: Tensor) -> Tensor:
     return grad
 
 
-def _all_reduce_coalesced(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    if len(grads) == 1 and grads[0].is_contiguous():
+def _all_reduce_coalesced(
+    grads: list[Tensor], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Sum all in one collective on the device that communicates; offloaded ones visit it."""
+    if len(grads) == 1 and grads[0].is_contiguous() and grads[0].device == device:
         dist.all_reduce(grads[0], group=group)
         return
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = torch.cat([grad.reshape(-1) for grad in grads]).to(device)
     dist.all_reduce(flat, group=group)
     parts = flat.split([grad.numel() for grad in grads])
     for grad, part in zip(grads, parts, strict=True):

@@ -10,6 +10,17 @@ from torch import Tensor
 from mt_data_parallel.grad import grad_of
 
 
+@dataclass(slots=True)
+class Phase:
+    """What all pieces of a buffer are in.
+
+    Attributes:
+        reducing: Whether gradients are still coming: between `start` and `finish`.
+    """
+
+    reducing: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
     """What one rank steps of one parameter: all of it, or a range of its elements.
@@ -29,6 +40,7 @@ class Piece:
         peers: Global ranks that step the other parts, this one among them; empty where the
             parameter is not cut.
         replica: This rank's place among groups of peers that step the same.
+        phase: Of the GradBuffer that it is a piece of.
     """
 
     name: str
@@ -38,10 +50,21 @@ class Piece:
     end: int
     peers: tuple[int, ...] = ()
     replica: int = 0
+    phase: Phase | None = None
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of `param`, in its shape; None if there is none yet (it counts as zero)."""
+        """The gradient of `param`, in its shape; None if there is none yet (it counts as zero).
+
+        Raises:
+            RuntimeError: The buffer that it belongs to was started and not finished, so gradients
+                are not summed yet.
+        """
+        if self.phase is not None and self.phase.reducing:
+            raise RuntimeError(
+                f"gradient of the piece {self.name!r} before GradBuffer.finish(): it is not summed "
+                "over the ranks yet; call finish() after the step's last backward"
+            )
         return grad_of(self.param)
 
     @property

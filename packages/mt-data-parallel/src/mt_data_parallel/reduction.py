@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,15 +20,39 @@ class Reduction:
     `shards`, and an all-reduce of the parts over `replicas` (hybrid sharding: shards inside of a
     node, replicas between nodes). Neither: one rank, no communication.
 
+    A plain sum is what a loss needs that is divided by the global token count, and the default.
+    For the mean over `D` ranks, of which those with the same experts are `E`: `scale=1 / D` for
+    all parameters, or `average` for dense ones and `average` with `scale=E / D` for experts. Per
+    token: a plain sum, and `GradBuffer.finish(scale=1 / tokens)`.
+
     Attributes:
         replicas: Ranks that keep the same part of the sum.
         shards: Ranks that keep different parts of it, in the order of their rank in the group.
+        reduce_dtype: What gradients are sent as; None for the dtype of the buffer.
+        local_sum: Send each part of the addends to the rank that keeps it, which adds them in fp32
+            (fp64 for an fp64 buffer): one rounding to `reduce_dtype`, however many ranks there are.
+            The sums of replicas are gathered in the dtype of the buffer.
+        scale: Multiplies every addend before the sum.
+        average: Divide the sum by the number of ranks, in the collective.
     """
 
     replicas: dist.ProcessGroup | None = None
     shards: dist.ProcessGroup | None = None
+    reduce_dtype: torch.dtype | None = None
+    local_sum: bool = False
+    scale: float = 1.0
+    average: bool = False
 
     def __post_init__(self) -> None:
+        dtype, scale = self.reduce_dtype, self.scale
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"reduce_dtype must be a torch.dtype or None, got {dtype!r:.60}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype must be a floating-point dtype, got {dtype}")
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise TypeError(f"scale must be a number, got {scale!r:.60}")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale must be positive and finite, got {scale}")
         for name in ("replicas", "shards"):
             group = getattr(self, name)
             if group is not None and not isinstance(group, dist.ProcessGroup):

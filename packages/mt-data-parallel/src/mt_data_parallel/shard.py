@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from mt_parallel_state import shardings
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from mt_data_parallel.bucket import Release, Units
+from mt_data_parallel.bucket import Release, Residency
 from mt_data_parallel.buffer import GradBuffer
 from mt_data_parallel.reduction import GroupChoice, Reduction, reduction_of
+from mt_data_parallel.residence import ROOT, Residence, arrive_in_forwards
 
 Strategy = Literal["none", "optimizer", "optimizer_gradients", "full"]
-ROOT = "root"
 _RELEASE: dict[str, Release] = {"optimizer_gradients": "gradients", "full": "all"}
 
 
-def shard(
+def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
     model: nn.Module,
     strategy: Strategy,
     *,
@@ -30,6 +30,10 @@ def shard(
     units: Sequence[nn.Module] | None = None,
     init: Callable[[str, Tensor], None] | None = None,
     device: torch.device | str | None = None,
+    prefetch: int = 1,
+    param_dtype: torch.dtype | None = None,
+    shard_dtype: torch.dtype | None = None,
+    offload: bool = False,
     **options: Any,
 ) -> GradBuffer:
     """Share a model out over data-parallel ranks, and return the buffer that trains it.
@@ -58,10 +62,19 @@ def shard(
         init: Fills a parameter, given its name, once it has memory. A model on the meta device
             needs it, and never has more than one unit whole while it is made.
         device: Where parameters on the meta device get their memory.
+        prefetch: Units that are fetched while the one before them runs, under `full`. Under
+            `optimizer` and `optimizer_gradients` 0 has `gather_params` wait; otherwise it returns
+            at once, and each forward waits for what it needs.
+        param_dtype: What parameters are gathered and computed in; by default their own dtype.
+        shard_dtype: Dtype of what is stepped, and kept: fp32 for a bf16 model whose shards are its
+            masters. By default the parameters' own.
+        offload: Keep what is stepped, and its gradients, in the host's memory: pieces are CPU
+            tensors then, and copied when parameters are gathered and gradients reduced.
         **options: Further arguments of `GradBuffer`.
 
     Raises:
-        ValueError: The strategy is unknown, or parameters on the meta device have no `init`.
+        ValueError: The strategy is unknown, or does not go with another argument; or parameters on
+            the meta device have no `init`.
         TypeError: An argument is of another type.
 
     Example:
@@ -75,28 +88,55 @@ def shard(
     if strategy not in get_args(Strategy):
         known = ", ".join(get_args(Strategy))
         raise ValueError(f"strategy must be one of {known}; got {strategy!r:.60}")
+    _check(strategy, prefetch, param_dtype=param_dtype, shard_dtype=shard_dtype, offload=offload)
     parts = list(_members(model) if units is None else units)
-    _materialize(model, device, init)
     named = list(model.named_parameters() if named_params is None else named_params)
+    named = _with_device(model, named, device, init)
     release = _RELEASE.get(strategy, "nothing")
-    unit_of = _units(model, parts, named)
+    unit_of = _units(model, parts, named).__getitem__
     buffer = GradBuffer(
         named,
         group=group if strategy == "none" else partial(_sharded, group),
-        units=Units(
-            of=None if release == "nothing" else unit_of.__getitem__, release=release, init=init
+        residency=Residency(
+            unit_of=None if release == "nothing" else unit_of,
+            release=release,
+            init=init,
+            param_dtype=param_dtype,
+            shard_dtype=shard_dtype,
+            offload=offload,
         ),
         **options,
     )
     if release == "all":
-        _Residence(buffer, model, parts)
+        Residence(buffer, model, parts, prefetch=prefetch)
+    elif buffer.is_sharded and prefetch:
+        arrive_in_forwards(buffer, model, parts, unit_of)
     return buffer
+
+
+def _check(strategy: str, prefetch: int, **kept: Any) -> None:
+    """Refuse what does not go together."""
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"prefetch must be an int, got {prefetch!r:.60}")
+    if prefetch < 0:
+        raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
+    for name in ("param_dtype", "shard_dtype"):
+        if kept[name] is not None and not isinstance(kept[name], torch.dtype):
+            raise TypeError(f"{name} must be a torch.dtype or None, got {kept[name]!r:.60}")
+    if strategy == "none":
+        for name, value in kept.items():
+            if value:
+                raise ValueError(
+                    f"{name}={value} needs something that is shared out, and strategy='none' "
+                    "shares nothing; use 'optimizer', 'optimizer_gradients' or 'full'"
+                )
 
 
 def _sharded(choice: GroupChoice, name: str, param: Tensor) -> Reduction:
     found = reduction_of(choice, name, param)
-    both_or_neither = found.shards is not None or found.replicas is None
-    return found if both_or_neither else Reduction(shards=found.replicas)
+    if found.shards is not None:
+        return found
+    return replace(found, replicas=None, shards=found.replicas)
 
 
 def _members(module: nn.Module) -> Iterable[nn.Module]:
@@ -125,12 +165,13 @@ def _units(
     return {name: own.get(id(param), ROOT) for name, param in named}
 
 
-def _materialize(
+def _with_device(
     model: nn.Module,
+    named: Sequence[tuple[str, Tensor]],
     device: torch.device | str | None,
     init: Callable[[str, Tensor], None] | None,
-) -> None:
-    """Give parameters on the meta device a device, and no memory yet."""
+) -> list[tuple[str, Tensor]]:
+    """Give parameters on the meta device a device, and no memory yet; return all with names."""
     shardings(model)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -143,71 +184,13 @@ def _materialize(
                     "parameter by its name"
                 )
             if id(param) not in made:
-                hollow = torch.empty(param.shape, dtype=param.dtype, device=device or "cpu")
+                hollow = torch.empty_like(param, device=device or "cpu")
                 if param.requires_grad:
                     hollow.untyped_storage().resize_(0)
                 made[id(param)] = nn.Parameter(hollow, requires_grad=param.requires_grad)
             setattr(module, name, made[id(param)])
     shardings(model)
-    new = {id(param) for param in made.values() if not param.requires_grad}
-    for name, param in model.named_parameters():
-        if init is not None and id(param) in new:  # frozen: the buffer does not hold it
-            init(name, param)
-
-
-class _Residence:
-    """Fetches the parameters of units when they are needed, and releases them afterwards."""
-
-    def __init__(self, buffer: GradBuffer, model: nn.Module, parts: Sequence[nn.Module]) -> None:
-        self._units = [buffer.unit_buckets(str(number)) for number in range(len(parts))]
-        self._root = buffer.unit_buckets(ROOT)
-        hooks = [
-            root.register_forward_pre_hook(self._enter)
-            for root in (model.children() if isinstance(model, nn.ModuleList) else [model])
-        ]
-        for number, part in enumerate(parts):
-            hooks.append(part.register_forward_pre_hook(partial(self._before, number)))
-            hooks.append(part.register_forward_hook(partial(self._after, number)))
-        buffer.on_close(*(hook.remove for hook in hooks), self._forget)
-
-    def _forget(self) -> None:
-        self._units.clear()
-        self._root.clear()
-
-    def _enter(self, *_: Any) -> None:
-        for bucket in self._root:
-            if not bucket.is_here:
-                bucket.fetch()
-        for bucket in self._root:
-            bucket.arrive()
-
-    def _before(self, number: int, *_: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # recomputation
-        self._bring(number, number - 1 if in_backward else number + 1)
-
-    def _after(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        for bucket in self._units[number]:
-            bucket.is_idle = True
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._backward, number))
-
-    def _backward(self, number: int, _: Tensor) -> None:
-        self._bring(number, number - 1)
-
-    def _bring(self, number: int, following: int) -> None:
-        """Have a unit whole, another on its way, and nothing that is no longer needed."""
-        for other, buckets in enumerate(self._units):
-            for bucket in buckets:
-                if bucket.is_idle and other != number:
-                    bucket.drop()
-        for bucket in self._units[number]:
-            if not bucket.is_here:
-                bucket.fetch()
-            bucket.is_idle = False
-        for bucket in self._units[number]:
-            bucket.arrive()
-        if 0 <= following < len(self._units):
-            for bucket in self._units[following]:
-                if not bucket.is_here:
-                    bucket.fetch()
+    for name, old in named:
+        if init is not None and id(old) in made and not old.requires_grad:
+            init(name, made[id(old)])  # the buffer does not hold what is frozen
+    return [(name, made.get(id(param), param)) for name, param in named]

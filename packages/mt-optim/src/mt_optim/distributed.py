@@ -78,7 +78,11 @@ class DistributedOptimizer:
 
         Returns:
             What that returns.
+
+        Raises:
+            RuntimeError: The gradients are not reduced: `GradBuffer.finish` was not called.
         """
+        self.buffer.check_finished()
         result = self.inner.step(**options)
         self.buffer.gather_params()
         return result

@@ -25,6 +25,7 @@ _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
 _MAX_REPEAT = 4096
+_BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 _UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
@@ -570,10 +571,37 @@ class DataParallelSection:
         replicas: Parts are shared out among the ranks of one of so many groups, and the groups
             are copies of each other: less to fetch from far away, for more memory. Divides
             `parallel.dp` x `parallel.cp`.
+        overlap: Sum gradients while backward still runs. The numbers stay the same.
+        prefetch: With strategy `full`, layers whose parameters are fetched while the one before
+            them runs. With `optimizer` and `optimizer_gradients`, 0 waits for the parameters after
+            a step; above 0 each layer's forward waits for its own. By default 1, or 0 with
+            `training.compile`.
+        grad_dtype: What gradients are added up in on each rank; by default fp32 (fp64 for fp64).
+        reduce_dtype: What they are sent as between ranks; by default `grad_dtype`.
+        local_sum: Send each rank the addends of its part, which it adds in fp32, rather than have
+            them added on the way: one rounding to `reduce_dtype` however many ranks there are.
+        pad_for_bandwidth: Pad every collective to a multiple of 65536 elements, as some networks
+            like it.
+        shard_dtype: What a rank keeps of the parameters and steps: `fp32` with `training.dtype`
+            bf16 makes its part its master weights, without another copy. By default
+            `training.dtype`. Not with strategy `none`.
+        offload: Keep that part, and its gradients, in the host's memory, where they are stepped.
+            Not with strategy `none`.
+        unused: What happens to parameters that no micro-batch of a rank gave a gradient: `error`
+            names them, `zero` takes it as zero.
     """
 
     strategy: Literal["none", "optimizer", "optimizer_gradients", "full"] = "none"
     replicas: int = 1
+    overlap: bool = True
+    prefetch: int | None = None
+    grad_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    local_sum: bool = False
+    pad_for_bandwidth: bool = False
+    shard_dtype: Dtype | None = None
+    offload: bool = False
+    unused: Literal["error", "zero"] = "error"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -585,6 +613,16 @@ class DataParallelSection:
                 f"{self.replicas} groups have nothing to share out with data_parallel.strategy "
                 "none; leave it out, or use strategy optimizer, optimizer_gradients or full",
             )
+        checks.at_least(0, "prefetch")
+        checks.at_most(_MAX_REPEAT, "prefetch")
+        for name in ("prefetch", "shard_dtype", "offload"):
+            value = getattr(self, name)
+            if value and self.strategy == "none":
+                checks.add(
+                    name,
+                    f"{str(value).lower()} is about what is shared out, and data_parallel.strategy "
+                    "is none; leave it out, or use strategy optimizer, optimizer_gradients or full",
+                )
         checks.done()
 
 
@@ -781,8 +819,19 @@ class RunConfig:
             raise FieldError(errors)
 
     def _sharding_errors(self) -> dict[str, str]:
-        """Say what does not go with parameters that are whole only while a layer runs."""
-        if self.data_parallel.strategy != "full":
+        """Say what does not go with how parameters are shared out."""
+        own, dtype = self.data_parallel, self.training.dtype
+        if own.shard_dtype is not None and _BITS[own.shard_dtype] < _BITS[dtype]:
+            return {
+                "data_parallel.shard_dtype": f"{own.shard_dtype} has fewer bits than "
+                f"training.dtype {dtype}, so steps would be lost; use {dtype} or leave it out"
+            }
+        if own.prefetch and self.training.compile:
+            return {
+                "data_parallel.prefetch": f"{own.prefetch} has forwards wait for parameters, which "
+                "does not go with training.compile; use prefetch 0, or compile: false"
+            }
+        if own.strategy != "full":
             return {}
         why = (
             "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"

@@ -19,7 +19,7 @@ from mt_pipeline import Executor, TensorSpec
 from mt_train.agreement import summed
 from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
-from mt_train.data_parallel import reduction
+from mt_train.data_parallel import reduction, shard_options
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.loading import clipped_heads
@@ -116,8 +116,8 @@ class Trainer:
             config.data_parallel.strategy,
             group=reduction(config.data_parallel, state),
             named_params=self.named_parameters,
-            bucket_size=parallel.bucket_size,
             whole=kept_whole(config),
+            **shard_options(config),
         )
         for stage in self.stages:
             stage.sum_weight_gradients(self.buffer.sink)

@@ -1,0 +1,175 @@
+"""The memory of buckets, and the views of it that parameters and pieces are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from mt_parallel_state import shard_param, sharding_of, twin_group
+from torch import Tensor, nn
+
+from mt_data_parallel.bucket import Bucket, BufferKey, Release, Residency, Slot, resize
+from mt_data_parallel.grad import MAIN_GRAD
+from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
+from mt_data_parallel.piece import Phase, Piece
+
+
+def plan(
+    params: Mapping[str, Tensor],
+    key: BufferKey,
+    *,
+    bucket_size: int | None,
+    alone: Collection[str],
+    pad_for_bandwidth: bool,
+) -> BufferLayout:
+    """Lay out the parameters of one buffer."""
+    numels = {name: param.numel() for name, param in params.items()}
+    shards, replicas = key.reduction.num_shards, key.reduction.replicas
+    copies = 1 if replicas is None else replicas.size()
+    if key.whole:
+        return plan_whole(
+            numels,
+            costs={name: _step_cost(param) for name, param in params.items()},
+            bucket_size=bucket_size,
+            world_size=shards,
+            replicas=copies,
+            alone=alone,
+            pad_for_bandwidth=pad_for_bandwidth,
+        )
+    return plan_buckets(
+        numels,
+        bucket_size=bucket_size,
+        world_size=shards * copies,
+        alone=alone,
+        pad_for_bandwidth=pad_for_bandwidth,
+    )
+
+
+def allocate(
+    params: Mapping[str, Tensor],
+    key: BufferKey,
+    layout: BufferLayout,
+    residency: Residency,
+    phase: Phase,
+) -> list[Bucket]:
+    """Allocate the buckets of one buffer, with a slot per parameter.
+
+    Where the buffer is sharded, the parameters move into it and become row-major.
+    """
+    buckets: list[Bucket] = []
+    for index, bounds in enumerate(layout.buckets):
+        places = [place for place in layout.params if place.bucket == index]
+        device = params[places[0].name].device
+        bucket = _empty_bucket(key, bounds.end - bounds.start, device, residency)
+        whole = bucket.params
+        if whole is not None and key.shard_dtype != key.param_dtype:
+            whole = torch.zeros_like(whole, dtype=key.shard_dtype)
+        for place in places:
+            param, start = params[place.name], place.start - bounds.start
+            _fill(place.name, param, residency.init)
+            if whole is None or bucket.params is None:
+                slot = _plain_slot(param, place.name, start, bucket, phase)
+            else:
+                whole[start : start + param.numel()].view(param.shape).copy_(param.detach())
+                slot = _sharded_slot(param, place.name, start, bucket, bucket.params)
+            if bucket.release == "nothing":
+                setattr(param, MAIN_GRAD, slot.main_grad)
+            bucket.slots.append(slot)
+        if whole is not None:
+            _cut(bucket, whole, phase)
+        if bucket.release != "nothing":
+            resize(bucket.grads, 0)
+        buckets.append(bucket)
+    return buckets
+
+
+def _empty_bucket(key: BufferKey, numel: int, device: torch.device, residency: Residency) -> Bucket:
+    sharded = key.param_dtype is not None
+    release: Release = residency.release if sharded else "nothing"
+    offload = residency.offload and sharded
+    grads = torch.zeros(numel, dtype=key.grad_dtype, device=device)
+    params = torch.zeros(numel, dtype=key.param_dtype, device=device) if sharded else None
+    size = numel // key.reduction.num_shards
+    own = slice(key.reduction.shard * size, (key.reduction.shard + 1) * size)
+    own_grads, own_params = grads[own], None if params is None else params[own]
+    home = torch.device("cpu") if offload else device
+    pin = offload and device.type == "cuda"
+    if offload or release != "nothing":
+        own_grads = torch.zeros(size, dtype=key.grad_dtype, device=home, pin_memory=pin)
+    if sharded and (offload or release == "all" or key.shard_dtype != key.param_dtype):
+        own_params = torch.zeros(size, dtype=key.shard_dtype, device=home, pin_memory=pin)
+    shards = key.reduction.shards
+    gathers_over = twin_group(shards) if shards is not None and release == "all" else shards
+    return Bucket(key, grads, params, own_grads, own_params, release, offload, gathers_over)
+
+
+def _fill(name: str, param: Tensor, init: Callable[[str, Tensor], None] | None) -> None:
+    """Give a parameter that was on the meta device its memory and its values."""
+    if not param.untyped_storage().size():
+        param.data = torch.empty_like(param)
+        if init is not None:
+            init(name, param)
+
+
+def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket, phase: Phase) -> Slot:
+    # In the parameter's own order of memory, which fused optimizers rely on.
+    strides = torch.empty_like(param, device="meta").stride()
+    main_grad = bucket.grads.as_strided(param.shape, strides, start)
+    piece = Piece(name=name, source=param, param=param, start=0, end=param.numel(), phase=phase)
+    return Slot(name, param, main_grad, piece, bucket, start)
+
+
+def _sharded_slot(param: Tensor, name: str, start: int, bucket: Bucket, params: Tensor) -> Slot:
+    """Move a parameter into the flat one."""
+    inside = slice(start, start + param.numel())
+    param.data = params[inside].view(param.shape)
+    main_grad = bucket.grads[inside].view(param.shape)
+    return Slot(name, param, main_grad, None, bucket, start)
+
+
+def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
+    """Take this rank's part of the parameters, and make pieces of it."""
+    params, own = bucket.params, bucket.own_params
+    assert params is not None  # noqa: S101 - it is sharded
+    assert own is not None  # noqa: S101
+    first = bucket.reduction.shard * own.numel()
+    own.copy_(whole[first : first + own.numel()])
+    if whole is not params:
+        params.copy_(whole)
+    for slot in bucket.slots:
+        slot.piece = _piece(slot, own, bucket, phase)
+    bucket.drop()
+
+
+def _piece(slot: Slot, own_params: Tensor, bucket: Bucket, phase: Phase) -> Piece | None:
+    """Make a piece of our part of a parameter."""
+    param, size = slot.param, own_params.numel()
+    base = bucket.reduction.shard * size
+    first, last = max(slot.start, base), min(slot.start + param.numel(), base + size)
+    if first >= last:
+        return None
+    shape = param.shape if last - first == param.numel() else (last - first,)
+    part = slice(first - base, last - base)
+    own = nn.Parameter(own_params[part].view(shape))
+    setattr(own, MAIN_GRAD, bucket.own_grads[part].view(shape))
+    if isinstance(param, nn.Parameter) and shape == param.shape:
+        record = sharding_of(param)
+        shard_param(own, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
+    return Piece(
+        name=slot.name,
+        source=param,
+        param=own,
+        start=first - slot.start,
+        end=last - slot.start,
+        peers=bucket.reduction.peers,
+        replica=bucket.reduction.replica,
+        phase=phase,
+    )
+
+
+def _step_cost(param: Tensor) -> float:
+    """Return the relative cost of orthogonalising a matrix; vectors cost their elements."""
+    if param.dim() < 2:
+        return float(param.numel())
+    rows, columns = param.numel() // param.shape[-1], param.shape[-1]
+    return float(max(rows, columns)) * min(rows, columns) ** 2
