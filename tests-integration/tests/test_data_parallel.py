@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
+import mt_train.trainer as trainer_module
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from mt_parallel_state import DistributedEnv
+from mt_train import load_config, run
 
 STRATEGIES = ("optimizer", "optimizer_gradients", "full")
 MICRO = "training.micro_batch_size=1"
@@ -170,3 +177,55 @@ def test_local_sums_of_bf16_addends_are_the_same_shared_out_or_not(tiny, tmp_pat
     exact = losses(tiny.train(tmp_path / "exact", MICRO, nproc=2))
     assert exact != runs[0]
     np.testing.assert_allclose(list(runs[0].values()), list(exact.values()), rtol=2e-3)
+
+
+def _alive() -> int:
+    """Bytes of the fp64 tensors that exist."""
+    storages = (
+        tensor.untyped_storage()
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype == torch.float64
+    )
+    return sum({storage._cdata: storage.size() for storage in storages}.values())
+
+
+def _starting(config, options, out):
+    """The most bytes alive while parameters get their values, and the bytes of all of them."""
+    most, sizes = [], {}
+    original = trainer_module.initial_values
+
+    def watched(*args, **kwargs):
+        fill, before = original(*args, **kwargs), _alive()
+
+        def fill_and_count(name, param):
+            fill(name, param)
+            sizes[name] = param.nbytes
+            most.append(_alive() - before)
+
+        return fill_and_count
+
+    trainer_module.initial_values = watched
+    env = DistributedEnv(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+    )
+    try:
+        run(load_config(config, options), env, out)
+    finally:
+        trainer_module.initial_values = original
+    return max(most), sizes
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_no_rank_has_the_whole_model_while_a_run_starts(offload, tiny, ranks, tmp_path) -> None:
+    options = ["training.dtype=fp64", "training.steps=1", "model.num_layers=16", MICRO]
+    options += ["data_parallel.strategy=full", f"data_parallel.offload={offload}"]
+    for most, sizes in ranks(4, _starting, tiny.config, options, tmp_path, timeout=120):
+        whole = sum(sizes.values())
+        unit = max(sizes.values()) + sum(
+            size for name, size in sizes.items() if name.startswith("layers.0.")
+        )
+        # A quarter of parameters and gradients each, and what is made: a unit and its gradients.
+        assert most < whole / 2 + 2.5 * unit < 0.9 * whole

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 Step = Callable[[], None]
-WIDTH, LAYERS, ROWS, STEPS, ROUNDS = 512, 6, 16, 4, 3
+WIDTH, LAYERS, ROWS, STEPS, ROUNDS = 768, 8, 64, 2, 7
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def seconds(step: Step) -> float:
 def held(buffer: GradBuffer, numel: int) -> float:
     """Bytes per parameter between steps: parameters, gradients and two fp32 moments."""
     memory = {}
-    for bucket in buffer._buckets:
+    for bucket in buffer.buckets:
         for tensor in (bucket.grads, bucket.params, bucket.own_grads, bucket.own_params):
             if tensor is not None:
                 storage = tensor.untyped_storage()
@@ -105,10 +105,12 @@ def main() -> None:
     for step, _ in runs.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, (step, _) in runs.items():
-            times[name].append(seconds(step))
+    for number in range(ROUNDS):
+        order = list(runs) if number % 2 else list(reversed(runs))  # neighbours take turns
+        for name in order:
+            times[name].append(seconds(runs[name][0]))
     if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, {numel / 1e6:.1f}M parameters")
         base = {"full": "torch fully_shard"}
         for name in names:
             other = base.get(name, "torch DDP")

@@ -286,42 +286,6 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(
     assert len(message.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["replicas=2"],
-            "replicas: 2 groups have nothing to share out with data_parallel.strategy",
-        ),
-        (["offload=true"], "offload: true is about what is shared out, and data_parallel.strategy"),
-        (["prefetch=2"], "prefetch: 2 is about what is shared out, and data_parallel.strategy is"),
-        (["shard_dtype=fp32"], "shard_dtype: fp32 is about what is shared out, and"),
-        (["strategy=full", "prefetch=-1"], "prefetch: -1 is too small; use 0 or more"),
-        (["strategy=full", "shard_dtype=bf16"], "shard_dtype: bf16 has fewer bits than training."),
-        (["strategy=optimizer", "unused=skip"], "unused: 'skip' is not one of error, zero"),
-    ],
-)
-def test_ways_to_share_out_that_do_not_go_together_name_both_fields(
-    overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [f"data_parallel.{override}" for override in overrides]
-    code, message = run_cli(["run", str(TINY), "training.dtype=fp32", *given], capsys)
-    assert code == 2
-    assert f"data_parallel.{expected}" in message
-
-
-def test_what_compiling_does_not_go_with_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "training.compile=true",
-        "training.recompute=none",
-        "data_parallel.strategy=optimizer",
-    ]
-    code, message = run_cli(["run", str(TINY), *options, "data_parallel.prefetch=1"], capsys)
-    assert code == 2
-    assert "data_parallel.prefetch: 1 has forwards wait for parameters, which does not" in message
-    assert "training.compile" in message
-
-
 def test_a_mistake_in_a_layout_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "pipeline.layout=Ett|tx|L"
     code, message = run_cli(["run", str(TINY), "pipeline.stages=2", layout, "--nproc", "2"], capsys)

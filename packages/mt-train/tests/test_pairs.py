@@ -8,6 +8,11 @@ import pytest
 from mt_train import ConfigError, load_config
 from mt_train.config import _ONLY_FOR, DataParallelSection, OptimizerSection
 
+UNSHARED = (
+    "is about what is shared out, and data_parallel.strategy is none; leave it out, or use "
+    "strategy optimizer, optimizer_gradients or full"
+)
+
 # By the field that is blamed: the overrides, and the words of the message.
 PAIRS = {
     "data_parallel.replicas": [
@@ -35,6 +40,52 @@ PAIRS = {
                 "optimizer_gradients, or schedule zb-v",
             )
             for name in ("dualpipe", "dualpipe-v")
+        ),
+    ],
+    "data_parallel.prefetch": [
+        (["data_parallel.prefetch=2"], f"2 {UNSHARED}"),
+        (
+            [
+                "data_parallel.prefetch=1",
+                "data_parallel.strategy=optimizer",
+                "training.compile=true",
+            ],
+            "1 has forwards wait for parameters, which does not go with training.compile; use "
+            "prefetch 0, or compile: false",
+        ),
+    ],
+    "data_parallel.shard_dtype": [
+        (["data_parallel.shard_dtype=fp32"], f"fp32 {UNSHARED}"),
+        (
+            [
+                "data_parallel.shard_dtype=bf16",
+                "data_parallel.strategy=full",
+                "training.dtype=fp32",
+            ],
+            "bf16 has fewer bits than training.dtype fp32, so steps would be lost; use fp32 or "
+            "leave it out",
+        ),
+        (
+            [
+                "data_parallel.shard_dtype=fp32",
+                "data_parallel.strategy=full",
+                "training.dtype=bf16",
+                "optimizer.masters=remainder",
+            ],
+            "fp32 leaves nothing for optimizer.masters remainder to keep; leave it out, or use "
+            "masters full",
+        ),
+    ],
+    "data_parallel.offload": [
+        (["data_parallel.offload=true"], f"true {UNSHARED}"),
+        (
+            [
+                "data_parallel.offload=true",
+                "data_parallel.strategy=full",
+                "optimizer.offload=0.5",
+            ],
+            "true has all that is stepped in the host's memory, of which optimizer.offload 0.5 "
+            "would move a share there; leave one of them out",
         ),
     ],
     "optimizer.betas": [
@@ -136,6 +187,12 @@ PAIRS = {
 }
 # Keys that go with all others: each says why.
 ALONE = {
+    "data_parallel.overlap": "every strategy reduces during backward or after it",
+    "data_parallel.grad_dtype": "every strategy adds up in any dtype",
+    "data_parallel.reduce_dtype": "every strategy reduces in any dtype",
+    "data_parallel.local_sum": "every strategy can add in either place",
+    "data_parallel.pad_for_bandwidth": "every strategy has buckets",
+    "data_parallel.unused": "every strategy can do both",
     "optimizer.name": "what does not go with it is blamed instead",
     "optimizer.lr": "every optimizer and schedule has one; min_lr is blamed",
     "optimizer.weight_decay": "every optimizer has it",

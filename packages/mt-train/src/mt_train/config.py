@@ -820,29 +820,44 @@ class RunConfig:
 
     def _sharding_errors(self) -> dict[str, str]:
         """Say what does not go with how parameters are shared out."""
-        own, dtype = self.data_parallel, self.training.dtype
+        own, dtype, optimizer = self.data_parallel, self.training.dtype, self.optimizer
+        errors: dict[str, str] = {}
         if own.shard_dtype is not None and _BITS[own.shard_dtype] < _BITS[dtype]:
-            return {
-                "data_parallel.shard_dtype": f"{own.shard_dtype} has fewer bits than "
-                f"training.dtype {dtype}, so steps would be lost; use {dtype} or leave it out"
-            }
-        if own.prefetch and self.training.compile:
-            return {
-                "data_parallel.prefetch": f"{own.prefetch} has forwards wait for parameters, which "
-                "does not go with training.compile; use prefetch 0, or compile: false"
-            }
-        if own.strategy != "full":
-            return {}
+            errors["shard_dtype"] = (
+                f"{own.shard_dtype} has fewer bits than training.dtype {dtype}, so steps would be "
+                f"lost; use {dtype} or leave it out"
+            )
+        elif own.shard_dtype not in (None, "bf16") and optimizer.masters == "remainder":
+            errors["shard_dtype"] = (
+                f"{own.shard_dtype} leaves nothing for optimizer.masters remainder to keep; leave "
+                "it out, or use masters full"
+            )
+        if own.offload and optimizer.offload:
+            errors["offload"] = (
+                "true has all that is stepped in the host's memory, of which optimizer.offload "
+                f"{optimizer.offload} would move a share there; leave one of them out"
+            )
+        if own.strategy == "full":
+            errors |= self._full_errors()
+        elif own.prefetch and self.training.compile:
+            errors["prefetch"] = (
+                f"{own.prefetch} has forwards wait for parameters, which does not go with "
+                "training.compile; use prefetch 0, or compile: false"
+            )
+        return {f"data_parallel.{name}": text for name, text in errors.items()}
+
+    def _full_errors(self) -> dict[str, str]:
+        """Say what does not go with parameters that are whole only while a layer runs."""
         why = (
             "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
         )
-        field = "data_parallel.strategy"
+        schedule = self.pipeline.schedule
         if self.training.compile:
-            return {field: f"full does not go with training.compile, {why}, or compile: false"}
-        if self.pipeline.schedule in ("dualpipe", "dualpipe-v"):
+            return {"strategy": f"full does not go with training.compile, {why}, or compile: false"}
+        if schedule in ("dualpipe", "dualpipe-v"):
             return {
-                field: f"full does not go with pipeline.schedule {self.pipeline.schedule}, which "
-                f"runs parts of two layers in turn, {why}, or schedule zb-v"
+                "strategy": f"full does not go with pipeline.schedule {schedule}, which runs parts "
+                f"of two layers in turn, {why}, or schedule zb-v"
             }
         return {}
 

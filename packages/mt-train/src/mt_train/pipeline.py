@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mt_files import FieldError
-from mt_model import GPT, ModelConfig
+from mt_model import GPT, ModelConfig, initializer
 from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule, make_schedule, parse_layout, split_layers
 from torch import nn
@@ -103,6 +103,7 @@ def build_stages(
 
     A tied embedding whose two ends are on one rank is one parameter. With two directions every
     stage is on two ranks: the second is a copy, and both have partial gradients over "mirror".
+    Parameters are on the meta device, for `shard` to give them memory.
 
     Args:
         plan: The schedule and the layers.
@@ -113,7 +114,8 @@ def build_stages(
     schedule = plan.schedule
     held = schedule.stages_of(state.index("pp"))
     stages = [
-        GPT(config, state, layers=plan.layers[stage % schedule.depth], **options) for stage in held
+        GPT(config, state, layers=plan.layers[stage % schedule.depth], device="meta", **options)
+        for stage in held
     ]
     if schedule.directions == 2:
         for number, stage in zip(held, stages, strict=True):
@@ -123,6 +125,17 @@ def build_stages(
     if config.tied:
         _share_embedding(stages)
     return stages
+
+
+def initial_values(
+    stages: Sequence[GPT], config: ModelConfig, state: ParallelState, *, seed: int
+) -> Callable[[str, nn.Parameter], None]:
+    """Return what fills the parameters of stages on the meta device, by their global names."""
+    fills: dict[str, Callable[[str, nn.Parameter], None]] = {}
+    for stage in stages:
+        fill = initializer(stage, config, state, seed=seed)
+        fills |= dict.fromkeys((name for name, _ in stage.named_parameters()), fill)
+    return lambda name, param: fills[name](name, param)
 
 
 def _share_embedding(stages: Sequence[GPT]) -> None:

@@ -29,6 +29,7 @@ from mt_train.optimization import kept_whole, optimizer_config
 from mt_train.pipeline import (
     backwards_per_step,
     build_stages,
+    initial_values,
     named_parameters,
     plan_pipeline,
 )
@@ -98,7 +99,6 @@ class Trainer:
             recompute=training.recompute,
             seed=training.seed,
             dtype=self.dtype,
-            device=state.device,
         )
         self.rows = rows_of(
             state,
@@ -109,16 +109,18 @@ class Trainer:
         self.sampler = sampler.with_rows(self.rows)
         self._loader = prefetched(self.sampler, state.device)
         here = (plan.schedule, state.index("pp"), self.stages)
-        self.named_parameters = list(named_parameters(*here).items())
         self._backwards = backwards_per_step(*here)
         self.buffer = shard(
             torch.nn.ModuleList(self.stages),
             config.data_parallel.strategy,
             group=reduction(config.data_parallel, state),
-            named_params=self.named_parameters,
+            named_params=named_parameters(*here).items(),
+            init=initial_values(self.stages, model_config, state, seed=training.seed),
+            device=state.device,
             whole=kept_whole(config),
             **shard_options(config),
         )
+        self.named_parameters = list(named_parameters(*here).items())
         for stage in self.stages:
             stage.sum_weight_gradients(self.buffer.sink)
         self.optimizer = DistributedOptimizer(
