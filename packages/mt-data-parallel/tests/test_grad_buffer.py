@@ -47,7 +47,11 @@ def buffered_grads(bucket_size, overlap, dtype=torch.float32):
     group = dist.group.WORLD if dist.is_initialized() else None
     rank = dist.get_rank() if dist.is_initialized() else 0
     buffer = GradBuffer(
-        net.named_parameters(), group=group, bucket_size=bucket_size, overlap=overlap
+        net.named_parameters(),
+        group=group,
+        bucket_size=bucket_size,
+        overlap=overlap,
+        unused="zero",
     )
     for _ in range(2):  # the second round shows that start() forgets the first
         buffer.start(MICROBATCHES)
@@ -156,7 +160,7 @@ def test_buckets_launch_in_one_order_though_ranks_are_ready_in_different_orders(
     def body():
         rank = dist.get_rank()
         params = {name: nn.Parameter(torch.ones(n)) for name, n in (("a", 5), ("b", 6), ("c", 7))}
-        buffer = GradBuffer(params.items(), group=dist.group.WORLD, bucket_size=1)
+        buffer = GradBuffer(params.items(), group=dist.group.WORLD, bucket_size=1, unused="zero")
         buffer.start(1)
         order = ["a", "b", "c"] if rank == 0 else ["c", "a"]  # rank 1 never sees b
         for name in order:
@@ -205,7 +209,7 @@ def test_fp64_and_bf16_parameters_get_a_buffer_each():
 
 def test_views_share_one_flat_buffer_in_reversed_order():
     net = Net()
-    buffer = GradBuffer(net.named_parameters(), group=None)
+    buffer = GradBuffer(net.named_parameters(), group=None, unused="zero")
     storages = {p.main_grad.untyped_storage().data_ptr() for p in net.parameters()}
     assert len(storages) == 1
     offsets = [p.main_grad.storage_offset() for p in net.parameters()]
@@ -217,7 +221,7 @@ def test_views_share_one_flat_buffer_in_reversed_order():
 def test_after_finish_param_grad_is_the_buffer_where_dtypes_agree():
     for dtype in (torch.float32, torch.bfloat16):
         net = Net(dtype)
-        with GradBuffer(net.named_parameters(), group=None) as buffer:
+        with GradBuffer(net.named_parameters(), group=None, unused="zero") as buffer:
             buffer.start(MICROBATCHES)
             backward(net, 0)
             assert net.hidden.weight.grad is None
@@ -244,7 +248,7 @@ def test_double_backward_does_not_count_the_gradient_twice():
 def test_frozen_parameters_are_left_out():
     net = Net()
     net.side.requires_grad_(False)
-    buffer = GradBuffer(net.named_parameters(), group=None)
+    buffer = GradBuffer(net.named_parameters(), group=None, unused="zero")
     assert not hasattr(net.side.weight, "main_grad")
     names = [p.name for layout in buffer.layouts.values() for p in layout.params]
     assert names == ["hidden.bias", "hidden.weight", "embedding.weight", "unused"]
@@ -252,20 +256,20 @@ def test_frozen_parameters_are_left_out():
 
 def test_close_removes_hooks_and_attributes():
     net = Net()
-    buffer = GradBuffer(net.named_parameters(), group=None)
+    buffer = GradBuffer(net.named_parameters(), group=None, unused="zero")
     buffer.close()
     assert not hasattr(net.hidden.weight, "main_grad")
     net(tokens_of(0, 0), branch=True).backward()
     assert net.hidden.weight.grad is not None
     assert grad_of(net.hidden.weight) is net.hidden.weight.grad
-    GradBuffer(net.named_parameters(), group=None).close()
+    GradBuffer(net.named_parameters(), group=None, unused="zero").close()
 
 
 def test_close_lets_go_of_the_group(ranks):
     def body():
         group, net = dist.group.WORLD, Net()
         before = sys.getrefcount(group)
-        buffer = GradBuffer(net.named_parameters(), group=group)
+        buffer = GradBuffer(net.named_parameters(), group=group, unused="zero")
         buffer.start(1)
         net(tokens_of(0, 0), branch=True).backward()
         buffer.finish()
@@ -278,7 +282,7 @@ def test_close_lets_go_of_the_group(ranks):
 
 def test_calls_out_of_order_are_errors_that_say_what_to_call():
     net = Net()
-    buffer = GradBuffer(net.named_parameters(), group=None)
+    buffer = GradBuffer(net.named_parameters(), group=None, unused="zero")
     with pytest.raises(RuntimeError, match=r"finish\(\) without start\(\); call start"):
         buffer.finish()
     with pytest.raises(RuntimeError, match=r"outside of start\(\) and finish\(\)"):
@@ -358,7 +362,7 @@ def test_a_sink_sums_what_autograd_would(dtype):
 
 def test_a_sink_launches_buckets_and_counts():
     weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    with GradBuffer([("w", weight), ("b", bias)], group=None) as buffer:
+    with GradBuffer([("w", weight), ("b", bias)], group=None, unused="zero") as buffer:
         sink = buffer.sink(weight)
         with pytest.raises(RuntimeError, match=r"gradient for 'w' outside of start\(\)"):
             sink.begin()
