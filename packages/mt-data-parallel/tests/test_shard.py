@@ -72,7 +72,8 @@ def train(strategy, how):
         how["bucket_size"] = 100
     with shard(net, strategy, group=group_of(hybrid), init=init, **how) as buffer:
         pieces = buffer.pieces()
-        optimizer = torch.optim.AdamW([p.param for p in pieces], lr=1e-2, fused=True)
+        params = [p.param for p in pieces] or [torch.zeros(0)]  # where padding has all of a rank's
+        optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
         for step in range(STEPS):
             buffer.start(MICROBATCHES)
             for part in range(MICROBATCHES):
@@ -227,12 +228,13 @@ def on_their_way():
     def coming():
         return sum(bucket.is_coming for bucket in buffer.buckets)
 
+    def note(name):
+        seen[name] = coming()
+
     with shard(net, "optimizer", group=dist.group.WORLD, bucket_size=1) as buffer:
         for number, layer in enumerate(net.layers):
-            layer.register_forward_hook(
-                lambda *_, number=number: seen.setdefault(f"layer {number}", coming())
-            )
-        net.embedding.register_forward_hook(lambda *_: seen.setdefault("embedding", coming()))
+            layer.register_forward_hook(lambda *_, name=f"layer {number}": note(name))
+        net.embedding.register_forward_hook(lambda *_: note("embedding"))
         buffer.gather_params()
         seen["after the step"] = coming()
         net(tokens_of(0, 0))
@@ -323,7 +325,7 @@ def starting(offload):
 def test_no_rank_has_the_whole_model_while_it_starts(ranks, offload):
     for most, shares, whole in ranks(4, starting, offload):
         unit = whole // 16
-        assert shares == whole // 2
+        assert shares < 0.55 * whole  # with padding
         # A unit and its gradients, one parameter that is filled, and what is padded.
         assert most < shares + 3.2 * unit < 0.75 * whole
 

@@ -32,6 +32,10 @@ FACTORS = NUMERICS | {
     "optimizer.offload": (0.0, 0.5, 1.0),
     "data_parallel.strategy": ("none", "optimizer", "optimizer_gradients", "full"),
     "data_parallel.replicas": (1, 2),
+    "data_parallel.overlap": (True, False),
+    "data_parallel.prefetch": (0, 2),
+    "data_parallel.local_sum": (False, True),
+    "data_parallel.offload": (False, True),
     "parallel.dp": (1, 2),
     "parallel.tp": (1, 2),
     "parallel.cp": (1, 2),
@@ -52,6 +56,14 @@ REFUSALS = [
         lambda row: row["data_parallel.strategy"] == "none" and row["data_parallel.replicas"] > 1,
         "data_parallel.replicas",
         "data_parallel.strategy none; leave it out, or use strategy optimizer",
+    ),
+    *(
+        (
+            lambda row, name=name: row["data_parallel.strategy"] == "none" and row[name],
+            name,
+            "is about what is shared out, and data_parallel.strategy is none; leave it out",
+        )
+        for name in ("data_parallel.prefetch", "data_parallel.offload")
     ),
     (
         lambda row: row["parallel.dp"] * row["parallel.cp"] % row["data_parallel.replicas"],
