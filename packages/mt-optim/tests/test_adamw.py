@@ -95,7 +95,7 @@ def test_the_update_is_the_formula_of_the_paper():
 def test_bf16_parameters_are_the_rounded_fp32_masters(engine):
     ours = make_params(torch.bfloat16)
     theirs = {n: nn.Parameter(p.detach().float()) for n, p in make_params(torch.bfloat16).items()}
-    buffer = GradBuffer(ours.items(), group=None)
+    buffer = GradBuffer(ours.items(), group=None, unused="zero")
     optimizer = AdamW(
         ours.items(),
         lr=LRS[0],
