@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mt_files import FieldError
 from mt_model import GPT, ModelConfig, initializer
 from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule, make_schedule, parse_layout, split_layers
-from torch import nn
+from torch import Tensor, nn
 
 from mt_train.config import PipelineSection
 
@@ -129,13 +129,13 @@ def build_stages(
 
 def initial_values(
     stages: Sequence[GPT], config: ModelConfig, state: ParallelState, *, seed: int
-) -> Callable[[str, nn.Parameter], None]:
+) -> Callable[[str, Tensor], None]:
     """Return what fills the parameters of stages on the meta device, by their global names."""
     fills: dict[str, Callable[[str, nn.Parameter], None]] = {}
     for stage in stages:
         fill = initializer(stage, config, state, seed=seed)
         fills |= dict.fromkeys((name for name, _ in stage.named_parameters()), fill)
-    return lambda name, param: fills[name](name, param)
+    return lambda name, param: fills[name](name, cast("nn.Parameter", param))
 
 
 def _share_embedding(stages: Sequence[GPT]) -> None:
