@@ -66,6 +66,11 @@ REFUSALS = [
         for name in ("data_parallel.prefetch", "data_parallel.offload")
     ),
     (
+        lambda row: row["data_parallel.offload"] and row["optimizer.offload"] > 0,
+        "data_parallel.offload",
+        "true has all that is stepped in the host's memory, of which optimizer.offload",
+    ),
+    (
         lambda row: row["parallel.dp"] * row["parallel.cp"] % row["data_parallel.replicas"],
         "data_parallel.replicas",
         "2 does not divide parallel.dp 1 x parallel.cp 1 = 1; use one of 1",
