@@ -32,8 +32,8 @@ from mt_parallel_state import (
 from mt_testing import pairwise
 from torch import nn
 
-STEPS, SAMPLES, LAYERS, LR, DECAY = 10, 8, 4, 0.02, 0.1
-MATRIX_RULES = ("muon", "adaptive_muon")
+STEPS, SAMPLES, LAYERS, LR, DECAY, REFRESH = 10, 8, 4, 0.02, 0.1, 4
+MATRIX_RULES = ("muon", "adaptive_muon", "soap")
 QKV = MatrixSpec(part_dim=1, parts=(2, 1, 1))
 # name: shape, the dim that tensor parallelism splits (or "partial"), what it is fused of
 LAYER = {
@@ -188,6 +188,7 @@ def config_of(name, clip, dtype):
         weight_decay=DECAY,
         max_norm=clip,
         orthogonalization=Orthogonalization(extra_scale=0.2, dtype=dtype),
+        soap_frequency=REFRESH,
     )
 
 
@@ -279,9 +280,7 @@ class Matrices:
             update = 0.05 * param.grad + 0.95 * momentum
             with torch.no_grad():
                 param.mul_(1 - LR * DECAY)
-                fused = (2, 1, 1) if "qkv" in name else (param.shape[1],)
-                cut = [t.split(fused, 1) for t in (param, update, self.squares[name])]
-                for own, u, square in zip(*cut, strict=True):
+                for own, u, square in parts_of(name, param, update, self.squares[name]):
                     own.sub_(LR * self.direction(u, square))
 
     def direction(self, update, square):
@@ -293,6 +292,48 @@ class Matrices:
         square.copy_(0.95 * square + 0.05 * found**2)
         found = found / (square.sqrt() + 1e-8)
         return found * (0.2 * 0.2 * math.sqrt(found.numel()) / found.norm())
+
+
+def parts_of(name, *tensors):
+    """Cut tensors of a parameter into those of each matrix that is fused in it."""
+    fused = (2, 1, 1) if "qkv" in name else (tensors[0].shape[1],)
+    return zip(*(tensor.split(fused, 1) for tensor in tensors), strict=True)
+
+
+class Soap:
+    """Adam in slowly turning eigenbases, matrix by matrix."""
+
+    def __init__(self, named):
+        self.named, self.steps, self.states = named, 0, {}
+
+    def step(self):
+        self.steps += 1
+        with torch.no_grad():
+            for name, param in self.named.items():
+                param.mul_(1 - LR * DECAY)
+                for index, (own, grad) in enumerate(parts_of(name, param, param.grad)):
+                    matrix = grad.reshape(-1, grad.shape[-1])
+                    own.sub_(LR * self.direction((name, index), matrix).reshape(own.shape))
+
+    def direction(self, key, grad):
+        zero, sides = torch.zeros_like(grad), grad.shape
+        start = (zero, zero, *(zero.new_zeros(n, n) for n in sides))
+        bases = [torch.eye(n, dtype=grad.dtype) for n in sides]
+        moment, square, *means, left, right = self.states.get(key, (*start, *bases))
+        means = [
+            0.95 * m + 0.05 * g for m, g in zip(means, (grad @ grad.T, grad.T @ grad), strict=True)
+        ]
+        if self.steps % REFRESH == 1:
+            left, right = (
+                torch.linalg.qr(m @ q + 1e-3 * m.trace() / len(m) * q).Q
+                for m, q in zip(means, (left, right), strict=True)
+            )
+        moment = 0.95 * moment + 0.05 * grad
+        square = 0.95 * square + 0.05 * (left.T @ grad @ right) ** 2
+        self.states[key] = (moment, square, *means, left, right)
+        unbiased = 1 - 0.95**self.steps
+        turned = left.T @ moment @ right / unbiased
+        return left @ (turned / ((square / unbiased).sqrt() + 1e-8)) @ right.T
 
 
 def plain_optimizers(name, params):
@@ -309,8 +350,10 @@ def plain_optimizers(name, params):
         tables = [params[n] for n in ("embedding", "head") if n in params]
         groups[0]["params"] = tables
         rest = [group for group in groups if group["params"]]
-        adamw = torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95), fused=True)
-        return [Matrices(hidden, name == "adaptive_muon"), adamw]
+        betas = (0.95, 0.95) if name == "soap" else (0.9, 0.95)
+        adamw = torch.optim.AdamW(rest, lr=LR, betas=betas, fused=True)
+        own = Soap(hidden) if name == "soap" else Matrices(hidden, name == "adaptive_muon")
+        return [own, adamw]
     if name.startswith("torch.optim."):
         return [getattr(torch.optim, name.removeprefix("torch.optim."))(groups, lr=LR)]
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
@@ -396,7 +439,8 @@ def assert_equal_run(results, row, expected, norms, rel, **bounds):
 def assert_like_one_process(results, row):
     settings = (row["optimizer"], row["tied"], row["frozen"], row["clip"])
     expected, norms = reference(*settings, torch.float64)
-    assert_equal_run(results, row, expected, norms, 1e-12, rtol=1e-12, atol=1e-12)
+    error = 1e-9 if row["optimizer"] == "soap" else 1e-12  # its bases have a condition
+    assert_equal_run(results, row, expected, norms, error, rtol=error, atol=error)
 
 
 def world(row):
@@ -471,7 +515,8 @@ def assert_as_published(results, row):
     settings = (row["optimizer"], row["tied"], row["frozen"], row["clip"])
     expected, norms = reference(*settings, torch.float32)
     bound = PUBLISHED[row["optimizer"]]
-    assert_equal_run(results, row, expected, norms, 1e-6, rtol=0, atol=bound)
+    error = max(1e-6, bound / 100)  # a norm is one of many weights
+    assert_equal_run(results, row, expected, norms, error, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("row", OTHER_ORDERS[::2], ids=label)
