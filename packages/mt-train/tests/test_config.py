@@ -168,6 +168,34 @@ BROKEN = {
         "run.yaml:14: optimizer.width_multiplier: 4.0 does not go with optimizer.name muon; leave "
         "it out, or use adamw or adam or sgd or lion",
     ),
+    "fp16 without a loss scale": (
+        MINIMAL + "  dtype: fp16\n",
+        "run.yaml:12: training.dtype: fp16 needs optimizer.loss_scale, as small gradients are zero "
+        "without: dynamic, or a number such as 65536; or use dtype bf16",
+    ),
+    "a loss scale for bf16": (
+        MINIMAL + "optimizer:\n  loss_scale: dynamic\n",
+        "run.yaml:13: optimizer.loss_scale: dynamic does not go with training.dtype bf16, which "
+        "holds gradients as small as fp32 does; leave it out, or use dtype fp16",
+    ),
+    "a setting of a dynamic scale for a constant one": (
+        MINIMAL + "  dtype: fp16\noptimizer:\n  loss_scale: 1024\n  hysteresis: 3\n",
+        "run.yaml:15: optimizer.hysteresis: 3 is for optimizer.loss_scale dynamic, which is "
+        "1024.0; leave it out, or use dynamic",
+    ),
+    "a loss scale that is none": (
+        MINIMAL + "  dtype: fp16\noptimizer:\n  loss_scale: auto\n",
+        "run.yaml:14: optimizer.loss_scale: ",
+    ),
+    "a first scale below the smallest": (
+        MINIMAL + "  dtype: fp16\noptimizer: {loss_scale: dynamic, initial_loss_scale: 2, "
+        "min_loss_scale: 4}\n",
+        "run.yaml:13: optimizer.initial_loss_scale: 2.0 is below optimizer.min_loss_scale 4.0",
+    ),
+    "a norm group without a norm": (
+        MINIMAL + "optimizer:\n  norm_groups:\n    - {names: 'layers.*', max_norm: 0}\n",
+        "run.yaml:14: optimizer.norm_groups[0].max_norm: 0.0 must be greater than 0",
+    ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",
         "run.yaml:15: parallel.cp_inner: 3 does not divide parallel.cp 4, which the hierarchical "

@@ -92,14 +92,14 @@ PAIRS = {
         (
             ["optimizer.betas=[0.8, 0.9]", "optimizer.name=sgd"],
             "[0.8, 0.9] does not go with optimizer.name sgd; leave it out, or use adamw or adam or "
-            "lion or muon or adaptive_muon",
+            "lion or soap or muon or adaptive_muon",
         ),
     ],
     "optimizer.eps": [
         (
             ["optimizer.eps=1e-6", f"optimizer.name={name}"],
             f"1e-06 does not go with optimizer.name {name}; leave it out, or use adamw or adam or "
-            "muon or adaptive_muon",
+            "soap or muon or adaptive_muon",
         )
         for name in ("sgd", "lion")
     ],
@@ -143,6 +143,60 @@ PAIRS = {
             "offload_dir out",
         ),
     ],
+    "optimizer.weight_decay_end": [
+        (
+            ["optimizer.weight_decay_end=0.5"],
+            "0.5 is not optimizer.weight_decay 0.1, and optimizer.weight_decay_schedule is "
+            "constant; use linear or cosine",
+        ),
+        (
+            ["optimizer.weight_decay_schedule=linear"],
+            "missing; optimizer.weight_decay_schedule goes there, or leave that out",
+        ),
+    ],
+    **{
+        f"optimizer.{key}": [
+            (
+                [f"optimizer.{key}=3", "optimizer.name=muon"],
+                f"{shown} does not go with optimizer.name muon; leave it out, or use {others}",
+            )
+        ]
+        for key, shown, others in (
+            ("soap_frequency", 3, "soap"),
+            ("soap_max_dim", 3, "soap"),
+            ("width_multiplier", 3.0, "adamw or adam or sgd or lion"),
+        )
+    },
+    "training.dtype": [
+        (
+            ["training.dtype=fp16"],
+            "fp16 needs optimizer.loss_scale, as small gradients are zero without: dynamic, or a "
+            "number such as 65536; or use dtype bf16",
+        ),
+    ],
+    "optimizer.loss_scale": [
+        (
+            ["optimizer.loss_scale=dynamic", "training.dtype=bf16"],
+            "dynamic does not go with training.dtype bf16, which holds gradients as small as fp32 "
+            "does; leave it out, or use dtype fp16",
+        ),
+    ],
+    **{
+        f"optimizer.{key}": [
+            (
+                [f"optimizer.{key}=4", f"optimizer.loss_scale={given}"],
+                f"{shown} is for optimizer.loss_scale dynamic, which is {given}; leave it out, or "
+                "use dynamic",
+            )
+            for given in ("8.0", "null")
+        ]
+        for key, shown in (
+            ("initial_loss_scale", 4.0),
+            ("min_loss_scale", 4.0),
+            ("loss_scale_window", 4),
+            ("hysteresis", 4),
+        )
+    },
     "optimizer.muon_coefficients": [
         (
             ["optimizer.muon_coefficients=quintic"],
@@ -198,6 +252,13 @@ ALONE = {
     "optimizer.weight_decay": "every optimizer has it",
     "optimizer.offload": "every optimizer can; offload_dir is blamed",
     "optimizer.schedule": "what does not go with it is blamed instead",
+    "optimizer.weight_decay_schedule": "every optimizer decays; weight_decay_end is blamed",
+    "optimizer.overrides": "contradictions need the model's parameters",
+    "optimizer.skip_above": "every optimizer can",
+    "optimizer.max_value": "every optimizer can",
+    "optimizer.ema": "every optimizer can",
+    "optimizer.qk_clip": "what does not go with it are the model's layers",
+    "optimizer.norm_groups": "every optimizer can be clipped so; contradictions need the model",
     "optimizer.warmup": "a run shorter than its warm-up ends below lr",
 }
 
@@ -229,7 +290,7 @@ def test_every_key_has_its_pairs_or_goes_with_all() -> None:
         )
         for item in dataclasses.fields(cls)
     }
-    assert keys == PAIRS.keys() | ALONE.keys()
+    assert keys == {key for key in PAIRS if not key.startswith("training.")} | ALONE.keys()
     assert not PAIRS.keys() & ALONE.keys()
 
 

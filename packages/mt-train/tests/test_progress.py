@@ -26,6 +26,17 @@ def test_time_may_shorten_a_run_but_not_its_warm_up() -> None:
     assert run.finished(Progress(step=2, elapsed=10.0))
 
 
+def test_skipped_steps_count_to_the_end_and_not_in_the_schedule() -> None:
+    run = course("training.steps=100", "optimizer.warmup=10")
+    plain, skipped = Progress(step=7), Progress(step=30, skipped=23)
+    assert run.learning_rate(skipped) == run.learning_rate(plain) == run.schedule.at(8)
+    assert run.share(skipped) == 0.3
+    assert run.finished(Progress(step=100, skipped=99))
+    assert not run.finished(Progress(step=99))
+    timed = course("training.steps=100", "training.time_budget=10", "optimizer.warmup=10")
+    assert timed.learning_rate(Progress(step=60, skipped=30, elapsed=5.0)) == timed.schedule.at(51)
+
+
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 4), (1, 0), (3, 10)])
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_the_given_warm_up_is_taken_and_the_last_step_has_a_rate(steps, warmup, kind) -> None:

@@ -61,6 +61,10 @@ BAD = [
     ("consumed_samples", -4),
     ("skipped_steps", -1),
     ("skipped_steps", 1000),
+    ("loss_scale", {"scale": -1.0, "clean": 0, "left": 2}),
+    ("loss_scale", {"scale": 1.0, "clean": 0.5, "left": 2}),
+    ("loss_scale", {"scale": 1.0}),
+    ("loss_scale", 5),
     ("config", None),
     ("config", []),
     ("config", {}),
@@ -86,7 +90,9 @@ def test_crafted_metadata_is_one_error(path, value, metadata, tmp_path) -> None:
     assert path.partition(".")[0] in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["step", "tokenizer", "data", "config", "model"])
+@pytest.mark.parametrize(
+    "key", ["step", "skipped_steps", "loss_scale", "tokenizer", "data", "config", "model"]
+)
 def test_missing_metadata_is_named(key, metadata, tmp_path) -> None:
     rest = {name: value for name, value in metadata.items() if name != key}
     with pytest.raises(ResumeError, match=f"it lacks {key}"):

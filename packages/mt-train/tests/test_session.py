@@ -444,3 +444,116 @@ def test_a_wider_model_slows_its_hidden_matrices(tiny, tmp_path, weights) -> Non
         way = one[f"model/{name}"] - still[f"model/{name}"]
         shorter = four[f"model/{name}"] - still[f"model/{name}"]
         np.testing.assert_allclose(shorter, way * factor, rtol=1e-3, atol=1e-8)
+
+
+class Spoiler:
+    """Puts a value into a gradient of the step that is numbered, between reduction and update."""
+
+    def __init__(
+        self, *steps: int, value: float = float("nan"), name: str = "final_norm.weight"
+    ) -> None:
+        self.steps, self.value, self.name = steps, value, name
+
+    def __call__(self, name: str) -> None:
+        if name == "train.update":
+            gc.collect()
+            (trainer,) = (o for o in gc.get_objects() if type(o).__name__ == "Trainer")
+            if trainer.progress.step + 1 in self.steps:
+                (piece,) = (p for p in trainer.optimizer.pieces if p.name == self.name)
+                piece.grad.view(-1)[1] = self.value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_names_step_rank_and_parameter(value, tiny, tmp_path) -> None:
+    from mt_train.trainer import NonFiniteLossError
+
+    with pytest.raises(NonFiniteLossError) as caught:
+        tiny.run(tmp_path, on_event=Spoiler(3, value=value))
+    message = str(caught.value)
+    assert message.startswith("step 3: gradient norm ")
+    assert f"rank 0 final_norm.weight {value}; loss " in message
+
+
+def test_a_skipped_step_is_told_and_moves_neither_weights_nor_schedule(
+    tiny, tmp_path, rows, capsys
+) -> None:
+    scaled = ("optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=16")
+    options = (*scaled, "optimizer.hysteresis=1", "optimizer.loss_scale_window=2")
+    outcome = tiny.run(tmp_path, *options, "training.steps=6", on_event=Spoiler(2, 3))
+    assert outcome.step == 6
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["loss_scale"] for row in found] == [16, 16, 8, 4, 4, 8]
+    assert [row["skipped_steps"] for row in found] == [0, 1, 2, 2, 2, 2]
+    assert [row["step"] for row in found if "skipped" in row] == [2, 3]
+    assert found[1]["lr"] == found[2]["lr"] == found[3]["lr"] > found[4]["lr"]
+    line = "step 2: gradient norm nan, loss scale 16: rank 0 final_norm.weight nan"
+    assert found[1]["skipped"] == line
+    assert f"skipped {line}\n" in capsys.readouterr().out
+    assert found[1]["grad_norm"] is None
+
+
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit_in_fp64(
+    tiny, finished, tmp_path, losses, weights
+) -> None:
+    tiny.run(tmp_path, "optimizer.loss_scale=65536")
+    assert losses(tmp_path) == losses(finished)
+    for name, value in weights(finished, 4).items():
+        np.testing.assert_array_equal(weights(tmp_path, 4)[name], value)
+
+
+def test_fp16_trains_and_resumes_with_its_scale(tiny, tmp_path, rows, weights) -> None:
+    options = (
+        "training.dtype=fp16",
+        "optimizer.loss_scale=dynamic",
+        "optimizer.loss_scale_window=3",
+        "training.steps=40",
+        "optimizer.schedule=constant",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    tiny.run(whole, *options, "checkpoint.every=25")
+    tiny.run(parts, *options, f"checkpoint.load={whole}/checkpoints/step_00000025")
+    found = [row for row in rows(whole) if "loss" in row]
+    again = [row for row in rows(parts) if "loss" in row]
+    assert found[0]["loss_scale"] == 2.0**32
+    assert 0 < found[-1]["skipped_steps"] < 30
+    assert found[-1]["loss"] < found[0]["loss"]
+    keys = ("step", "loss", "lr", "loss_scale", "skipped_steps", "grad_norm")
+    assert [[row[k] for k in keys] for row in again] == [
+        [row[k] for k in keys] for row in found[25:]
+    ]
+    for name, value in weights(whole, 40).items():
+        np.testing.assert_array_equal(weights(parts, 40)[name], value)
+
+
+def test_a_hundred_skipped_steps_one_after_another_end_the_run(tiny, tmp_path) -> None:
+    from mt_train.trainer import NonFiniteLossError
+
+    options = ("training.steps=200", "optimizer.loss_scale=2")
+    with pytest.raises(NonFiniteLossError, match=r"step 102: .*100 steps were skipped one after"):
+        tiny.run(tmp_path, *options, on_event=Spoiler(*range(3, 200)))
+
+
+def test_a_norm_above_the_threshold_is_skipped_and_named(tiny, tmp_path, rows) -> None:
+    tiny.run(tmp_path, "optimizer.skip_above=50", on_event=Spoiler(2, value=1e3))
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["skipped_steps"] for row in found] == [0, 1, 1, 1]
+    assert found[1]["skipped"].startswith("step 2: gradient norm 1000.0")
+    assert "rank 0 final_norm.weight large (1000)" in found[1]["skipped"]
+
+
+def test_gradients_are_described_by_layer(tiny, tmp_path, rows) -> None:
+    groups = '[{"names": "layers.*", "max_norm": 0.5}]'
+    tiny.run(
+        tmp_path,
+        "model.tied=false",  # rows of the embedding that no token reads have no gradient
+        "logging.gradients=true",
+        "logging.zeros=true",
+        f"optimizer.norm_groups={groups}",
+    )
+    for row in (row for row in rows(tmp_path) if "loss" in row):
+        layers = ("embedding", "layers.0", "final_norm", "head")
+        norms = [row[f"gradients/{name}/norm"] for name in layers]
+        assert row["grad_norm"] == pytest.approx(sum(n * n for n in norms) ** 0.5, rel=1e-12)
+        assert row["grad_norm/layers.*"] == pytest.approx(row["gradients/layers.0/norm"], rel=1e-12)
+        assert row["zeros"] == sum(row[f"gradients/{name}/zeros"] for name in layers) > 0
+        assert all(row[f"gradients/{name}/largest"] > 0 for name in layers)

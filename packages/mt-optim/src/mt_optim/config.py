@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mt_optim.group import check_count, check_number, check_size
+from mt_optim.clip import NormGroup
+from mt_optim.group import check_count, check_size
+from mt_optim.guard import GradLimits
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.override import GroupOverride
-from mt_optim.rule import check_fraction
+from mt_optim.rule import check_bool, check_fraction
+from mt_optim.scaler import LossScale
 from mt_optim.storage import StateStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
@@ -43,9 +46,15 @@ class OptimizerConfig:
         ema: Share of the old in each step of an average of the weights; None for no average.
         overrides: What some parameters have in place of that.
         options: Further arguments of a class of torch.
+        loss_scale: What losses of an fp16 model are multiplied with: "dynamic", a number, or a
+            `LossScale` with its settings. None for none, which bf16 and wider types want.
         max_norm: Largest norm of the whole model's gradient; None never clips.
+        norm_groups: Parameters that are clipped alone, by a norm of their own.
         max_value: Largest magnitude of a gradient's element; None for any.
         skip_above: A step with a larger norm is skipped; None skips what is not finite.
+        count_zeros: Whether a step counts the elements of the gradient that are zero.
+        statistics: By what a step describes the gradient: "layer", a function from a parameter's
+            name to that of its group, or None for no description.
 
     Raises:
         ValueError: A field is out of range, or not for this optimizer.
@@ -71,9 +80,13 @@ class OptimizerConfig:
     ema: float | None = None
     overrides: tuple[GroupOverride, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: LossScale | float | str | None = None
     max_norm: float | None = None
+    norm_groups: tuple[NormGroup, ...] = ()
     max_value: float | None = None
     skip_above: float | None = None
+    count_zeros: bool = False
+    statistics: Callable[[str], str] | Literal["layer"] | None = None
 
     def __post_init__(self) -> None:
         how = self.orthogonalization
@@ -90,12 +103,16 @@ class OptimizerConfig:
         check_count("soap_frequency", self.soap_frequency)
         check_count("soap_max_dim", self.soap_max_dim)
         check_size("weight_decay", self.weight_decay)
-        for what in ("max_norm", "max_value", "skip_above"):
-            limit = getattr(self, what)
-            if limit is not None and not check_number(what, limit) > 0:
-                raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
         if self.ema is not None:
             check_fraction("ema", self.ema)
+        _ = self.limits  # which checks itself
+        LossScale.of(self.loss_scale)
+        check_bool("count_zeros", self.count_zeros)
+        by = self.statistics
+        if by is not None and by != "layer" and not callable(by):
+            raise ValueError(
+                f"statistics must be 'layer', a function or None; got {self.statistics!r:.60}"
+            )
         if not all(isinstance(override, GroupOverride) for override in self.overrides):
             raise TypeError(f"overrides must be GroupOverrides, got {self.overrides!r:.60}")
         self.storage()
@@ -119,4 +136,14 @@ class OptimizerConfig:
             masters=self.masters,
             offload=self.offload,
             offload_dir=self.offload_dir,
+        )
+
+    @property
+    def limits(self) -> GradLimits:
+        """How large gradients may be."""
+        return GradLimits(
+            max_norm=self.max_norm,
+            norm_groups=self.norm_groups,
+            max_value=self.max_value,
+            skip_above=self.skip_above,
         )

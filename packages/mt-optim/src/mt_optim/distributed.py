@@ -12,6 +12,7 @@ from torch import nn
 from mt_optim.host import Traffic
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.result import StepResult
+from mt_optim.scaler import GradScaler
 
 
 class DistributedOptimizer:
@@ -69,6 +70,16 @@ class DistributedOptimizer:
     @step_count.setter
     def step_count(self, value: int) -> None:
         self.inner.step_count = value
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scale of fp16; None where there is none."""
+        return self.inner.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the next loss with before its backward; 1 where there is no scaler."""
+        return self.inner.loss_scale
 
     def step(self, **options: Any) -> StepResult:
         """Update this rank's pieces, then fetch what the others updated; every rank calls it.

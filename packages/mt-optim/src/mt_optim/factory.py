@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mt_data_parallel import Piece
+import torch
+from mt_data_parallel import Piece, pieces_of
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
@@ -20,8 +21,10 @@ from mt_optim.muon import AdaptiveMuonRule, MuonRule
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.override import override_groups
 from mt_optim.rule import Rule
+from mt_optim.scaler import GradScaler, LossScale
 from mt_optim.sgd import SGDRule
 from mt_optim.soap import SOAPRule
+from mt_optim.statistics import by_layer
 from mt_optim.torch_rule import TorchRule
 
 
@@ -59,6 +62,7 @@ def build_optimizer(
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {state!r:.60}")
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+    _check_scale(named, config)
     rules = _rules(config, state)
     first, *others = rules
 
@@ -76,12 +80,14 @@ def build_optimizer(
         decay_filter=default_decay_filter,
         storage=config.storage(),
     )
+    how = LossScale.of(config.loss_scale)
     optimizer.guard = StepGuard(
         named,
         state,
-        max_norm=config.max_norm,
-        max_value=config.max_value,
-        skip_above=config.skip_above,
+        limits=config.limits,
+        scaler=None if how is None else GradScaler(how),
+        zeros=config.count_zeros,
+        statistics=by_layer if config.statistics == "layer" else config.statistics,
     )
     if config.ema is not None:
         optimizer.ema = EMA(optimizer, config.ema)
@@ -103,6 +109,26 @@ def _check_settings(
                         f"an override sets {key} of parameter {piece.name!r}, which {rule.name} "
                         f"steps, and that has no {option}; let it match what has"
                     )
+
+
+def _check_scale(named: Iterable[Any], config: OptimizerConfig) -> None:
+    """Check that a loss scale is given where small gradients need one, and only there.
+
+    Raises:
+        ValueError: One is missing, or is of no use.
+    """
+    for piece in pieces_of(named):
+        dtype = piece.source.dtype
+        if dtype == torch.float16 and config.loss_scale is None:
+            raise ValueError(
+                f"parameter {piece.name!r} is fp16 and loss_scale is None: small gradients would "
+                "be zero. Use loss_scale='dynamic' or a number, or a bf16 model"
+            )
+        if dtype == torch.bfloat16 and config.loss_scale is not None:
+            raise ValueError(
+                f"parameter {piece.name!r} is bf16, which holds gradients as small as fp32 does, "
+                f"and loss_scale is {config.loss_scale!r}; leave it out, or use an fp16 model"
+            )
 
 
 def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:

@@ -16,6 +16,7 @@ MASTER_DTYPES = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
     torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
 }
 # `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
 # `lr_scale` and `wd_scale` are what `step(lr=, weight_decay=)` multiplies with, and `eps_scale` is

@@ -1,36 +1,84 @@
-"""What happens between reduced gradients and the update: measure, decide, clip."""
+"""What happens between reduced gradients and the update: measure, decide, unscale, clip."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from mt_data_parallel import Piece, pieces_of
+from mt_data_parallel import Piece, grad_of, pieces_of
+from mt_files import check_type
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
-from mt_optim.clip import clip_grad_norm
-from mt_optim.group import check_number
+from mt_optim.agreement import gathered
+from mt_optim.bad import find_bad
+from mt_optim.clip import REST, NormGroup, check_once, check_positive, clip_factor, norm_group_of
 from mt_optim.result import StepResult
+from mt_optim.scaler import GradScaler
+from mt_optim.statistics import GradMeter, GradStatistics, Measured, joined
+
+_Key = tuple[str, str]  # norm group, group of the statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradLimits:
+    """How large gradients may be.
+
+    Attributes:
+        max_norm: Largest norm to let through, of what is in no group of its own; None never clips.
+        norm_groups: Parameters that are clipped alone.
+        max_value: Largest magnitude of a gradient's element, clipped after the norm; None for any.
+        skip_above: A step is skipped if the norm of the whole model is above; None skips only what
+            is not finite.
+
+    Raises:
+        ValueError: A threshold is not positive.
+        TypeError: A field is of another type.
+    """
+
+    max_norm: float | None = None
+    norm_groups: tuple[NormGroup, ...] = ()
+    max_value: float | None = None
+    skip_above: float | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("max_norm", "max_value", "skip_above"):
+            limit = getattr(self, what)
+            if limit is not None:
+                check_positive(what, limit)
+        groups: object = self.norm_groups
+        if not isinstance(groups, tuple) or not all(isinstance(g, NormGroup) for g in groups):
+            raise TypeError(f"norm_groups must be NormGroups, got {self.norm_groups!r:.60}")
+        names = [REST, *map(str, self.norm_groups)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"norm_groups has {twice[0]!r} twice, or that is the rest's name")
 
 
 class StepGuard:
     """Decides, with one answer on all ranks, whether a step is applied, and clips gradients.
 
     The decision is taken from the norm of the whole model's gradient, which every rank gets with
-    the same bits: before anything changes, and for every optimizer alike.
+    the same bits: before anything changes, and for every optimizer alike. Only if a step is not
+    taken, gradients are looked at one by one, to name those at fault.
 
     Args:
         named_params: This rank's names and parameters, or pieces.
         state: Process groups and this rank's place in them.
-        max_norm: Largest norm to let through; None never clips.
-        max_value: Largest magnitude of a gradient's element, clipped after the norm; None for any.
-        skip_above: A step whose norm is above is skipped; None skips only what is not finite.
+        limits: How large gradients may be.
+        scaler: What the losses are multiplied with; gradients are divided by that.
+        zeros: Whether zeros are counted.
+        statistics: A function of a parameter's name that says with which others its gradient is
+            described, such as `by_layer`; None for no description.
+
+    Attributes:
+        scaler: The scaler; None where there is none.
 
     Raises:
-        ValueError: A threshold is not positive.
-        TypeError: A threshold is no number.
+        ValueError: A parameter is listed twice, or is in several norm groups.
+        TypeError: An argument is of another type.
     """
 
     def __init__(
@@ -38,33 +86,132 @@ class StepGuard:
         named_params: Iterable[tuple[str, nn.Parameter] | Piece],
         state: ParallelState,
         *,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        skip_above: float | None = None,
+        limits: GradLimits | None = None,
+        scaler: GradScaler | None = None,
+        zeros: bool = False,
+        statistics: Callable[[str], str] | None = None,
     ) -> None:
-        limits = {"max_norm": max_norm, "max_value": max_value, "skip_above": skip_above}
-        for what, limit in limits.items():
-            if limit is not None and not check_number(what, limit) > 0:
-                raise ValueError(f"{what} must be positive (None for no limit), got {limit}")
-        self._pieces, self._state = pieces_of(named_params), state
-        self._max_norm = math.inf if max_norm is None else max_norm
-        self._max_value, self._skip_above = max_value, skip_above
+        limits = GradLimits() if limits is None else limits
+        check_type("state", state, ParallelState)
+        check_type("limits", limits, GradLimits)
+        if scaler is not None:
+            check_type("scaler", scaler, GradScaler)
+        if statistics is not None and not callable(statistics):
+            raise TypeError(f"statistics must be a function or None, got {statistics!r:.60}")
+        self._pieces, self._state, self._limits = pieces_of(named_params), state, limits
+        check_once(self._pieces)
+        self.scaler, self._zeros, self._by = scaler, zeros, statistics
+        self._of: dict[str, list[Piece]] = {REST: [], **{str(g): [] for g in limits.norm_groups}}
+        for piece in self._pieces:
+            self._of[norm_group_of(piece, limits.norm_groups)].append(piece)
+        self._meter: tuple[list[_Key], GradMeter] | None = None
+        self._wide: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def admit(self) -> StepResult:
-        """Measure and clip the gradients; communicates as `clip_grad_norm` does.
+        """Measure the gradients and, if the step is taken, divide by the scale and clip.
+
+        It communicates and waits for the device once, twice with statistics.
 
         Returns:
-            Whether to step, and the norm. The gradients of a step that is not taken are as they
-            were.
+            Whether to step, and what was measured. The gradients of a step that is not taken are as
+            they were; the scaler has taken note of it.
         """
-        most = math.inf if self._skip_above is None else self._skip_above
-        norm = clip_grad_norm(self._pieces, self._state, self._max_norm)
-        admitted = math.isfinite(norm) and norm <= most
-        if admitted and self._max_value is not None:
-            torch._foreach_clamp_min_(self._grads(), -self._max_value)
-            torch._foreach_clamp_max_(self._grads(), self._max_value)
-        return StepResult(stepped=admitted, grad_norm=norm)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        parts = self._measure()
+        norms = {
+            name: joined((part for (group, _), part in parts.items() if group == name), scale=scale)
+            for name in self._of
+        }
+        whole = joined(parts.values(), scale=scale)
+        limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
+        admitted = math.isfinite(whole.norm) and whole.norm <= limit
+        if self.scaler is not None:
+            self.scaler.update(overflow=not math.isfinite(whole.norm))
+        bad, num_bad = (), 0
+        if admitted:
+            self._apply({name: measured.norm for name, measured in norms.items()}, scale)
+        else:
+            bad, num_bad = find_bad(self._pieces, self._state, scale=scale)
+        return StepResult(
+            stepped=admitted,
+            grad_norm=whole.norm,
+            norms={name: norms[name].norm for name in norms} if len(norms) > 1 else {},
+            zeros=whole.zeros if self._zeros else None,
+            loss_scale=scale,
+            bad=bad,
+            num_bad=num_bad,
+            statistics=self._described(parts, scale),
+        )
 
-    def _grads(self) -> list[Tensor]:
-        return [grad for piece in self._pieces if (grad := piece.grad) is not None]
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """Return the gradient that a parameter is stepped with.
+
+        That of an fp16 parameter outside of a GradBuffer is fp16 too, too narrow for what is left
+        of it without the loss's scale: it was widened.
+        """
+        wide = self._wide.get(param)
+        return grad_of(param) if wide is None else wide
+
+    def forget(self) -> None:
+        """Free what was widened for a step."""
+        self._wide.clear()
+
+    def _measure(self) -> dict[_Key, Measured]:
+        if self._meter is None:
+            self._meter = self._make_meter()
+        keys, meter = self._meter
+        return dict(zip(keys, meter.measure(), strict=True))
+
+    def _make_meter(self) -> tuple[list[_Key], GradMeter]:
+        """Agree with all ranks on the parts; with pipeline stages they differ."""
+        parts: dict[_Key, list[Piece]] = {}
+        by = self._by or (lambda name: "")
+        for group, pieces in self._of.items():
+            for piece in pieces:
+                parts.setdefault((group, str(by(piece.name))), []).append(piece)
+        if self._by is None:
+            keys = [(group, "") for group in self._of]
+        else:
+            every = gathered([list(key) for key in parts], self._state)
+            keys = list(dict.fromkeys((group, name) for own in every for group, name in own))
+        described = self._by is not None
+        meter = GradMeter(
+            [parts.get(key, []) for key in keys],
+            self._state,
+            zeros=self._zeros or described,
+            largest=described,
+        )
+        return keys, meter
+
+    def _described(self, parts: dict[_Key, Measured], scale: float) -> dict[str, GradStatistics]:
+        if self._by is None:
+            return {}
+        names = dict.fromkeys(name for _, name in parts)
+        return {
+            name: joined((part for (_, own), part in parts.items() if own == name), scale=scale)
+            for name in names
+        }
+
+    def _apply(self, norms: dict[str, float], scale: float) -> None:
+        """Divide gradients by the scale, and clip them by their group's norm and by value."""
+        most = {REST: self._limits.max_norm}
+        most |= {str(group): group.max_norm for group in self._limits.norm_groups}
+        for name, pieces in self._of.items():
+            factor = clip_factor(norms[name], most[name]) / scale
+            grads = self._grads(pieces)
+            if grads and factor != 1:
+                torch._foreach_mul_(grads, factor)
+            if grads and self._limits.max_value is not None:
+                torch._foreach_clamp_min_(grads, -self._limits.max_value)
+                torch._foreach_clamp_max_(grads, self._limits.max_value)
+
+    def _grads(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Return the gradients to change, those that are too narrow for it as copies."""
+        grads: list[Tensor] = []
+        for piece in pieces:
+            grad = piece.grad
+            if grad is not None and grad.dtype == torch.float16:
+                grad = self._wide[piece.param] = grad.float()
+            grads += [] if grad is None else [grad]
+        return grads

@@ -26,6 +26,7 @@ from mt_optim.host import Traffic
 from mt_optim.result import StepResult
 from mt_optim.rule import Rule
 from mt_optim.saved import read_options, read_state
+from mt_optim.scaler import GradScaler, read_scale
 from mt_optim.storage import StateStorage
 from mt_optim.update import portions, update
 
@@ -35,10 +36,10 @@ RuleFilter = Callable[[str, Tensor], str]
 class NamedOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that runs rules over masters, with state that has names.
 
-    bf16 parameters have an fp32 master copy that is updated and rounded back; fp32 and fp64
-    parameters are their own master. State is allocated at once: a checkpoint is loaded by
+    bf16 and fp16 parameters have an fp32 master copy that is updated and rounded back; fp32 and
+    fp64 parameters are their own master. State is allocated at once: a checkpoint is loaded by
     `load_state_dict`, or by writing into `master` and `moment`, setting `step_count` and calling
-    `sync_params`. Weights loaded into bf16 parameters themselves are taken over by `sync_masters`.
+    `sync_params`. Weights loaded into such parameters themselves are taken over by `sync_masters`.
 
     Gradients are read through `mt_data_parallel.grad_of`; a missing one counts as zero, as it would
     inside a GradBuffer (torch.optim skips such a parameter instead). Parameters with
@@ -70,7 +71,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
             is to be trained.
-        TypeError: Something is not a parameter, or not bf16, fp32 or fp64.
+        TypeError: Something is not a parameter, or not fp16, bf16, fp32 or fp64.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             self.state[param]["step"].fill_(float(value))
 
     def master(self, name: str) -> Tensor:
-        """Return the full-precision parameter: the parameter itself, or its fp32 copy for bf16.
+        """Return the full-precision parameter: the parameter itself, or its fp32 copy for 16 bits.
 
         Shape:
             The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
@@ -282,21 +283,22 @@ class NamedOptimizer(torch.optim.Optimizer):
         ]
         for group, new in zip(groups, news, strict=True):
             self._check_group(self._rule(group), {**group, **new})
-        for group, new in zip(groups, news, strict=True):
-            if isinstance(group["lr"], Tensor) and "lr" in new:
-                new["lr"] = group["lr"].fill_(new["lr"])  # a captured graph reads this tensor
-            group.update(new)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         result = StepResult() if self.guard is None else self.guard.admit()
-        if result.stepped:
-            self._update()
-            if self.rescale is not None:
-                self._rescale(self.rescale())
-            if self.ema is not None:
-                self.ema.update()
+        if not result.stepped:
+            return replace(result, loss=loss, step=self.step_count + 1)
+        for group, new in zip(groups, news, strict=True):
+            if isinstance(group["lr"], Tensor) and "lr" in new:
+                new["lr"] = group["lr"].fill_(new["lr"])  # a captured graph reads this tensor
+            group.update(new)
+        self._update()
+        if self.rescale is not None:
+            self._rescale(self.rescale())
+        if self.ema is not None:
+            self.ema.update()
         return replace(result, loss=loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
@@ -316,6 +318,16 @@ class NamedOptimizer(torch.optim.Optimizer):
                 param.grad = None
         if zeroed:
             torch._foreach_zero_(zeroed)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scale of fp16; None where there is none."""
+        return None if self.guard is None else self.guard.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the next loss with before its backward; 1 where there is no scaler."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
     def offload_state(self) -> None:
@@ -345,13 +357,14 @@ class NamedOptimizer(torch.optim.Optimizer):
                 if number in given["state"]:
                     state = given["state"][number]
                     given["state"][number] = self._storage.saved(pieces[param], state)
-        return given
+        return given if self.scaler is None else {**given, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave: moments, masters, steps and the groups' options.
 
-        Values are copied into the tensors that are there, and bf16 parameters become their masters,
-        rounded. State of torch.optim.AdamW is taken too, where parameters are their own masters.
+        Values are copied into the tensors that are there, and parameters of 16 bits become their
+        masters, rounded. State of torch.optim.AdamW is taken too, where parameters are their own
+        masters. A dynamic loss scale goes on where it was, if the state has one.
 
         Args:
             state_dict: What `state_dict` of an optimizer with the same groups gave.
@@ -368,6 +381,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = hook(self, given) or given
         options = read_options(given["param_groups"], self.param_groups)
+        scale = read_scale(given["loss_scale"]) if "loss_scale" in given else None
         for group, read in zip(self.param_groups, options, strict=True):
             self._check_group(self._rule(group), {**group, **read})
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
@@ -387,6 +401,8 @@ class NamedOptimizer(torch.optim.Optimizer):
                 self._storage.load(piece, self.state[piece.param], values)
         for group, read in zip(self.param_groups, options, strict=True):
             group.update(read)
+        if self.scaler is not None and scale is not None:
+            self.scaler.restore(scale)
         self.sync_params()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -417,12 +433,12 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Set every bf16 parameter to its master, rounded to nearest even; others are theirs."""
+        """Set parameters of 16 bits to their masters, rounded to nearest even."""
         self._sync(self._pieces.values())
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Set every master to its bf16 parameter, after weights were loaded into the model."""
+        """Set masters to their parameters of 16 bits, after weights were loaded into the model."""
         for piece in self._pieces.values():
             self._storage.set_master(piece, self.state[piece.param], piece.param.detach())
 
@@ -449,8 +465,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
         for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
-            if key in group and key not in options:
-                group[key] = group[key] * group.get(scale, 1.0)
+            if key in group and key not in options and scale in group:
+                group[key] = group[key] * group[scale]
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:
@@ -488,7 +504,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             own = [pieces[param] for param in group["params"]]
             work += portions(own, self._rule(group), group, self._storage)
-        self.offload_traffic = update(work, self.state, self._storage)
+        gradient = grad_of if self.guard is None else self.guard.gradient
+        self.offload_traffic = update(work, self.state, self._storage, gradient)
+        if self.guard is not None:
+            self.guard.forget()
         self._sync(piece for piece in pieces.values() if not self._storage.is_offloaded(piece))
 
     def _rescale(self, factors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mt_optim.storage import StateStorage
 _CHUNK = 1 << 25  # elements of which a step has copies in full precision at a time
 _PORTION = 1 << 20  # elements that go to the host and back together
 States = Mapping[Tensor, dict[str, Tensor]]
+Gradient = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,18 @@ def portions(
             yield Portion(pieces=chunk, rule=rule, group=group)
 
 
-def update(work: Sequence[Portion], states: States, storage: StateStorage) -> Traffic:
+def update(
+    work: Sequence[Portion], states: States, storage: StateStorage, gradient: Gradient
+) -> Traffic:
     """Update everything, the host and the device at the same time.
 
     Parameters of offloaded pieces are set to their masters; others still have to be.
+
+    Args:
+        work: What is updated.
+        states: The states of the pieces' parameters.
+        storage: How and where they are kept.
+        gradient: Gives the gradient of a parameter, asked once.
 
     Returns:
         What was copied.
@@ -64,7 +73,7 @@ def update(work: Sequence[Portion], states: States, storage: StateStorage) -> Tr
     there = [portion for portion in work if storage.is_offloaded(portion.pieces[0])]
     if not there:
         for portion in here:
-            _update(portion, _grads(portion), states, storage)
+            _update(portion, _grads(portion, gradient), states, storage)
         return Traffic()
     if any(isinstance(portion.group["lr"], Tensor) for portion in there):
         raise ValueError(
@@ -73,12 +82,12 @@ def update(work: Sequence[Portion], states: States, storage: StateStorage) -> Tr
         )
     mover = storage.mover(there[0].pieces[0].param.device)
     mover.begin()
-    mover.fetch(0, _grads(there[0]))
+    mover.fetch(0, _grads(there[0], gradient))
     for portion in here:
-        _update(portion, _grads(portion), states, storage)
+        _update(portion, _grads(portion, gradient), states, storage)
     for turn, portion in enumerate(there):
         if turn + 1 < len(there):
-            mover.fetch(turn + 1, _grads(there[turn + 1]))
+            mover.fetch(turn + 1, _grads(there[turn + 1], gradient))
         _update(portion, mover.fetched(turn), states, storage)
         params = [piece.param for piece in portion.pieces]
         mover.send(turn, params, [states[param]["master"] for param in params])
@@ -102,8 +111,8 @@ def _update(
         storage.close(piece, state, portion.rule, new)
 
 
-def _grads(portion: Portion) -> list[Tensor | None]:
-    return [piece.grad for piece in portion.pieces]
+def _grads(portion: Portion, gradient: Gradient) -> list[Tensor | None]:
+    return [gradient(piece.param) for piece in portion.pieces]
 
 
 def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Reco
 from mt_schedule import SCHEDULES
 
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
-Dtype: TypeAlias = Literal["fp64", "fp32", "bf16"]
+Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
 # Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
@@ -24,6 +24,7 @@ _MAX_STEPS, _MAX_BATCH, _MAX_LENGTH, _MAX_RANKS = 10**9, 10**7, 1 << 27, 1 << 20
 _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
+_MAX_SCALE = 2.0**127  # the largest power of two in fp32
 _MAX_REPEAT = 4096
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
@@ -249,7 +250,8 @@ class TrainingSection:
         micro_batch_size: Sequences that one rank takes at a time; lower it to save memory. The
             numbers stay the same up to rounding.
         sequence_length: Tokens per sequence.
-        dtype: Of weights and activations. `bf16` keeps fp32 master weights.
+        dtype: Of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16` needs
+            `optimizer.loss_scale`.
         grad_clip: Largest norm of the gradient; a longer one is scaled down.
         seed: Of initial weights, data order and dropout. Seed and step are the whole random state.
         time_budget: Seconds of training after which the run ends, however many steps are done. The
@@ -346,6 +348,25 @@ class QKClipEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormGroupEntry:
+    """Parameters whose gradient is clipped alone.
+
+    Attributes:
+        names: A glob over the parameters' names, such as `layers.*.mixer.*`; `*` stands for dots
+            too.
+        max_norm: The largest norm of their gradient; a longer one is scaled down.
+    """
+
+    names: str
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "max_norm")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
     """The optimizer and its learning-rate schedule.
 
@@ -395,7 +416,8 @@ class OptimizerSection:
         width_multiplier: The model's width over that of the one whose rate was tuned; matrices
             between embedding and head then have the rate and `eps` over it (muP), or with sgd all
             others the rate times it.
-        skip_above: A step whose gradient has a larger norm is skipped; by default none is.
+        skip_above: A step whose gradient has a larger norm is skipped, and the largest gradients
+            are named; by default none is.
         max_value: Largest magnitude of an element of the gradient, after `training.grad_clip`; by
             default any.
         schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
@@ -403,6 +425,16 @@ class OptimizerSection:
         anneal: Share of the steps at the end in which `wsd` falls from `lr` to `min_lr`, 0 to 1.
         anneal_shape: How `wsd` falls: `linear`, `cosine`, `exponential`, or `minus-sqrt` (1 - the
             root of the share that is done).
+        loss_scale: What the loss is multiplied with before backward, so that small gradients are
+            no zeros in fp16: `dynamic`, or a number that stays. A step whose gradient is not finite
+            is skipped on all ranks; the learning rate does not move on then.
+        initial_loss_scale: The first scale of `dynamic`; 2^32 by default.
+        min_loss_scale: The smallest scale of `dynamic`; 1 by default.
+        loss_scale_window: Steps without an overflow after which `dynamic` doubles; 1000 by default.
+        hysteresis: The how-manieth overflow halves the scale of `dynamic`, and from there on each
+            until the scale has grown again; 2 by default.
+        norm_groups: Parameters that are clipped alone, apart from `training.grad_clip`: a list of
+            `{names: GLOB, max_norm: X}`.
     """
 
     name: OptimizerName = "adamw"
@@ -434,9 +466,16 @@ class OptimizerSection:
     warmup: int = 0
     anneal: float = 0.2
     anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+    loss_scale: Literal["dynamic"] | float | None = None
+    initial_loss_scale: float | None = None
+    min_loss_scale: float | None = None
+    loss_scale_window: int | None = None
+    hysteresis: int | None = None
+    norm_groups: tuple[NormGroupEntry, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)
+        self._check_scale(checks)
         checks.above(0, "lr", "eps", "width_multiplier", "skip_above", "max_value")
         checks.at_least(0, "min_lr", "weight_decay", "weight_decay_end", "warmup", "anneal")
         checks.at_least(1, "soap_frequency", "soap_max_dim")
@@ -495,6 +534,27 @@ class OptimizerSection:
         elif not is_constant and self.weight_decay_end is None:
             text = "missing; optimizer.weight_decay_schedule goes there"
             checks.add("weight_decay_end", f"{text}, or leave that out")
+
+    def _check_scale(self, checks: Checks) -> None:
+        """Check the loss scale; all but the first key are for a dynamic one."""
+        sizes = ("initial_loss_scale", "min_loss_scale")
+        if self.loss_scale != "dynamic":
+            checks.above(0, "loss_scale")
+            checks.at_most(_MAX_SCALE, "loss_scale")
+        checks.above(0, *sizes)
+        checks.at_most(_MAX_SCALE, *sizes)
+        checks.at_least(1, "loss_scale_window", "hysteresis")
+        for key in (*sizes, "loss_scale_window", "hysteresis"):
+            if getattr(self, key) is not None and self.loss_scale != "dynamic":
+                checks.add(
+                    key,
+                    f"{getattr(self, key)} is for optimizer.loss_scale dynamic, which is "
+                    f"{'null' if self.loss_scale is None else self.loss_scale}; leave it out, or "
+                    "use dynamic",
+                )
+        first, least = self.initial_loss_scale, self.min_loss_scale
+        if not checks.errors and first is not None and least is not None and first < least:
+            checks.add("initial_loss_scale", f"{first} is below optimizer.min_loss_scale {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -745,10 +805,15 @@ class LoggingSection:
     Attributes:
         every: Steps from one line of the console to the next.
         tensorboard: Write event files into the run folder; needs `mt-train[tensorboard]`.
+        zeros: Count the elements of the gradient that are zero.
+        gradients: Record the norm, the greatest magnitude and the zeros of each layer's gradient,
+            as `gradients/layers.0/norm` and so on.
     """
 
     every: int = 10
     tensorboard: bool = False
+    zeros: bool = False
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -813,10 +878,26 @@ class RunConfig:
                 f"remainder is what bf16 weights lack, and training.dtype is {training.dtype}; use "
                 "masters full, or dtype bf16"
             )
+        errors |= self._precision_errors()
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
         if errors:
             raise FieldError(errors)
+
+    def _precision_errors(self) -> dict[str, str]:
+        """Say where a loss scale is missing or of no use."""
+        dtype, scale = self.training.dtype, self.optimizer.loss_scale
+        if dtype == "fp16" and scale is None:
+            return {
+                "training.dtype": "fp16 needs optimizer.loss_scale, as small gradients are zero "
+                "without: dynamic, or a number such as 65536; or use dtype bf16"
+            }
+        if dtype == "bf16" and scale is not None:
+            return {
+                "optimizer.loss_scale": f"{scale} does not go with training.dtype bf16, which "
+                "holds gradients as small as fp32 does; leave it out, or use dtype fp16"
+            }
+        return {}
 
     def _sharding_errors(self) -> dict[str, str]:
         """Say what does not go with how parameters are shared out."""

@@ -130,6 +130,7 @@ def describe(record: Record) -> dict[str, str]:
         "lr": f"{record['lr']:.2e}",
         "grad norm": f"{record['grad_norm']:.3f}",
         **({"skipped": str(skipped)} if (skipped := record.get("skipped_steps")) else {}),
+        **({"loss scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}),
         "tokens/s": f"{record['tokens_per_second']:,.0f}",
         "TFLOP/s": f"{record['tflops_per_second']:.3f}",
     }

@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-# Dense bf16 peaks in FLOP/s from the vendors' data sheets (no sparsity).
-_BF16_PEAK = {
+# Dense peaks of bf16 and fp16 in FLOP/s from the vendors' data sheets (no sparsity).
+_PEAK = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -22,10 +22,10 @@ _BF16_PEAK = {
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return a device's dense peak in FLOP/s, or None where no figure is known (CPUs)."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _BF16_PEAK.items() if part in name), None)
+    return next((peak for part, peak in _PEAK.items() if part in name), None)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from mt_files import FileError, MissingFileError, open_file, parse_json, writing
 
 Record = dict[str, Any]
 
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 20  # numbers of thousands of layers
 _NUMBERS = ("loss", "val_loss", "bits_per_byte")  # and all that end with _loss
 _MAX_STEP = 10**18
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from mt_files import did_you_mean, shorten, to_plain
 from mt_model import GPT, ModelConfig
 from mt_optim import (
     GroupOverride,
+    LossScale,
+    NormGroup,
     OptimizerConfig,
     Orthogonalization,
     build_optimizer,
@@ -56,10 +59,29 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
         offload_dir=section.offload_dir,
         ema=section.ema,
         overrides=_overrides(section),
+        loss_scale=loss_scale(section),
         max_norm=config.training.grad_clip,
+        norm_groups=tuple(
+            NormGroup(names=group.names, max_norm=group.max_norm) for group in section.norm_groups
+        ),
         max_value=section.max_value,
         skip_above=section.skip_above,
+        count_zeros=config.logging.zeros,
+        statistics="layer" if config.logging.gradients else None,
     )
+
+
+def loss_scale(section: OptimizerSection) -> LossScale | None:
+    """Return how the loss is scaled; None where it is not."""
+    if section.loss_scale != "dynamic":
+        return LossScale.of(section.loss_scale)
+    given: dict[str, Any] = {
+        "initial": section.initial_loss_scale,
+        "minimum": section.min_loss_scale,
+        "growth_interval": section.loss_scale_window,
+        "hysteresis": section.hysteresis,
+    }
+    return LossScale(**{key: value for key, value in given.items() if value is not None})
 
 
 def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
@@ -71,28 +93,31 @@ def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
 
 
 def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that each override is of some parameter of the whole model, and none contradict.
+    """Check that each override and norm group is of some parameter, and none contradict.
 
     Every rank finds the same, whatever part of the model it has.
 
     Raises:
-        ConfigError: One is of none, or two set the same to different values.
+        ConfigError: One is of none, or two contradict each other.
     """
     section = loaded.config.optimizer
-    if not section.overrides:
+    globs = {"overrides": section.overrides, "norm_groups": section.norm_groups}
+    if not any(globs.values()):
         return
     state = ParallelState(ParallelLayout())
     whole = GPT(model, state, device="meta", seed=None)
     names = [name for name, _ in whole.named_parameters()]
-    for index, entry in enumerate(section.overrides):
-        if not any(fnmatchcase(name, entry.names) for name in names):
-            text = f"{shorten(entry.names)} is the name of no parameter"
-            hint = did_you_mean(entry.names, names) or f"There are {', '.join(names[:8])} ..."
-            raise loaded.error(f"optimizer.overrides[{index}].names", f"{text}. {hint}")
+    for key, entries in globs.items():
+        for index, entry in enumerate(entries):
+            if not any(fnmatchcase(name, entry.names) for name in names):
+                text = f"{shorten(entry.names)} is the name of no parameter"
+                hint = did_you_mean(entry.names, names) or f"There are {', '.join(names[:8])} ..."
+                raise loaded.error(f"optimizer.{key}[{index}].names", f"{text}. {hint}")
     try:
         build_optimizer(whole, optimizer_config(loaded.config), state)
     except ValueError as error:
-        raise loaded.error("optimizer.overrides", str(error)) from error
+        key = "norm_groups" if "norm groups" in str(error) else "overrides"
+        raise loaded.error(f"optimizer.{key}", str(error)) from error
 
 
 def kept_whole(config: RunConfig) -> Callable[[str, torch.Tensor], bool] | None:

@@ -18,8 +18,9 @@ class Progress:
         step: Completed steps.
         samples: Samples trained on; the step does not tell, as the batch size may have changed.
         elapsed: Seconds spent in training steps, over all parts of the run.
-        skipped: How many of the steps changed no weight. They count as steps and for the data, and
-            neither for the schedules nor for the optimizer.
+        skipped: Steps of these that changed no weight, as their gradient was not finite or too
+            large. Their samples are gone, and they count to the end of the run, but the schedule
+            does not move on with them.
     """
 
     step: int = 0
@@ -62,14 +63,12 @@ class Course:
         )
 
     def position(self, progress: Progress) -> float:
-        """Return how far the run is, in steps; the time budget may run ahead of the steps."""
-        if self._time_budget is None:
-            return progress.step
-        return max(progress.step, progress.elapsed / self._time_budget * self.steps)
+        """Return where the schedule is, in updates; the time budget may run ahead of them."""
+        return max(progress.updates, self._steps_by_time(progress))
 
     def finished(self, progress: Progress) -> bool:
         """Tell whether the steps, or the time budget, are used up."""
-        return self.position(progress) >= self.steps
+        return self._done(progress) >= self.steps
 
     def learning_rate(self, progress: Progress) -> float:
         """Return the next step's rate; time may shorten the run but never the warm-up."""
@@ -83,16 +82,25 @@ class Course:
 
     def _due(self, progress: Progress) -> float:
         """Return the place of the next step in the schedules."""
-        return self.position(progress) - progress.skipped + 1
+        return self.position(progress) + 1
 
     def share(self, progress: Progress) -> float:
         """Return the part of the run that is done, from 0 to 1."""
-        return min(self.position(progress) / self.steps, 1.0)
+        return min(self._done(progress) / self.steps, 1.0)
 
     def seconds_left(self, progress: Progress) -> float:
         """Return the seconds to the end, at the speed so far."""
-        position = self.position(progress)
-        return progress.elapsed * max(self.steps - position, 0.0) / max(position, 1e-9)
+        done = self._done(progress)
+        return progress.elapsed * max(self.steps - done, 0.0) / max(done, 1e-9)
+
+    def _done(self, progress: Progress) -> float:
+        """Return how far the run is, in steps; skipped ones are over too."""
+        return max(progress.step, self._steps_by_time(progress))
+
+    def _steps_by_time(self, progress: Progress) -> float:
+        if self._time_budget is None:
+            return 0.0
+        return progress.elapsed / self._time_budget * self.steps
 
 
 class StepMeter:

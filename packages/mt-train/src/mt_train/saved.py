@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
 from mt_files import Checks, UserError, to_plain
+from mt_optim import ScaleState
 
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
@@ -32,6 +33,7 @@ class SavedRun:
         elapsed: Seconds spent in training steps.
         consumed_samples: Samples trained on.
         skipped_steps: Steps that changed no weight.
+        loss_scale: Where the scale of the loss is; null where it is not scaled.
         data: What the run drew its samples from.
         tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
@@ -42,6 +44,7 @@ class SavedRun:
     elapsed: float
     consumed_samples: int
     skipped_steps: int
+    loss_scale: ScaleState | None
     data: Mixture
     tokenizer: SavedTokenizer
     model: Mapping[str, Any]
@@ -70,7 +73,7 @@ class SavedRun:
             skipped=self.skipped_steps,
         )
 
-    def at(self, progress: Progress) -> SavedRun:
+    def at(self, progress: Progress, loss_scale: ScaleState | None) -> SavedRun:
         """Return the same run at another point."""
         return replace(
             self,
@@ -78,6 +81,7 @@ class SavedRun:
             elapsed=progress.elapsed,
             consumed_samples=progress.samples,
             skipped_steps=progress.skipped,
+            loss_scale=loss_scale,
         )
 
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:

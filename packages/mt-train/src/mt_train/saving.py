@@ -51,7 +51,8 @@ def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
             f"and what is saved is as before; lower optimizer.lr, lengthen optimizer.warmup or "
             "lower training.grad_clip, then run the same command again"
         )
-    now = saved.at(trainer.progress)
+    scaler = trainer.optimizer.scaler
+    now = saved.at(trainer.progress, None if scaler is None else scaler.state)
     return save_checkpoint(
         root,
         trainer.progress.step,
@@ -67,7 +68,7 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
     """Fill a trainer from a checkpoint written on any layout; every rank calls it.
 
     Args:
-        trainer: Gets the weights, and the moments and the progress with them.
+        trainer: Gets the weights, and the moments, the progress and the loss scale with them.
         path: The checkpoint.
         saved: Its metadata.
         weights_only: Leave optimizer and progress as new.
@@ -85,6 +86,8 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
     if not weights_only:
         trainer.optimizer.step_count = saved.progress.updates
         trainer.progress = saved.progress
+        if trainer.optimizer.scaler is not None and saved.loss_scale is not None:
+            trainer.optimizer.scaler.restore(saved.loss_scale)
 
 
 def way_back(trainer: Trainer, path: Path) -> str:

@@ -166,6 +166,7 @@ class _Session:
             elapsed=start.elapsed,
             consumed_samples=start.samples,
             skipped_steps=start.skipped,
+            loss_scale=None,  # the trainer's, once there is one to save
             data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
@@ -192,6 +193,8 @@ class _Session:
             step = self._train_step()
             stopped = step.stop
             reporter.step(step.record)
+            if "skipped" in step.record:
+                reporter.say(f"skipped {step.record['skipped']}")
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:

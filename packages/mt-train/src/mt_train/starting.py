@@ -134,8 +134,8 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
             differences.append(f"training.{name}: saved with {then.get(name)}, now {current[name]}")
     if (then.get("dtype") == "fp64") != (current["dtype"] == "fp64"):
         differences.append(
-            f"training.dtype: saved with {then.get('dtype')}, now {current['dtype']}; fp32 and "
-            "bf16 have fp32 master weights, fp64 has fp64 ones"
+            f"training.dtype: saved with {then.get('dtype')}, now {current['dtype']}; "
+            "fp32, bf16 and fp16 have fp32 master weights, fp64 has fp64 ones"
         )
     if differences:
         raise ResumeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from mt_data import BatchSampler
 from mt_data_parallel import reduce_partial_grads, shard
 from mt_files import UserError
 from mt_model import DTYPES, ModelConfig, flops_per_token
-from mt_optim import DistributedOptimizer, build_optimizer
+from mt_optim import DistributedOptimizer, StepResult, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
@@ -34,6 +34,9 @@ from mt_train.pipeline import (
     plan_pipeline,
 )
 from mt_train.progress import Course, Progress, StepMeter
+
+# From its start a dynamic loss scale takes some 30 steps to fit; more than this is no accident.
+_MOST_SKIPPED = 100
 
 
 class NonFiniteLossError(UserError, RuntimeError):
@@ -143,6 +146,7 @@ class Trainer:
         self._flops = flops_per_token(model_config, training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
+        self._skipped_in_a_row = 0
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -184,8 +188,10 @@ class Trainer:
         if self._clip is not None:
             self._clip.start()
         self.buffer.start(self._backwards)
-        weights = self.loss_weights
-        outputs = self.executor.run(batches, objective=lambda own, _: weighed(own, weights) / total)
+        weights, scale = self.loss_weights, self.optimizer.loss_scale
+        outputs = self.executor.run(
+            batches, objective=lambda own, _: weighed(own, weights) / total * scale
+        )
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
         self.on_event("train.reduce")
@@ -194,27 +200,33 @@ class Trainer:
         self._check_finite(losses)
         self.on_event("train.update")
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
-        norm = result.grad_norm or 0.0
-        self._check_finite(losses, norm)
+        if not result.stepped:
+            result = replace(result, step=self.progress.step + 1)  # skipped ones count here
+            self._check_skipped(losses, result)
         self._meter.stop()
+        self._skipped_in_a_row = 0 if result.stepped else self._skipped_in_a_row + 1
         self.progress = Progress(
             step=self.progress.step + 1,
             samples=self.progress.samples + self.sampler.global_batch_size,
             elapsed=self.progress.elapsed + seconds,
             skipped=self.progress.skipped + (not result.stepped),
         )
-        return Step(record=self._record(losses, norm, lr, total, seconds), stop=stop, save=save)
+        record = self._record(losses, lr, total, seconds)
+        return Step(record=record | self._found(result), stop=stop, save=save)
 
-    def _check_finite(self, losses: Mapping[str, float], norm: float = 0.0) -> None:
-        """Raise on every rank alike; the optimizer skips a step whose norm is not finite."""
-        if all(map(math.isfinite, (*losses.values(), norm))):
-            return
-        named = ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())
-        raise NonFiniteLossError(
-            f"step {self.progress.step + 1}: {named}, gradient norm {norm}. The step was not "
-            "applied, and what is saved is as before; lower optimizer.lr, lengthen "
-            "optimizer.warmup or lower training.grad_clip, then run the same command again"
-        )
+    def _check_finite(self, losses: Mapping[str, float]) -> None:
+        """Raise on every rank alike; a smaller loss scale is no help, so no step is skipped."""
+        if not all(map(math.isfinite, losses.values())):
+            raise _not_applied(f"step {self.progress.step + 1}: {_named(losses)}")
+
+    def _check_skipped(self, losses: Mapping[str, float], result: StepResult) -> None:
+        """Raise on every rank alike where a step may not be skipped, or too many are."""
+        what = f"{result.why_skipped()}; {_named(losses)}"
+        if result.is_finite or self.optimizer.scaler is not None:
+            if self._skipped_in_a_row + 1 < _MOST_SKIPPED:
+                return
+            what += f"; {_MOST_SKIPPED} steps were skipped one after another"
+        raise _not_applied(what)
 
     def close(self) -> None:
         """End the thread that reads ahead."""
@@ -241,9 +253,7 @@ class Trainer:
         means = {name: value / total for name, value in zip(self.loss_weights, sums, strict=True)}
         return loss_record(means, self.loss_weights, ""), stop > 0, save_ > 0, seconds
 
-    def _record(
-        self, losses: Record, norm: float, lr: float, tokens: float, seconds: float
-    ) -> Record:
+    def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:
         rate = tokens / seconds
         flops = rate * self._flops
         world = self.state.layout.world_size
@@ -251,7 +261,6 @@ class Trainer:
             "step": self.progress.step,
             **losses,
             "lr": lr,
-            "grad_norm": norm,
             "skipped_steps": self.progress.skipped,
             "tokens_per_second": rate,
             "tflops_per_second": flops / 1e12,
@@ -261,3 +270,29 @@ class Trainer:
             "progress": self.course.share(self.progress),
             "eta_seconds": self.course.seconds_left(self.progress),
         }
+
+    def _found(self, result: StepResult) -> Record:
+        """Return what the optimizer found in the gradient."""
+        found: Record = {"grad_norm": result.grad_norm or 0.0}
+        found |= {f"grad_norm/{name}": norm for name, norm in result.norms.items()}
+        if result.zeros is not None:
+            found["zeros"] = result.zeros
+        if self.optimizer.scaler is not None:
+            found["loss_scale"] = result.loss_scale
+        for name, own in result.statistics.items():
+            values = {"norm": own.norm, "largest": own.largest, "zeros": own.zeros}
+            found |= {f"gradients/{name}/{what}": value for what, value in values.items()}
+        if not result.stepped:
+            found["skipped"] = result.why_skipped()
+        return found
+
+
+def _named(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {loss}" for name, loss in losses.items())
+
+
+def _not_applied(what: str) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        f"{what}. The step was not applied, and what is saved is as before; lower optimizer.lr, "
+        "lengthen optimizer.warmup or lower training.grad_clip, then run the same command again"
+    )
