@@ -3,10 +3,13 @@
 import pytest
 import torch
 from mt_optim import (
+    EMA,
     SGD,
+    SOAP,
     AdamW,
     GradLimits,
     GradScaler,
+    GroupOverride,
     Lion,
     LossScale,
     LRSchedule,
@@ -15,12 +18,17 @@ from mt_optim import (
     ScaleState,
     StepGuard,
     TorchRule,
+    WeightDecaySchedule,
     build_optimizer,
     by_layer,
     clip_grad_norm,
     default_decay_filter,
     fused_obstacle,
     grad_norm,
+    is_hidden_matrix,
+    mup_overrides,
+    override_groups,
+    qk_clip_scales,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
@@ -56,6 +64,14 @@ GOOD = [
     (clip_grad_norm, {"named_params": NAMED, "state": STATE, "max_norm": 1.0}),
     (default_decay_filter, {"name": "a", "param": torch.ones(2, 2)}),
     (fused_obstacle, {"param": torch.ones(2)}),
+    (SOAP, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "frequency": 2}),
+    (EMA, {"optimizer": AdamW(NAMED), "decay": 0.9}),
+    (EMA(AdamW(NAMED), 0.9).value, {"name": "weight"}),
+    (GroupOverride, {"names": "*", "lr_scale": 1.0, "eps_scale": 1.0, "betas": (0.9, 0.95)}),
+    (override_groups, {"named_params": NAMED, "overrides": [GroupOverride(names="*", lr_scale=2)]}),
+    (mup_overrides, {"width_multiplier": 2.0, "is_hidden": is_hidden_matrix, "name": "sgd"}),
+    (qk_clip_scales, {"max_logits": torch.ones(2), "threshold": 1.0, "alpha": 0.5}),
+    (WeightDecaySchedule, {"start": 0.1, "end": 0.2, "length": 3, "kind": "linear"}),
 ]
 BAD = (None, -1, 1.5, float("nan"), 10**12, "x", [None], [("a", None)], {}, object())
 
@@ -67,7 +83,7 @@ def test_wrong_arguments_are_value_or_type_errors(function, good):
         for bad in BAD:
             try:
                 function(**{**good, name: bad})
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 message = str(error)
             else:
                 message = "taken"

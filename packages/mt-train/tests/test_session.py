@@ -557,3 +557,13 @@ def test_gradients_are_described_by_layer(tiny, tmp_path, rows) -> None:
         assert row["grad_norm/layers.*"] == pytest.approx(row["gradients/layers.0/norm"], rel=1e-12)
         assert row["zeros"] == sum(row[f"gradients/{name}/zeros"] for name in layers) > 0
         assert all(row[f"gradients/{name}/largest"] > 0 for name in layers)
+
+
+def test_the_largest_value_of_a_gradient_reaches_the_step(tiny, tmp_path, weights) -> None:
+    options = ["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0"]
+    options += ["optimizer.schedule=constant", "optimizer.warmup=0", "checkpoint.every=1"]
+    options += ["training.steps=2", "optimizer.lr=1", "optimizer.max_value=1e-4"]
+    tiny.run(tmp_path, *options)
+    first, second = weights(tmp_path, 1), weights(tmp_path, 2)
+    ways = [np.abs(second[name] - first[name]).max() for name in first if name.startswith("model/")]
+    assert max(ways) == pytest.approx(1e-4, rel=1e-6)

@@ -173,7 +173,7 @@ class Attention(nn.Module):
         )
         first = self.first_head // (self.num_heads // self.total_kv_heads)
         own = kept[first : first + self.num_kv_heads]
-        torch.maximum(own, found, out=own)
+        own.copy_(torch.maximum(own, found))
 
     def logit_factors(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
         """Return what multiplies the weights so that queries and keys are scaled.

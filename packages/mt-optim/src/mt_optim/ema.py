@@ -55,6 +55,8 @@ class EMA:
     """
 
     def __init__(self, optimizer: Averaged, decay: float) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "piece"):
+            raise TypeError(f"optimizer must be a NamedOptimizer, got {optimizer!r:.60}")
         if not 0 <= check_number("decay", decay) < 1:
             raise ValueError(f"decay must be a number in [0, 1), got {decay}")
         self.decay = decay

@@ -11,7 +11,7 @@ from typing import Any
 from mt_data_parallel import Piece, pieces_of
 from torch import Tensor, nn
 
-from mt_optim.group import SCALES, check_size
+from mt_optim.group import SCALES, check_number, check_size
 from mt_optim.rule import check_betas
 
 
@@ -96,6 +96,9 @@ def override_groups(
     Raises:
         ValueError: Two overrides contradict each other.
     """
+    wrong = isinstance(overrides, str) or not isinstance(overrides, Sequence)
+    if wrong or not all(isinstance(override, GroupOverride) for override in overrides):
+        raise TypeError(f"overrides must be a list of GroupOverrides, got {overrides!r:.60}")
     groups: dict[tuple[tuple[str, Any], ...], list[Piece]] = {(): []}
     for piece in pieces_of(named_params):
         settings: dict[str, Any] = {}
@@ -131,8 +134,10 @@ def mup_overrides(
     Raises:
         ValueError: The multiplier is not positive, or the rule is another one.
     """
-    if not 0 < width_multiplier < math.inf:
+    if not 0 < check_number("width_multiplier", width_multiplier) < math.inf:
         raise ValueError(f"width_multiplier must be positive, got {width_multiplier}")
+    if not callable(is_hidden):
+        raise TypeError(f"is_hidden must be a function, got {is_hidden!r:.60}")
     slower = 1 / width_multiplier
     if name in ("adamw", "adam"):
         return [GroupOverride(where=is_hidden, lr_scale=slower, eps_scale=slower)]

@@ -33,6 +33,8 @@ def qk_clip_scales(
         >>> query.tolist(), key.tolist()
         ([1.0, 0.5], [1.0, 0.5])
     """
+    if not isinstance(max_logits, Tensor):
+        raise TypeError(f"max_logits must be a tensor, got {max_logits!r:.60}")
     check_qk_clip(threshold, alpha)
     scale = (threshold / max_logits.clamp(min=threshold)).clamp(max=1.0)
     return scale**alpha, scale ** (1 - alpha)
