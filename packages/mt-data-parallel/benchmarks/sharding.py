@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 Step = Callable[[], None]
-WIDTH, LAYERS, ROWS, STEPS, ROUNDS = 768, 8, 64, 2, 7
+WIDTH, LAYERS, ROWS, STEPS, ROUNDS = 512, 8, 64, 1, 9
 
 
 class Net(nn.Module):

@@ -62,8 +62,8 @@ PAIRS = {
                 "data_parallel.strategy=full",
                 "training.dtype=fp32",
             ],
-            "bf16 has fewer bits than training.dtype fp32, so steps would be lost; use fp32 or "
-            "leave it out",
+            "bf16 does not hold all that training.dtype fp32 does; use fp32, more bits, or leave "
+            "it out",
         ),
         (
             [

@@ -903,10 +903,11 @@ class RunConfig:
         """Say what does not go with how parameters are shared out."""
         own, dtype, optimizer = self.data_parallel, self.training.dtype, self.optimizer
         errors: dict[str, str] = {}
-        if own.shard_dtype is not None and _BITS[own.shard_dtype] < _BITS[dtype]:
+        kept = own.shard_dtype or dtype
+        if kept != dtype and _BITS[kept] <= _BITS[dtype]:
             errors["shard_dtype"] = (
-                f"{own.shard_dtype} has fewer bits than training.dtype {dtype}, so steps would be "
-                f"lost; use {dtype} or leave it out"
+                f"{kept} does not hold all that training.dtype {dtype} does; use {dtype}, more "
+                "bits, or leave it out"
             )
         elif own.shard_dtype not in (None, "bf16") and optimizer.masters == "remainder":
             errors["shard_dtype"] = (
