@@ -45,7 +45,8 @@ def measured(world, dtype, strategy, settings):
         model.forward = lambda x: [x := layer(x) for layer in layers][-1]
         count = sum(param.numel() for param in model.parameters())
         with shard(model, strategy, group=state.group("dp"), bucket_size=SIZE**2) as buffer:
-            config = OptimizerConfig(lr=1e-3, **settings)
+            scale = 1024.0 if dtype == torch.float16 else None
+            config = OptimizerConfig(lr=1e-3, loss_scale=scale, **settings)
             optimizer = DistributedOptimizer(buffer, lambda p: build_optimizer(p, config, state))
             buffer.start(1)
             model(torch.ones(2, SIZE, dtype=dtype)).float().square().mean().backward()
