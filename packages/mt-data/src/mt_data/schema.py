@@ -29,18 +29,14 @@ def check_record(record: object) -> None:
         _check_growth(part, record.get(part))
     model = record.get("model")
     if isinstance(model, dict):
-        _check_vocabulary(model.get("vocab"))
+        vocabulary = model.get("vocab")  # a list, of some kinds of models
+        for token, number in vocabulary.items() if isinstance(vocabulary, dict) else ():
+            _check_id(token, number)
         for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
             _check_affix(f"model.{name}", model.get(name))
     for token in record.get("added_tokens") or []:
         if isinstance(token, dict):
             _check_id(token.get("content"), token.get("id"))
-
-
-def _check_vocabulary(vocabulary: object) -> None:
-    if isinstance(vocabulary, dict):
-        for token, number in vocabulary.items():
-            _check_id(token, number)
 
 
 def _check_id(token: object, number: object) -> None:

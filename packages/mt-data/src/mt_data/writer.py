@@ -91,7 +91,6 @@ class IndexedWriter:
 
     def add_sequence(self, tokens: ArrayLike, *, mode: int = 0) -> None:
         """Append one sequence to the current document."""
-        self._require_open()
         stored = self._stored(tokens)
         if mode and not self.multimodal:
             raise DataError(f"mode is {mode}, but the writer was opened with multimodal=False")

@@ -66,10 +66,5 @@ def _read(cache: str | Path) -> dict[str, Any]:
         known = read_json(cache, limit=_MAX_BYTES)
     except FileError:
         return {}
-    if not isinstance(known, dict):
-        return {}
-    return {name: entry for name, entry in known.items() if _is_entry(entry)}
-
-
-def _is_entry(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
+    entries = known.items() if isinstance(known, dict) else ()
+    return {n: e for n, e in entries if isinstance(e, dict) and isinstance(e.get("sha256"), str)}

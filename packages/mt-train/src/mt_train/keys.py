@@ -91,13 +91,10 @@ def page() -> str:
         lines += ["", f"## {section.name}", "", *textwrap.wrap(section.text, _WIDTH), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in section.keys:
-            cells = (f"`{key.name}`", key.type, _code(key.default) or "needed", key.meaning)
+            default = f"`{key.default}`" if key.default else "needed"
+            cells = (f"`{key.name}`", key.type, default, key.meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
 
 
 def _section(name: str, cls: Any) -> Section:
