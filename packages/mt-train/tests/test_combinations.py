@@ -73,7 +73,7 @@ REFUSALS = [
     (
         lambda row: row["data_parallel.shard_dtype"] and row["training.dtype"] == "fp64",
         "data_parallel.shard_dtype",
-        "fp32 has fewer bits than training.dtype fp64, so steps would be lost; use fp64",
+        "fp32 does not hold all that training.dtype fp64 does; use fp64, more bits, or leave",
     ),
     (
         lambda row: row["data_parallel.shard_dtype"] and row["optimizer.masters"] == "remainder",
