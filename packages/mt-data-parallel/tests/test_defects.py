@@ -118,3 +118,30 @@ def test_what_a_caller_gives_is_never_written():
         buffer.finish()
         assert {piece.name for piece in buffer.pieces()} == backwards.keys()
     assert ((options, backwards), params) == given
+
+
+def after_the_block(strategy):
+    """Parameters as they are once a `with` block was left, right after a step."""
+    model = Whole()
+    group = Reduction(shards=dist.group.WORLD)
+    with shard(model, strategy, group=group, bucket_size=10) as buffer:
+        buffer.start(1)
+        model(rows(dist.get_rank())).backward()
+        buffer.finish()
+        with torch.no_grad():
+            for piece in buffer.pieces():
+                piece.param.sub_(piece.grad, alpha=0.1)
+        buffer.gather_params()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["optimizer", "optimizer_gradients"])
+def test_parameters_are_there_when_the_block_is_left(ranks, strategy):
+    model = Whole()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        model(rows(number)).backward()
+    optimizer.step()
+    for params in ranks(4, after_the_block, strategy):
+        for own, other in zip(params, model.parameters(), strict=True):
+            torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)

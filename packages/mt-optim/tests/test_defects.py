@@ -13,6 +13,7 @@ from mt_optim import (
     DistributedOptimizer,
     GroupOverride,
     LRSchedule,
+    NormGroup,
     OptimizerConfig,
     Orthogonalization,
     build_optimizer,
@@ -61,6 +62,13 @@ EFFECTS = {
     "max_norm": ({}, 0.01),
     "max_value": ({}, 0.01),
     "skip_above": ({}, 1e-3),
+    "norm_groups": ({}, (NormGroup(names="0.*", max_norm=0.01),)),
+    "soap_frequency": ({"name": "soap"}, 1),
+    "soap_max_dim": ({"name": "soap"}, 6),
+}
+# These say where and how the same numbers are kept, or what is told of them; each has its tests.
+SAME_NUMBERS = {
+    *("masters", "offload", "offload_dir", "ema", "loss_scale", "count_zeros", "statistics"),
 }
 
 
@@ -72,6 +80,27 @@ def test_every_field_of_the_configuration_has_an_effect(field):
     assert getattr(config, field) != value
     before, after = trained(config), trained(dataclasses.replace(config, **{field: value}))
     assert before.shape != after.shape or not torch.equal(before, after)
+
+
+def test_every_field_is_tried():
+    fields = {item.name for item in dataclasses.fields(OptimizerConfig)}
+    assert fields == EFFECTS.keys() | SAME_NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "name"),
+    [
+        ("betas", (0.8, 0.9), "sgd"),
+        ("betas", (0.8, 0.9), "torch.optim.RAdam"),
+        ("momentum", 0.5, "adamw"),
+        ("momentum", 0.5, "lion"),
+        ("nesterov", True, "soap"),
+        ("nesterov", False, "adam"),
+    ],
+)
+def test_a_setting_that_the_optimizer_does_not_read_is_refused(what, value, name):
+    with pytest.raises(ValueError, match=rf"{what} .* does not go with name '{name}'; leave it"):
+        OptimizerConfig(name=name, lr=0.01, **{what: value})
 
 
 def test_a_saved_schedule_is_set_and_never_added():

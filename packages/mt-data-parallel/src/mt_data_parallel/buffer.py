@@ -376,7 +376,8 @@ class GradBuffer:
     def close(self) -> None:
         """Remove the hooks and `main_grad`, and let go of the group.
 
-        The parameters are plain again. Call it before `destroy_process_group`: a gloo group that
+        The parameters are plain again; after `gather_params`, call `wait_params` first, as leaving
+        a `with` block does. Call it before `destroy_process_group`: a gloo group that
         somebody still holds keeps its threads, which can abort the process when Python exits.
         """
         self._closed = True
@@ -397,7 +398,9 @@ class GradBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # else other ranks may never send theirs
+            self.wait_params()
         self.close()
 
     def _allocate(

@@ -18,6 +18,12 @@ from mt_optim.storage import StateStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
 TORCH = "torch.optim."
+_MUON = ("muon", "adaptive_muon")
+_READ_BY = {
+    "betas": ("adamw", "adam", "lion", "soap", *_MUON),
+    "momentum": ("sgd", *_MUON),
+    "nesterov": ("sgd", *_MUON),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,12 @@ class OptimizerConfig:
                 f"name must be one of {', '.join(NAMES)}, or a class such as torch.optim.RAdam; "
                 f"got {self.name[:60]!r}"
             )
+        for what, names in _READ_BY.items():
+            if getattr(self, what) is not None and self.name not in names:
+                raise ValueError(
+                    f"{what} {getattr(self, what)} does not go with name {self.name!r}; leave it "
+                    f"out, or use {' or '.join(names)} (a class of torch has options)"
+                )
         check_size("lr", self.lr)
         check_count("soap_frequency", self.soap_frequency)
         check_count("soap_max_dim", self.soap_max_dim)

@@ -40,7 +40,7 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
         name=section.name,
         lr=section.lr,
         weight_decay=section.weight_decay,
-        betas=section.betas,
+        betas=None if section.name == "sgd" else section.betas,
         eps=section.eps,
         momentum=section.momentum,
         nesterov=section.nesterov,
