@@ -197,10 +197,7 @@ def _models(world: World) -> dict[str, Call]:
             {**sizes, "num_kv_heads": 2, "max_sequence_length": 32, "rope_theta": 1e4},
         ),
         "preset": (model.preset, {"name": "gpt-1.3b"}),
-        "flops_per_token": (
-            model.flops_per_token,
-            {"config": model.gpt(**sizes), "sequence_length": 16},
-        ),
+        "flops_per_token": (model.gpt(**sizes).flops_per_token, {"sequence_length": 16}),
         "validate_split": (model.validate_split, {"config": model.gpt(**sizes), "tp": 2}),
         "Sampling": (infer.Sampling, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}),
         "TensorShard": (

@@ -17,10 +17,8 @@ from mt_model import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
-    flops_per_token,
     gpt,
     gpt_arguments,
-    num_parameters,
     preset,
     validate_split,
 )
@@ -162,13 +160,13 @@ def test_unknown_preset_and_override_suggest_the_nearest():
     ],
 )
 def test_preset_has_the_published_parameter_count(name, overrides, count):
-    assert num_parameters(preset(name, **overrides)) == count
+    assert preset(name, **overrides).num_parameters == count
 
 
 def test_flops_match_megatron_goldens():
     small = gpt(**SMALL, head_dim=4, ffn_size=32, gated=False)
-    assert flops_per_token(small, 16) * 16 == 196_608
-    tera = flops_per_token(preset("llama-3-8b"), 4096) * 2 * 4096 / 1e12
+    assert small.flops_per_token(16) * 16 == 196_608
+    tera = preset("llama-3-8b").flops_per_token(4096) * 2 * 4096 / 1e12
     assert tera == pytest.approx(395.257, abs=5e-4)
 
 
@@ -295,7 +293,7 @@ def test_the_arguments_of_different_layers_have_the_list():
     config = replace(config, layers=(*config.layers[:2], odd))
     arguments = gpt_arguments(config)
     assert "num_heads" not in arguments
-    assert [entry.get("repeat") for entry in arguments["layers"]] == [2, None]
+    assert [entry.get("repeat") for entry in arguments["layers"]] == [2, 1]
     assert gpt(**json.loads(json.dumps(arguments))) == config
     assert gpt(**{**arguments, "layers": config.layers}) == config
 
@@ -325,7 +323,7 @@ def test_a_list_of_layers_may_repeat_entries_and_leave_out_the_usual_kinds():
     config = ModelConfig.from_dict(data)
     entry = LayerConfig(mixer=AttentionConfig(**mixer), feed_forward=MLPConfig(ffn_size=16))
     assert config.layers == (*(entry,) * 3, LayerConfig(mixer=AttentionConfig(**still)))
-    assert [each.get("repeat") for each in config.to_dict()["layers"]] == [3, None]
+    assert [each.get("repeat") for each in config.to_dict()["layers"]] == [3, 1]
 
 
 @pytest.mark.parametrize(

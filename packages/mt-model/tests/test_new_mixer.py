@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from mt_model import GPT, MixerConfig, ModelConfig, flops_per_token, gpt, validate_split
+from mt_model import GPT, MixerConfig, ModelConfig, gpt, validate_split
 from mt_model.initialization import start_from
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -51,7 +51,7 @@ def test_a_new_mixer_trains_splits_counts_and_is_stored(ranks):
     config = replace(config, layers=(config.layers[0], layer))
     assert ModelConfig.from_dict(config.to_dict()) == config
     assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
-    assert flops_per_token(config, 8) > 0
+    assert config.flops_per_token(8) > 0
     validate_split(config, 2)
     expected, names = loss(config, 1)
     assert "layers.1.mixer.up.weight" in names

@@ -210,7 +210,7 @@ def test_a_list_of_layers_with_repeats_is_the_model(tmp_path: Path) -> None:
             "run.yaml:4: model.layers[0]",
         ),
         ("repeat: 2", "repeat: 0", "run.yaml:6: model.layers[0].repeat: 0 is too small"),
-        ("repeat: 2", "repeat: 4096", "model.layers: more than 4096 layers"),
+        ("repeat: 2", "repeat: 4096", "model.layers: 4097 layers with their repeats; use at most"),
         (
             "type: attention",
             "type: atention",

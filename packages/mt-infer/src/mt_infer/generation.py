@@ -129,7 +129,7 @@ class Generator:
         scores.
         """
         if self.stages is None:
-            return self.model.logits(tokens, cache=cache, last_only=True)
+            return cast("Tensor", self.model(None, {"tokens": tokens, "cache": cache}))
         stage, last = dist.get_rank(self.stages), dist.get_world_size(self.stages) - 1
         where = {"dtype": self.model.placement.dtype, "device": tokens.device}
         x = None

@@ -17,7 +17,6 @@ from mt_model.config import (
     validate_context,
     validate_split,
 )
-from mt_model.flops import flops_per_token, num_parameters
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 
@@ -48,12 +47,10 @@ __all__ = [
     "Positions",
     "Recompute",
     "export_lora",
-    "flops_per_token",
     "gpt",
     "gpt_arguments",
     "initializer",
     "keep_freed_memory",
-    "num_parameters",
     "preset",
     "validate_context",
     "validate_split",

@@ -136,10 +136,8 @@ class CachedAttend:
         held["key"].index_copy_(2, self.positions, key)
         held["value"].index_copy_(2, self.positions, value)
         key, value = held["key"], held["value"]
-        distance = self.positions[:, None] - torch.arange(key.shape[2], device=key.device)
-        allowed = distance >= 0
-        if layer.window is not None:
-            allowed &= distance < layer.window
+        places = torch.arange(key.shape[2], device=key.device)
+        allowed = _seen(self.positions, places, layer.window)
         if layer.sinks is not None or layer.softcap is not None:
             out = reference_attention(
                 query,
@@ -161,6 +159,13 @@ class CachedAttend:
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         return out.transpose(1, 2)
+
+
+def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """True where a query sees a key, by their places. [queries, keys]."""
+    distance = queries[:, None] - keys
+    allowed = distance >= 0
+    return allowed if window is None else allowed & (distance < window)
 
 
 def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
@@ -208,11 +213,8 @@ class Pass:
         window = window if window is not None and window < length else None
         if window is None and self.documents is None:
             return None
-        place = torch.arange(length)
-        distance = place[:, None] - place
-        allowed = distance >= 0
-        if window is not None:
-            allowed &= distance < window
+        places = torch.arange(length)
+        allowed = _seen(places, places, window)
         if self.documents is None:
             return allowed
         return allowed & (self.documents[:, :, None] == self.documents[:, None, :])

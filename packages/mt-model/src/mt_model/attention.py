@@ -74,8 +74,9 @@ class Attention(nn.Module):
         groups, queries = config.num_kv_heads, config.queries_per_group
         own_heads = self.own_heads = config.num_heads // placement.tp
         self.num_kv_heads = max(1, groups // placement.tp)
-        self.queries_per_group, self.head_dim = own_heads // self.num_kv_heads, config.head_dim
-        self.num_heads, self.rope_theta = config.num_heads, config.rope_theta
+        self.queries_per_group = own_heads // self.num_kv_heads
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.rotary = config.rotary
         self.first_head = placement.tp_index * own_heads
         self.exchanges_heads = groups < placement.tp
         self.group = placement.group
@@ -120,9 +121,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         if self.exchanges_heads:
             qkv = exchange_kv_groups(qkv, self.group)
-        table = None
-        if self.rope_theta is not None:
-            table = shared.tables[self.head_dim, self.rope_theta]
+        table = None if self.rotary is None else shared.tables[self.rotary]
         if self.max_logits is not None and self.training:
             self._watch(qkv, table, self.max_logits, shared)
         if matmul_attention_obstacle(self, qkv, shared) is None:
@@ -209,5 +208,4 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
-        query, key, value = (t.flatten(2, 3) for t in (query, key, value))
-        return query, key, value
+        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)

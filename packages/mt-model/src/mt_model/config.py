@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from mt_files import (
     Checks,
     FieldError,
-    FieldProblem,
-    SchemaError,
     build,
+    check_type,
     divisors,
     multiples_near,
     to_plain,
@@ -144,13 +143,23 @@ class FeedForwardConfig(EntryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` if there is one."""
+    """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` if there is one.
+
+    Attributes:
+        mixer: attention, where plain values don't name another `type`.
+        feed_forward: an MLP, likewise; None for none.
+        repeat: how often the layer comes; 1 in a `ModelConfig`, which has each on its own.
+    """
 
     mixer: MixerConfig
     feed_forward: FeedForwardConfig | None = None
+    repeat: int = 1
 
     def __post_init__(self) -> None:
-        Checks(self).done()
+        checks = Checks(self)
+        checks.at_least(1, "repeat")
+        checks.at_most(MAX_LAYERS, "repeat")
+        checks.done()
 
     @property
     def entries(self) -> tuple[EntryConfig, ...]:
@@ -177,7 +186,7 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the head (padded as the tokenizer's user likes).
         hidden_size: width of the residual stream.
         max_sequence_length: longest sequence; also the rows of a learned position table.
-        layers: one entry per layer; they may differ.
+        layers: one entry per layer; they may differ. What is given with a `repeat` becomes as many.
         norm: kind and eps of every norm.
         positions: `rope` (at least one layer turns its heads), `learned` (a table added to the
             embedding) or `none`.
@@ -207,9 +216,13 @@ class ModelConfig:
         checks.above(0, "init_std")
         checks.fraction("dropout")
         checks.done()
-        if not 0 < len(self.layers) <= MAX_LAYERS:
-            text = f"{len(self.layers)} layers; a model has 1 to {MAX_LAYERS} LayerConfigs"
+        count = sum(layer.repeat for layer in self.layers)
+        if not 0 < count <= MAX_LAYERS:
+            text = f"{count} layers with their repeats; use at most {MAX_LAYERS}, and at least one"
             raise FieldError({"layers": text}, "ModelConfig")
+        if count > len(self.layers):
+            each = [(replace(layer, repeat=1),) * layer.repeat for layer in self.layers]
+            object.__setattr__(self, "layers", tuple(chain.from_iterable(each)))
         rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rotary is not None]
         if self.positions == "rope" and not rotating:
             checks.add(
@@ -268,7 +281,17 @@ class ModelConfig:
         return total
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Count the operations of forward and backward for one token of a full sequence."""
+        """Count the operations of forward and backward for one token of a full sequence.
+
+        A multiply-add counts as 2 and backward as twice forward. Projections of attention, MLP and
+        head are counted, and the causal half of the score and value products:
+        `6 h e ffn + 6 h (q + 2 kv) + 6 q h + 6 q s` per layer and `6 h V` for the head, with
+        `e = 3` gated, else 2. Embedding look-up, norms and softmax are not counted, nor is
+        recomputation, so that the number is the one MFU is defined on (Chowdhery et al., 2022).
+
+        Args:
+            sequence_length: tokens per sequence (`s`).
+        """
         total = 6 * self.hidden_size * self.vocab_size
         for layer, repeats in runs(self.layers):
             entries = layer.entries
@@ -283,8 +306,7 @@ class ModelConfig:
         """
         plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self)}
         plain["layers"] = [
-            {**to_plain(layer), **({"repeat": repeats} if repeats > 1 else {})}
-            for layer, repeats in runs(self.layers)
+            {**to_plain(layer), "repeat": repeats} for layer, repeats in runs(self.layers)
         ]
         return plain
 
@@ -299,39 +321,7 @@ class ModelConfig:
             SchemaError: keys are unknown or missing, or values are of the wrong type or range;
                 the message names the path of each, such as `layers[3].mixer.num_heads`.
         """
-        entries = data.get("layers") if isinstance(data, Mapping) else None
-        if not isinstance(entries, list | tuple) or len(entries) > MAX_LAYERS:
-            return build(cls, data)
-        repeats = [
-            build(_Repeat, {"repeat": entry["repeat"]}, f"layers[{index}]").repeat
-            if isinstance(entry, Mapping) and "repeat" in entry
-            else 1
-            for index, entry in enumerate(entries)
-        ]
-        if sum(repeats) > MAX_LAYERS:
-            text = f"{sum(repeats)} layers with their repeats; use at most {MAX_LAYERS}"
-            raise SchemaError([FieldProblem("layers", text)])
-        config = build(cls, {**data, "layers": [_once(entry) for entry in entries]})
-        pairs = zip(config.layers, repeats, strict=True)
-        return replace(config, layers=tuple(layer for layer, n in pairs for _ in range(n)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Repeat:
-    repeat: int
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(1, "repeat")
-        checks.at_most(MAX_LAYERS, "repeat")
-        checks.done()
-
-
-def _once(entry: object) -> object:
-    """Return an entry of `layers` as `LayerConfig` takes it: without repeat."""
-    if not isinstance(entry, Mapping):
-        return entry
-    return {key: value for key, value in entry.items() if key != "repeat"}
+        return build(cls, data)
 
 
 def validate_split(config: ModelConfig, tp: int) -> None:
@@ -342,8 +332,7 @@ def validate_split(config: ModelConfig, tp: int) -> None:
         ValueError: heads, FFN width or vocabulary do not divide by `tp`, or key/value heads
             neither divide by it nor divide it; the message names both and the nearest that do.
     """
-    if not isinstance(config, ModelConfig):
-        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
+    check_type("config", config, ModelConfig)
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a whole number of ranks, 1 or more; got {tp!r:.80}")
     if config.vocab_size % tp:

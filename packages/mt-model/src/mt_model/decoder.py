@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from mt_context_parallel import Algorithm
+from mt_files import check_type
 from mt_parallel_state import (
     GradSink,
     ParallelLayout,
@@ -107,8 +108,7 @@ class GPT(nn.Module):
         if seed is not None and not isinstance(seed, int):
             raise TypeError(f"seed must be an int or None, got {seed!r}")
         state = ParallelState(ParallelLayout()) if state is None else state
-        if not isinstance(state, ParallelState):
-            raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
+        check_type("state", state, ParallelState)
         self.config, self.layer_range = config, _stage_range(config, state, layers)
         tp = state.size("tp")
         validate_split(config, tp)
@@ -351,18 +351,15 @@ class GPT(nn.Module):
         return self.scores(x[:, -1:] if generates else x)
 
     @torch.no_grad()
-    def logits(
-        self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Scores of the next token after every given one, without dropout or gradients.
 
         Args:
             tokens: sequences of equal length; with a cache, those after the ones it holds.
             cache: keys and values of the tokens before; the new ones are added.
-            last_only: return the scores after the last token alone.
 
         Shape:
-            tokens: [B, S]. Returns [B, S, vocab_size], or [B, 1, vocab_size] with last_only.
+            tokens: [B, S]. Returns [B, S, vocab_size].
 
         Raises:
             ValueError: the model is one of several stages, or sequence or context parallel, or
@@ -387,7 +384,7 @@ class GPT(nn.Module):
         x, _ = self.run_layers(x, shared)
         if cache is not None:
             cache.length += tokens.shape[1]
-        return self.scores(x[:, -1:] if last_only else x)
+        return self.scores(x)
 
     def new_cache(self, *, batch_size: int, max_length: int) -> KVCache:
         """Make an empty cache for `logits`, on this model's device and in its dtype.
@@ -396,9 +393,8 @@ class GPT(nn.Module):
             ValueError: `max_length` is longer than the model's sequences.
         """
         limit = self.config.max_sequence_length
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+        check_type("batch_size", batch_size, int)
+        check_type("max_length", max_length, int)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} is not 1 or more")
         if not 0 < max_length <= limit:

@@ -103,7 +103,5 @@ class TransformerLayer(nn.Module):
             output = discard_between(norm, branch, x)
         else:
             output = branch(norm(x))
-        names = entry.loss_weights
-        if not names and isinstance(output, Tensor):
-            return output, {}
-        return take_losses(output, names, of=f"the {type(entry).__name__} of layer {self.index}")
+        of = f"the {type(entry).__name__} of layer {self.index}"
+        return take_losses(output, entry.loss_weights, of=of)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim."""
+"""RMSNorm over the last dim; LayerNorm (Ba et al., 2016) is torch's."""
 
 from __future__ import annotations
 
@@ -102,26 +102,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with weight and bias (Ba et al., 2016), by torch's fused kernel.
-
-    Shape:
-        forward(x): [..., size] -> [..., size].
-    """
-
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
-        start_from(self.weight, "ones")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def build_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+def build_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSNorm | nn.LayerNorm:
     """Build the norm that `config` names, on the meta device."""
-    kind = RMSNorm if config.kind == "rms" else LayerNorm
-    return kind(size, eps=config.eps, dtype=dtype)
+    if config.kind == "rms":
+        return RMSNorm(size, eps=config.eps, dtype=dtype)
+    norm = nn.LayerNorm(size, eps=config.eps, dtype=dtype, device="meta")
+    start_from(norm.weight, "ones")
+    return norm

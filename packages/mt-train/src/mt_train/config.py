@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near, shorten
-from mt_model import Activation, FeedForwardConfig, MixerConfig, Positions, Recompute
+from mt_model import Activation, LayerConfig, Positions, Recompute
 from mt_schedule import SCHEDULES
 
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
@@ -25,7 +25,6 @@ _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
 _MAX_SCALE = 2.0**127  # the largest power of two in fp32
-_MAX_REPEAT = 4096
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
@@ -54,28 +53,6 @@ _ONLY_FOR = {
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerEntry:
-    """One layer of a list, or several equal ones.
-
-    Attributes:
-        mixer: Attention, unless `type` says otherwise: `num_heads`, `num_kv_heads`, `head_dim` and
-            the other fields of mt-model's `AttentionConfig`.
-        feed_forward: An MLP: `ffn_size` and the other fields of `MLPConfig`; null for none.
-        repeat: How often the layer comes.
-    """
-
-    mixer: MixerConfig
-    feed_forward: FeedForwardConfig | None = None
-    repeat: int = 1
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(1, "repeat")
-        checks.at_most(_MAX_REPEAT, "repeat")
-        checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +120,7 @@ class ModelSection:
     softcap: float | None = None
     attention_scale: float | None = None
     init_std: float | None = None
-    layers: tuple[LayerEntry, ...] = ()
+    layers: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -157,8 +134,6 @@ class ModelSection:
             for name in _UNIFORM:
                 if getattr(self, name) is not None:
                     checks.add(name, "does not go with model.layers; say it in the entries")
-            if sum(entry.repeat for entry in self.layers) > _MAX_REPEAT:
-                checks.add("layers", f"more than {_MAX_REPEAT} layers with their repeats")
         if self.preset is None:
             needed = ("hidden_size",) if self.layers else ("hidden_size", "num_layers", "num_heads")
             for name in needed:

@@ -24,7 +24,6 @@ from mt_files import (
     to_plain,
 )
 from mt_model import (
-    LayerConfig,
     ModelConfig,
     NormConfig,
     gpt,
@@ -287,13 +286,8 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
     fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
     if section.layers:
         norm = {"kind": fields.pop("norm", None), "eps": fields.pop("norm_eps", None)}
-        layers = [
-            LayerConfig(mixer=entry.mixer, feed_forward=entry.feed_forward)
-            for entry in section.layers
-            for _ in range(entry.repeat)
-        ]
         given = {name: value for name, value in norm.items() if value is not None}
-        return ModelConfig(layers=tuple(layers), norm=NormConfig(**given), **fields)
+        return ModelConfig(layers=section.layers, norm=NormConfig(**given), **fields)
     chosen = fields.pop("preset", None)
     return gpt(**fields) if chosen is None else preset(chosen, **fields)
 

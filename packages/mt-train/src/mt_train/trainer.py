@@ -11,7 +11,7 @@ import torch
 from mt_data import BatchSampler
 from mt_data_parallel import reduce_partial_grads, shard
 from mt_files import UserError
-from mt_model import DTYPES, ModelConfig, flops_per_token
+from mt_model import DTYPES, ModelConfig
 from mt_optim import DistributedOptimizer, StepResult, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
@@ -143,7 +143,7 @@ class Trainer:
             device=state.device,
         )
         self.loss_weights = model_config.loss_weights
-        self._flops = flops_per_token(model_config, training.sequence_length)
+        self._flops = model_config.flops_per_token(training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
         self._skipped_in_a_row = 0
