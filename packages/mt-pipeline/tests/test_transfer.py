@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mt_pipeline import Executor, TensorSpec
-from mt_pipeline.transfer import Links, Mailbox
-from mt_schedule import Action, Op, make_schedule
+from mt_pipeline import Executor
+from mt_schedule import make_schedule
 from stages import (
     WIDTH,
     assert_matches_unpipelined,
@@ -101,30 +100,40 @@ def test_sent_activations_are_freed_while_their_graph_lives(ranks, batch_p2p):
     ranks(4, body)
 
 
-def test_a_batched_send_need_not_have_ended_at_the_next_exchange(monkeypatch):
-    waited = []
+def test_a_batched_send_need_not_have_ended_at_the_next_exchange(ranks):
+    def body():
+        schedule = make_schedule("gpipe", stages=2, microbatches=6)
+        executor, _, _ = make_executor(schedule, 2, group=dist.group.WORLD, batch_p2p=True)
+        log = []
+        batch, stage = dist.batch_isend_irecv, executor._place.stages[dist.get_rank()]
 
-    class Work:
-        def __init__(self, tensor):
-            self.tensor = tensor
+        class Logged:
+            def __init__(self, work, number):
+                self.work, self.number = work, number
 
-        def wait(self):
-            waited.append(int(self.tensor[0]))
+            def wait(self):
+                log.append(f"wait {self.number}")
+                self.work.wait()
 
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **_: tensor)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda tensors: [Work(t) for t in tensors])
-    mail = Mailbox(
-        make_schedule("gpipe", stages=2, microbatches=6),
-        links=Links(rank=0, up=None, down=None, batched=True),
-        device=torch.device("cpu"),
-        specs=[TensorSpec((1,), torch.float32)] * 6,
-    )
-    seen = []
-    for i in range(6):
-        send = Action(Op.SEND_F, 0, i)
-        mail.put(send, torch.tensor([float(i)]))
-        mail.exchange([send])
-        seen.append(list(waited))
-    assert seen == [[], [], [], [], [0], [0, 1]]
-    mail.finish()
-    assert waited == list(range(6))  # in the order in which they left
+        def logged_batch(transfers):
+            works = batch(transfers)
+            if transfers[0].op is not dist.isend:
+                return works
+            return [Logged(work, sum(each[0] == "F" for each in log) - 1) for work in works]
+
+        def logged_stage(x, given):
+            log.append("F")
+            return stage(x, given)
+
+        executor._place.stages[dist.get_rank()] = logged_stage
+        dist.batch_isend_irecv = logged_batch
+        try:
+            executor.run(make_batches(6), objective=objective)
+        finally:
+            dist.batch_isend_irecv = batch
+        return log
+
+    log = ranks(2, body)[0]
+    assert log[:8] == ["F"] * 5 + ["wait 0", "F", "wait 1"]
+    # In the order in which they left.
+    assert log[8:] == [f"wait {i}" for i in range(2, 6)]

@@ -289,20 +289,17 @@ class GPT(nn.Module):
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, Pass]:
         """Return the activation that enters this stage's layers, and what they share."""
-        if self.has_embedding:
-            given = batch.get("embeddings")
-            given = batch["tokens"] if given is None else given
-            length, device = given.shape[1], given.device
-        else:
-            x = _received(x)
-            length = x.shape[1] * (self.placement.tp if self.placement.sequence_parallel else 1)
-            device = x.device
-        length *= self.placement.context.size
+        given = batch.get("embeddings")
+        given = batch["tokens"] if given is None else given
+        length = given.shape[1] * self.placement.context.size
+        device = given.device if x is None else x.device
         positions = self._positions(batch, length, device)
         shared = self._share(batch, positions, length, device)
         if self.has_embedding:
             x = self.embed(batch, positions, shared)
-        return _received(x), shared
+        elif x is None:
+            raise ValueError("x is None, and only the first stage starts from tokens")
+        return x, shared
 
     def embed(self, batch: Batch, positions: Tensor, shared: Pass) -> Tensor:
         """Embed this rank's tokens, or take their embeddings from the batch; add positions.
@@ -642,9 +639,3 @@ def check_batch(batch: Batch) -> None:
     cache = batch.get("cache")
     if cache is not None and not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
-
-
-def _received(x: Tensor | None) -> Tensor:
-    if x is None:
-        raise ValueError("x is None, and only the first stage starts from tokens")
-    return x

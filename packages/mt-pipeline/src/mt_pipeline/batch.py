@@ -21,10 +21,10 @@ def cut_batch(given: Any, number: int) -> Sequence[Any]:
         ValueError: Tensors have different numbers of rows, or fewer than there are to be parts.
     """
     if isinstance(given, Tensor):
-        return given.tensor_split(_checked({"batch": given}, number))
+        return [part["batch"] for part in cut_batch({"batch": given}, number)]
     if isinstance(given, Mapping):
-        cuts = _checked(given, number)
-        parts = {name: tensor.tensor_split(cuts) for name, tensor in given.items()}
+        _check_rows(given, number)
+        parts = {name: tensor.tensor_split(number) for name, tensor in given.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(number)]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
@@ -34,8 +34,8 @@ def cut_batch(given: Any, number: int) -> Sequence[Any]:
     return given
 
 
-def _checked(tensors: Mapping[Any, Any], number: int) -> int:
-    """Return the number of parts, if all tensors have the same rows and enough of them."""
+def _check_rows(tensors: Mapping[Any, Any], number: int) -> None:
+    """Raise unless all tensors have the same rows and enough of them."""
     rows: dict[Any, int] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.ndim:
@@ -53,4 +53,3 @@ def _checked(tensors: Mapping[Any, Any], number: int) -> int:
             f"the batch has {min(rows.values())} rows for {number} micro-batches: every one needs "
             "a row"
         )
-    return number

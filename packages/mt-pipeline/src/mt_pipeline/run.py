@@ -199,16 +199,15 @@ class Run(Generic[M]):
             kept.x = self.mail.take(Action(Op.RECV_F, *action[1:]))
             assert kept.x is not None, f"{action} has no input"  # noqa: S101 (was checked)
         self._start(action)
-        learns = self._objective is not None
-        output = yield from self._through(action, kept, learns=learns)
+        output = yield from self._through(action, kept)
         if self._schedule.next_stage(action.stage) is None:
             self.outputs[action.microbatch] = detached(output)
         else:
             self.mail.put(Action(Op.SEND_F, *action[1:]), output.detach())
-        if learns:
+        if self._objective is not None:
             self._kept[action[1:]] = kept
 
-    def _through(self, action: Action, kept: _Kept, *, learns: bool) -> Generator[None, None, Any]:
+    def _through(self, action: Action, kept: _Kept) -> Generator[None, None, Any]:
         """Run a stage, part by part, and keep the graphs where it learns."""
         microbatch = self._microbatches[action.microbatch]
         stage = self._place.stages[action.stage]
@@ -217,6 +216,7 @@ class Run(Generic[M]):
         else:
             parts = [lambda x: stage(x, microbatch)]
         state: Any = kept.x
+        learns = self._objective is not None
         leaves: list[Tensor] = []
         if learns and kept.x is not None and _is_differentiable(kept.x):
             state = kept.x.requires_grad_()

@@ -163,19 +163,19 @@ class _ParallelLinear(nn.Module):
                 setattr(layer, name, take_part(own, given, group))
         return layer.train(linear.training)
 
-    def _apply_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, own_weight: bool
-    ) -> Tensor:
+    def _apply_linear(self, x: Tensor, given: Tensor | None, bias: Tensor | None) -> Tensor:
+        column = self._split == "out_features"
+        weight = self.weight if given is None else given
         return parallel_linear(
             x,
-            weight,
+            weight.flatten(0, -2) if column else weight.flatten(1),
             bias,
-            mode="column" if self._split == "out_features" else "row",
+            mode="column" if column else "row",
             group=self.group if self.communicate else None,
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
             wgrad_store=self.wgrad_store,
-            grad_sink=self.grad_sink if own_weight else None,
+            grad_sink=self.grad_sink if given is None else None,
             overlap=self.overlap,
         )
 
@@ -230,13 +230,8 @@ class ColumnParallelLinear(_ParallelLinear):
             x: The input.
             weight: Used in place of the layer's own, for example a tied embedding's.
         """
-        own_weight = weight is None
-        weight, bias = self.weight if weight is None else weight, self.bias
-        several = len(self._local) > 1
-        if several:
-            weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        y = self._apply_linear(x, weight, bias, own_weight=own_weight)
-        return y.unflatten(-1, self._local) if several else y
+        y = self._apply_linear(x, weight, None if self.bias is None else self.bias.flatten())
+        return y.unflatten(-1, self._local) if len(self._local) > 1 else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -280,11 +275,8 @@ class RowParallelLinear(_ParallelLinear):
             x: The input.
             weight: Used in place of the layer's own.
         """
-        own_weight = weight is None
-        weight = self.weight if weight is None else weight
-        if len(self._local) > 1:
-            x, weight = x.flatten(-len(self._local)), weight.flatten(1)
-        return self._apply_linear(x, weight, self.bias, own_weight=own_weight)
+        flat = x.flatten(-len(self._local)) if len(self._local) > 1 else x
+        return self._apply_linear(flat, weight, self.bias)
 
 
 def _linears(module: nn.Module) -> list[tuple[str, _ParallelLinear]]:

@@ -31,16 +31,9 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` with all logits at once, on one rank, by torch's functions.
+    """Compute `linear_cross_entropy` with all logits at once on one rank, by torch's functions.
 
-    Args:
-        hidden: Final hidden states.
-        weight: The whole head.
-        labels: Token ids, or `ignore_index` for tokens that do not count.
-        ignore_index: Such tokens have neither loss nor gradient.
-        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
-        z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
+    It explains the arguments; `weight` is the whole head.
 
     Shape:
         hidden: [N, H]. weight: [V, H]. labels: [N]. Returns a scalar, fp32 (fp64 for fp64).

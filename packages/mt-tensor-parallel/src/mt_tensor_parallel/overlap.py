@@ -43,11 +43,9 @@ class Overlap:
         if self.chunks < fewest:
             raise ValueError(f"chunks={self.chunks} must be {fewest} or more for {self.kind!r}")
 
-    def sizes(self, length: int) -> list[int]:
-        """The pieces of a share of `length` tokens."""
-        chunks = min(self.chunks, max(length, 1))
-        each, more = divmod(length, chunks)
-        return [each + (i < more) for i in range(chunks)]
+    def pieces(self, share: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """A share of the sequence, cut in the dim of its tokens."""
+        return share.tensor_split(min(self.chunks, max(share.shape[dim], 1)), dim)
 
 
 class Product(NamedTuple):
@@ -186,7 +184,7 @@ def gather_and(
         gathered, _ = _fused()
         whole, (y,) = gathered(x, [product.matrix], SEQUENCE_DIM, group.group_name, return_A=keep)
         return y if product.bias is None else y.add_(product.bias), whole
-    pieces = x.split(overlap.sizes(x.shape[SEQUENCE_DIM]), SEQUENCE_DIM)
+    pieces = overlap.pieces(x, SEQUENCE_DIM)
     pending = start_all_gather(pieces[0], group, SEQUENCE_DIM)
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -220,11 +218,10 @@ def scatter_after(
         _, scattered = _fused()
         return scattered(x, product.matrix, "sum", SEQUENCE_DIM, group.group_name)
     shares = x.unflatten(SEQUENCE_DIM, (group.size(), -1))
-    sizes = overlap.sizes(shares.shape[SEQUENCE_DIM + 1])
     pending = [
         start_reduce_scatter(
             product(piece.flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)), group, SEQUENCE_DIM
         )
-        for piece in shares.split(sizes, SEQUENCE_DIM + 1)
+        for piece in overlap.pieces(shares, SEQUENCE_DIM + 1)
     ]
     return torch.cat([each.wait() for each in pending], SEQUENCE_DIM)
