@@ -74,7 +74,7 @@ def test_attention_is_that_of_a_plain_mask(name: str, documents: bool) -> None:
     model, data = model_of(name), batch(documents)
     x, shared = model.begin(None, data)
     layer = model.layers["0"].mixer
-    table = shared.tables[layer.head_dim, layer.rope_theta]
+    table = shared.tables[layer.rotary]
     ours, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
     found, expected = layer(ours, shared), plain_attention(layer, theirs, data, name, table)
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)

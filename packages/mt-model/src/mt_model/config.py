@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -19,13 +19,14 @@ from mt_files import (
     to_plain,
 )
 
-from mt_model.choice import Positions
-
 if TYPE_CHECKING:
     from torch import nn
 
     from mt_model.placement import Placement
 
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Positions: TypeAlias = Literal["rope", "learned", "none"]
+Recompute: TypeAlias = Literal["none", "selective", "full"]
 Sizes: TypeAlias = tuple[int, ...]
 
 # What is reported under a name like those of losses, and so is the name of none in a layer.
@@ -304,11 +305,8 @@ class ModelConfig:
 
         Equal neighbours in `layers` are one entry with a `repeat`.
         """
-        plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self)}
-        plain["layers"] = [
-            {**to_plain(layer), "repeat": repeats} for layer, repeats in runs(self.layers)
-        ]
-        return plain
+        layers = [{**to_plain(layer), "repeat": repeats} for layer, repeats in runs(self.layers)]
+        return {**to_plain(self), "layers": layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:

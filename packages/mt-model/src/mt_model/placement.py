@@ -14,7 +14,7 @@ from mt_parallel_state import ParallelState, PartitionSpec, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
-from mt_model.choice import Recompute
+from mt_model.config import Recompute
 
 
 class LinearArguments(TypedDict):

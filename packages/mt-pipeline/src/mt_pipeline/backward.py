@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,9 +19,17 @@ Pending: TypeAlias = Callable[[], None]
 """What is left of a backward; calling it adds the remaining gradients to `.grad`."""
 
 
-def backward(roots: list[GradientEdge], grads: list[Tensor | None]) -> None:
-    """Add all gradients to `.grad`: those of the inputs and those of the weights."""
-    _backward(roots, grads)
+def backward(
+    roots: list[GradientEdge],
+    grads: Sequence[Tensor | None],
+    *,
+    inputs: list[Tensor] | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Add gradients to `.grad`, as `torch.autograd.backward` does: of some inputs, or of all."""
+    # The annotations of torch know neither edges as roots nor None among gradients.
+    call: Any = torch.autograd.backward
+    call(roots, grads, inputs=inputs, retain_graph=retain_graph)
 
 
 def backward_input(
@@ -56,13 +64,13 @@ def backward_input(
     )
     reached = [x for x in inputs if x.requires_grad and get_gradient_edge(x).node in graph.nodes]
     if not reached:
-        return lambda: _backward(roots, grads)
+        return lambda: backward(roots, grads)
     now, later = graph.cut()
     if not later:
-        _backward(roots, grads)
+        backward(roots, grads)
         return None
     entries = [_Entry(node, leaves) for node, leaves in later.items()]
-    _backward(roots, grads, inputs=[*reached, *now], retain_graph=True)
+    backward(roots, grads, inputs=[*reached, *now], retain_graph=True)
 
     def weights() -> None:
         while entries:
@@ -92,7 +100,7 @@ class _Entry:
         grads = [(i, g) for i, g in enumerate(self._entering or ()) if g is not None]
         if grads:
             edges = [GradientEdge(self._node, i) for i, _ in grads]
-            _backward(edges, [g for _, g in grads], inputs=self._leaves)
+            backward(edges, [g for _, g in grads], inputs=self._leaves)
         self._handle.remove()
 
 
@@ -163,15 +171,3 @@ class _Graph:
             if node not in owner or owner[node] is not claim:
                 owner[node] = claim
                 todo.extend(self.nodes[node])
-
-
-def _backward(
-    roots: list[GradientEdge],
-    grads: Iterable[Tensor | None],
-    *,
-    inputs: list[Tensor] | None = None,
-    retain_graph: bool = False,
-) -> None:
-    # The annotations of torch know neither edges as roots nor None among gradients.
-    call: Any = torch.autograd.backward
-    call(roots, list(grads), inputs=inputs, retain_graph=retain_graph)

@@ -40,7 +40,10 @@ def share_failure(
         consequences, as what a failed stage hands on is zeros. On its own rank it is the error
         itself, with its cause. None where no rank failed.
     """
-    note = b"" if error is None else _written(error)
+    note = b""
+    if error is not None:
+        fields = [*error.action, error.rank, error.reason[:_LONGEST]]
+        note = json.dumps(fields).encode()
     failures = [_read(note) for note in share(note, group=group, device=device) if note]
     if not failures:
         return None
@@ -94,11 +97,6 @@ def share_start(
             "same to all ranks",
         )
     return share_failure(error, schedule=None, group=group, device=device)
-
-
-def _written(error: StageError) -> bytes:
-    fields = [*error.action, error.rank, error.reason[:_LONGEST]]
-    return json.dumps(fields).encode()
 
 
 def _read(note: bytes) -> StageError:

@@ -100,12 +100,15 @@ class Gemm:
     @property
     def is_torch(self) -> bool:
         """Whether the products with the weight are torch's own, of the tensors themselves."""
-        return False
+        own = type(self)
+        return (
+            self.keeps_tensors and own.forward is TorchGemm.forward and own.dgrad is TorchGemm.dgrad
+        )
 
     @property
     def is_autograd(self) -> bool:
         """Whether `F.linear` and its own backward do the same."""
-        return False
+        return self.is_torch and type(self).wgrad is TorchGemm.wgrad
 
 
 def checked_gemm(gemm: Gemm | None) -> Gemm:
@@ -148,19 +151,6 @@ class TorchGemm(Gemm):
             )
         else:
             super().wgrad_into(grad_y, x, total, accumulate=accumulate)
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether the products with the weight are torch's own, of the tensors themselves."""
-        own = type(self)
-        return (
-            self.keeps_tensors and own.forward is TorchGemm.forward and own.dgrad is TorchGemm.dgrad
-        )
-
-    @property
-    def is_autograd(self) -> bool:
-        """Whether `F.linear` and its own backward do the same."""
-        return self.is_torch and type(self).wgrad is TorchGemm.wgrad
 
     def __repr__(self) -> str:
         return "TorchGemm()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -147,8 +148,7 @@ class DiscardedOutput:
 
     def __init__(self) -> None:
         self._output: Tensor | None = None
-        self._again: Callable[[], Tensor] | None = None
-        self.graph: tuple[list[Tensor], Tensor] | None = None
+        self._again: Callable[[], tuple[list[Tensor], Tensor]] | None = None
 
     def run(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run `function(*inputs)`; once for each object."""
@@ -156,14 +156,13 @@ class DiscardedOutput:
             raise RuntimeError("this DiscardedOutput has run already; make one for each call")
         surroundings = _Surroundings(inputs[0].device)
 
-        def again() -> Tensor:
+        @cache  # the run that brings the output back is the one whose graph backward takes
+        def again() -> tuple[list[Tensor], Tensor]:
             leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            output = surroundings.run_again(function, *leaves)
-            self.graph = (leaves, output)
-            return output
+            return leaves, surroundings.run_again(function, *leaves)
 
         self._again = again
-        output = cast(Tensor, _Discarded.apply(self, function, _reach_backward(), *inputs))
+        output = cast(Tensor, _Discarded.apply(again, function, _reach_backward(), *inputs))
         self._output = output
         return output
 
@@ -195,7 +194,7 @@ class DiscardedOutput:
             # Through an alias: autograd takes a write to the tensor for a change of what it saved.
             storage.resize_(size)
             same = output.new_empty(0).set_(storage, 0, output.shape, output.stride())
-            same.copy_(again().detach())
+            same.copy_(again()[1].detach())
 
         for result in results:
             if result.requires_grad:
@@ -207,12 +206,12 @@ class _Discarded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: DiscardedOutput,
+        again: Any,
         function: Callable[..., Tensor],
         _: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.owner = owner
+        ctx.again = again
         output = function(*inputs)
         if not isinstance(output, Tensor):
             raise TypeError(f"the function returned {type(output).__name__}, not one tensor")
@@ -220,11 +219,8 @@ class _Discarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        owner: DiscardedOutput = ctx.owner
-        if owner.graph is None and owner._again is not None:
-            owner._again()  # the output was never discarded
-        leaves, output = cast("tuple[list[Tensor], Tensor]", owner.graph)
-        owner.graph = None
+        leaves, output = ctx.again()
+        ctx.again.cache_clear()
         if output.requires_grad:
             torch.autograd.backward(output, grads[0])
         return (None, None, None, *(x.grad for x in leaves))
