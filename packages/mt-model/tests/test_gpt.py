@@ -237,7 +237,7 @@ def test_dropout_sites_drop_the_configured_share_independently():
     index = hidden_index(torch.arange(50), torch.arange(8), 32, 64)
     ones = torch.ones(index.shape)
     sites = [
-        DropoutSite.at(0.25, seed=s, layer=layer, name=n)
+        DropoutSite(0.25, seed=s, layer=layer, name=n)
         for s, layer, n in [(0, 0, "mixer"), (0, 1, "mixer"), (1, 0, "mixer"), (0, 0, "embedding")]
     ]
     masks = [site(ones, index) for site in sites]

@@ -112,9 +112,7 @@ class Attention(nn.Module):
         self.context = placement.context
         self.max_logits: Tensor | None = None
         self.can_clip = not config.qk_norm
-        self.dropout = DropoutSite.at(
-            config.dropout, seed=placement.seed, layer=layer, name="scores"
-        )
+        self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="scores")
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Attend over the sequence."""

@@ -428,7 +428,7 @@ class GPT(nn.Module):
                 placement.mark_replicated(
                     self.position_embedding, partial=placement.sequence_parallel
                 )
-            self.embedding_dropout = DropoutSite.at(
+            self.embedding_dropout = DropoutSite(
                 config.dropout, seed=placement.seed, layer=-1, name="embedding"
             )
         self.layers = nn.ModuleDict(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class DropoutSite:
     """One place in the model where elements are dropped.
 
@@ -17,18 +14,15 @@ class DropoutSite:
     every split of batch, sequence, heads or layers over ranks. Sample ids are unique per training
     sample, so a sample seen again under another id is dropped differently.
 
-    Attributes:
+    Args:
         probability: chance of an element to be dropped; kept ones are divided by its complement.
-        key: of the random values; `DropoutSite.at` makes it.
+        seed: of the run.
+        layer: index of the layer; -1 for the embedding.
+        name: of the place in it.
     """
 
-    probability: float
-    key: int
-
-    @classmethod
-    def at(cls, probability: float, *, seed: int, layer: int, name: str) -> DropoutSite:
-        """The site `name` of a layer (-1 for the embedding) in the run with this seed."""
-        return cls(probability=probability, key=hash_key("dropout", seed, layer, name))
+    def __init__(self, probability: float, *, seed: int, layer: int, name: str) -> None:
+        self.probability, self.key = probability, hash_key("dropout", seed, layer, name)
 
     def __call__(self, x: Tensor, index: Tensor | None) -> Tensor:
         """Drop elements of `x`; the identity when the probability or the index is absent.

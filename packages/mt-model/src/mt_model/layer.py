@@ -49,7 +49,7 @@ class TransformerLayer(nn.Module):
         def branch(name: str, entry: EntryConfig) -> tuple[nn.Module, nn.Module, DropoutSite]:
             norm = build_norm(model.norm, model.hidden_size, dtype=placement.dtype)
             placement.mark_replicated(norm, partial=placement.sequence_parallel)
-            site = DropoutSite.at(model.dropout, seed=placement.seed, layer=layer, name=name)
+            site = DropoutSite(model.dropout, seed=placement.seed, layer=layer, name=name)
             return norm, entry.build(model, layer=layer, placement=placement), site
 
         self.mixer_norm, self.mixer, self.mixer_dropout = branch("mixer", config.mixer)

@@ -111,7 +111,7 @@ def vocab_parallel_cross_entropy(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape "
             f"{tuple(logits.shape)}: they must have the shape of logits without the last dim"
         )
-    terms = LossTerms.of(
+    terms = LossTerms(
         logits.shape[-1],
         group,
         ignore_index=ignore_index,

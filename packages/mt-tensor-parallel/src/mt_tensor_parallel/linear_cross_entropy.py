@@ -43,7 +43,7 @@ def linear_cross_entropy_reference(
         ValueError: Shapes do not match, or an option is out of range.
     """
     _check(hidden, weight, labels)
-    terms = LossTerms.of(
+    terms = LossTerms(
         weight.shape[0],
         None,
         ignore_index=ignore_index,
@@ -113,7 +113,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     _check(hidden, weight, labels)
     if block_size is not None:
         positive_int(block_size, "block_size")
-    terms = LossTerms.of(
+    terms = LossTerms(
         weight.shape[0],
         group,
         ignore_index=ignore_index,

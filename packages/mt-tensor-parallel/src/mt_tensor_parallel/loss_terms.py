@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from mt_files import check_type
@@ -13,7 +11,6 @@ from torch import Tensor
 from mt_tensor_parallel.arguments import check_number
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """The terms of a token's loss on this rank's columns of the vocabulary.
 
@@ -22,27 +19,27 @@ class LossTerms:
     to the other K - 1 tokens (torch's `label_smoothing` is `s`). The z-loss keeps `lse` near
     zero (Chowdhery et al. 2022, PaLM). K and the mean are of the whole vocabulary, not of a shard.
 
+    Args:
+        width: This rank's columns.
+        group: Ranks that share the vocabulary.
+        ignore_index: Tokens with this label have no loss.
+        label_smoothing: alpha.
+        z_loss: z.
+        vocab_size: K; global ids from there on are padding and get no probability. None means all.
+
     Attributes:
         group: Ranks that share the vocabulary, or None for one.
-        ignore_index: Tokens with this label have no loss.
         smoothing: s.
-        z_loss: z.
-        vocab_size: K; global ids from there on are padding and get no probability.
         first: Global id of this rank's first column.
         columns: This rank's columns that are no padding.
+
+    Raises:
+        TypeError: Something is no number.
+        ValueError: A number is out of range.
     """
 
-    group: Group
-    ignore_index: int
-    smoothing: float
-    z_loss: float
-    vocab_size: int
-    first: int
-    columns: int
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         width: int,
         group: Group,
         *,
@@ -50,13 +47,7 @@ class LossTerms:
         label_smoothing: float,
         z_loss: float,
         vocab_size: int | None,
-    ) -> LossTerms:
-        """The terms for `width` local columns.
-
-        Raises:
-            TypeError: Something is no number.
-            ValueError: A number is out of range.
-        """
+    ) -> None:
         check_number(label_smoothing, "label_smoothing")
         check_number(z_loss, "z_loss")
         if vocab_size is not None:
@@ -78,21 +69,11 @@ class LossTerms:
             raise ValueError(f"label_smoothing={label_smoothing} must be from 0 to {largest:.6g}")
         if z_loss < 0:
             raise ValueError(f"z_loss={z_loss} must be 0 or more")
-        first = group_rank(group) * width
-        return cls(
-            group=group if ranks > 1 else None,
-            ignore_index=ignore_index,
-            smoothing=label_smoothing * size / (size - 1) if size > 1 else 0.0,
-            z_loss=z_loss,
-            vocab_size=size,
-            first=first,
-            columns=min(max(size - first, 0), width),
-        )
-
-    @property
-    def plain(self) -> bool:
-        """Whether the loss is nothing but cross entropy."""
-        return self.smoothing == 0 and self.z_loss == 0
+        self.group = group if ranks > 1 else None
+        self.ignore_index, self.z_loss, self.vocab_size = ignore_index, z_loss, size
+        self.smoothing = label_smoothing * size / (size - 1) if size > 1 else 0.0
+        self.first = group_rank(group) * width
+        self.columns = min(max(size - self.first, 0), width)
 
     def over_ranks(
         self, lse: Tensor, target: Tensor, sums: Tensor | None
@@ -128,7 +109,7 @@ class LossTerms:
         Shape:
             All [N]. Returns [N].
         """
-        if self.plain:
+        if self.smoothing == 0 and self.z_loss == 0:
             return lse - target
         loss = lse - (1 - self.smoothing) * target + self.z_loss * lse.square()
         return loss if total is None else loss - self.smoothing / self.vocab_size * total
