@@ -116,10 +116,11 @@ def test_a_batched_send_need_not_have_ended_at_the_next_exchange(ranks):
                 self.work.wait()
 
         def logged_batch(transfers):
-            works = batch(transfers)
-            if transfers[0].op is not dist.isend:
-                return works
-            return [Logged(work, sum(each[0] == "F" for each in log) - 1) for work in works]
+            sent = log.count("F") - 1
+            return [
+                Logged(work, sent) if transfer.op is dist.isend else work
+                for transfer, work in zip(transfers, batch(transfers), strict=True)
+            ]
 
         def logged_stage(x, given):
             log.append("F")
