@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
-from mt_context_parallel import AttentionDropout, AttentionMask, context_parallel_attention
+from mt_context_parallel import (
+    Algorithm,
+    AttentionDropout,
+    AttentionMask,
+    HierarchicalGroups,
+    context_parallel_attention,
+    positions,
+)
+from mt_files import divisors
+from mt_parallel_state import ParallelState, group_rank
 from torch import Tensor
 
 from mt_model.cache import KVCache
-from mt_model.placement import Context
 from mt_model.reference_attention import reference_attention
 
 
@@ -58,29 +66,72 @@ class Attend(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class SequenceAttend:
     """Causal attention within sequences, which the ranks of a context group may share.
 
     Plain causal attention of whole sequences is torch's; all else is computed by tiles
-    (`mt_context_parallel`), whose collectives run where there is a group.
+    (`mt_context_parallel`), whose collectives run where there is a group. To make one is
+    collective over the group.
+
+    Args:
+        state: This rank's place.
+        algorithm: How attention gets at the others' keys; a list has one for each layer.
+        inner_size: Ranks that swap tokens for heads, for the hierarchical algorithm.
+        layers: Of the whole model.
 
     Attributes:
-        context: The ranks that share the sequences.
+        group: The ranks that share a sequence, or None.
+        size: How many they are.
+        algorithms: How attention gets at the others' keys, in each of the model's layers.
+
+    Raises:
+        ValueError: An unknown algorithm, or an inner size that does not divide cp.
     """
 
-    context: Context
+    def __init__(
+        self,
+        state: ParallelState,
+        algorithm: Algorithm | Sequence[Algorithm],
+        inner_size: int | None,
+        *,
+        layers: int,
+    ) -> None:
+        each = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
+        if len(each) != layers:
+            raise ValueError(
+                f"context_algorithm has {len(each)} algorithms, but the model has {layers} "
+                "layers. Give one for each, or one for all"
+            )
+        for name in each:
+            if name not in get_args(Algorithm):
+                raise ValueError(
+                    f"context_algorithm must be one of {get_args(Algorithm)}, got {name!r}"
+                )
+        self.group, self.size, self.algorithms = state.group("cp"), state.size("cp"), each
+        self._levels: HierarchicalGroups | None = None
+        if self.group is not None and "hierarchical" in each:
+            if not inner_size or self.size % inner_size:
+                raise ValueError(
+                    f"context_inner_size={inner_size} does not divide cp={self.size}, which the "
+                    f"hierarchical algorithm needs; use one of {divisors(self.size)}"
+                )
+            inner, outer = state.level_groups("cp", (inner_size, self.size // inner_size))
+            self._levels = HierarchicalGroups(inner=inner, outer=outer)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
+        return positions(length, ranks=self.size, rank=group_rank(self.group), device=device)
 
     @property
     def is_whole(self) -> bool:
         """Whether no other rank has a part of the sequences."""
-        return self.context.group is None
+        return self.group is None
 
     def __call__(
         self, layer: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, shared: Pass
     ) -> Tensor:
         """Attend; see `Attend`."""
-        dropout, length = layer.weight_dropout(shared), query.shape[1] * self.context.size
+        dropout, length = layer.weight_dropout(shared), query.shape[1] * self.size
         window = layer.window if layer.window is not None and layer.window < length else None
         special = (dropout, window, shared.documents, layer.sinks, layer.softcap)
         if self.is_whole and all(item is None for item in special):
@@ -93,12 +144,13 @@ class SequenceAttend:
                 enable_gqa=query.shape[2] != key.shape[2],
             )
             return out.transpose(1, 2)
+        algorithm = self.algorithms[layer.index]
         return context_parallel_attention(
             query,
             key,
             value,
-            group=self.context.attention_group(layer.index),
-            algorithm=self.context.algorithms[layer.index],
+            group=self._levels if algorithm == "hierarchical" else self.group,
+            algorithm=algorithm,
             mask=AttentionMask(window=window, documents=shared.documents),
             sinks=layer.sinks,
             dropout=dropout,

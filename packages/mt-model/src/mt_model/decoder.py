@@ -41,7 +41,7 @@ from mt_model.layer import Step, TransformerLayer
 from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
 from mt_model.norm import build_norm
-from mt_model.placement import Context, Placement
+from mt_model.placement import Placement
 from mt_model.rotary import rotary_table
 
 Batch: TypeAlias = Mapping[str, Any]
@@ -122,7 +122,7 @@ class GPT(nn.Module):
             gemm=default_gemm(runs_on) if gemm is None else gemm,
             dtype=dtype,
             device=runs_on,
-            context=Context.create(
+            context=SequenceAttend(
                 state, context_algorithm, context_inner_size, layers=config.num_layers
             ),
             recompute=recompute,
@@ -494,7 +494,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"documents must be [B, {length}], of whole sequences, got {tuple(documents.shape)}"
             )
-        attend: Attend = SequenceAttend(context=self.placement.context)
+        attend: Attend = self.placement.context
         if cache is not None:
             attend = CachedAttend(cache=cache, positions=positions)
         return Pass(
