@@ -249,9 +249,10 @@ def _call(length=8, heads=4, groups=4, **kind):
     )
 
 
-def _heads(heads: torch.Tensor, total: int):
-    return lambda: AttentionDropout(
-        probability=0.1, key=1, sample_ids=torch.arange(1), heads=heads, num_heads=total
+def _heads(first: int, total: int | None):
+    sites = {"first_head": first, "num_heads": total}
+    return _call(
+        dropout=AttentionDropout(probability=0.1, key=1, sample_ids=torch.arange(1), **sites)
     )
 
 
@@ -320,9 +321,10 @@ def _heads(heads: torch.Tensor, total: int):
             TypeError,
             "documents must be integers.* got torch.float32",
         ),
-        (_heads(torch.arange(4), 2), ValueError, r"up to num_heads=2, got shape \(4,\)"),
-        (_heads(torch.tensor([1, 4]), 4), ValueError, r"in 0..3 for num_heads=4, got 1..4"),
-        (_heads(torch.zeros(2), 4), TypeError, "heads must be integers.* got torch.float32"),
+        (_heads(0, 2), ValueError, "first_head=0 and the 4 query heads here do not fit 2 heads"),
+        (_heads(2, 5), ValueError, "first_head=2 and the 4 query heads here do not fit 5 heads"),
+        (_heads(1, None), ValueError, "first_head=1 and the 4 query .* do not fit 4 heads in all"),
+        (_heads(-1, 8), ValueError, "first_head=-1 and the 4 query heads here do not fit 8"),
         (
             lambda: AttentionDropout(probability=0.1, key=1, sample_ids=torch.zeros(1)),
             TypeError,

@@ -243,7 +243,7 @@ def _over_heads(
     count = heads // size
     first = inner.rank() * count
     if whole.dropout is not None:
-        whole = replace(whole, dropout=whole.dropout.of_heads(first, count, heads))
+        whole = replace(whole, dropout=whole.dropout.of_heads(first, heads))
     blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
     own = blocks[group_rank(outer)]
     shards = [sorted_runs(block) for block in blocks]
@@ -322,9 +322,11 @@ def _check(
             f"dropout.sample_ids must be [{q.shape[0]}], one per sample, got "
             f"{tuple(dropout.sample_ids.shape)}"
         )
-    if dropout is not None and dropout.heads is not None and len(dropout.heads) != heads:
+    total = heads if dropout is None or dropout.num_heads is None else dropout.num_heads
+    if dropout is not None and not 0 <= dropout.first_head <= total - heads:
         raise ValueError(
-            f"dropout.heads must name the {heads} query heads here, got {len(dropout.heads)}"
+            f"dropout.first_head={dropout.first_head} and the {heads} query heads here do not fit "
+            f"{total} heads in all; give the global index of the first one, and dropout.num_heads"
         )
 
 

@@ -65,51 +65,28 @@ class AttentionDropout:
         probability: chance of a weight to be dropped, in [0, 1).
         key: of the random values, from `mt_parallel_state.hash_key`.
         sample_ids: global id of each sample of the batch.
-        heads: global indices of this rank's query heads; None where it has all of them.
+        first_head: global index of this rank's first query head.
         num_heads: query heads of all ranks; None where this rank has all of them.
 
     Shape:
-        sample_ids: [B] of int64; heads: [H] of int64.
+        sample_ids: [B] of int64.
     """
 
     probability: float
     key: int
     sample_ids: Tensor
-    heads: Tensor | None = None
+    first_head: int = 0
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability < 1:
             raise ValueError(f"probability must be in [0, 1), got {self.probability}")
-        if (self.heads is None) != (self.num_heads is None):
-            raise ValueError(
-                f"heads and num_heads go together, got heads={self.heads} and "
-                f"num_heads={self.num_heads}"
-            )
         _check_integers("sample_ids", self.sample_ids)
-        if self.heads is not None and self.num_heads is not None:
-            self._check_heads(self.heads, self.num_heads)
 
-    @staticmethod
-    def _check_heads(heads: Tensor, total: int) -> None:
-        _check_integers("heads", heads)
-        if heads.dim() != 1 or len(heads) > total:
-            raise ValueError(
-                f"heads must be [H] with H up to num_heads={total}, got shape {tuple(heads.shape)}"
-            )
-        # Their values only where reading them waits for no device.
-        if heads.device.type == "cpu" and len(heads):
-            least, most = int(heads.min()), int(heads.max())
-            if least < 0 or most >= total:
-                raise ValueError(
-                    f"heads must be in 0..{total - 1} for num_heads={total}, got {least}..{most}"
-                )
-
-    def of_heads(self, start: int, count: int, total: int) -> AttentionDropout:
-        """For `count` of the `total` query heads here, from `start`."""
-        device = self.sample_ids.device
-        heads = torch.arange(total, device=device) if self.heads is None else self.heads
-        return replace(self, heads=heads[start : start + count], num_heads=self.num_heads or total)
+    def of_heads(self, start: int, total: int) -> AttentionDropout:
+        """For those of the `total` query heads here that come from `start` on."""
+        total = total if self.num_heads is None else self.num_heads
+        return replace(self, first_head=self.first_head + start, num_heads=total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +154,7 @@ class Tile:
         if self.dropout is None or not self.dropout.probability:
             return None
         site = self.dropout
-        own = torch.arange(heads, device=device) if site.heads is None else site.heads
+        own = torch.arange(heads, device=site.sample_ids.device) + site.first_head
         planes = (site.sample_ids[:, None] * (site.num_heads or heads) + own).to(device)
         q = torch.arange(self.q.length, device=device) + self.q.start
         kv = torch.arange(self.kv.length, device=device) + self.kv.start

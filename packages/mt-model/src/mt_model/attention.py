@@ -72,7 +72,7 @@ class Attention(nn.Module):
         super().__init__()
         hidden_size = model.hidden_size
         groups, queries = config.num_kv_heads, config.queries_per_group
-        own_heads = self.own_heads = config.num_heads // placement.tp
+        own_heads = config.num_heads // placement.tp
         self.num_kv_heads = max(1, groups // placement.tp)
         self.queries_per_group = own_heads // self.num_kv_heads
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
@@ -134,12 +134,11 @@ class Attention(nn.Module):
         """Make the dropout of attention weights in a pass; None where nothing is dropped."""
         if shared.sample_ids is None or not self.dropout.probability:
             return None
-        own = torch.arange(self.own_heads, device=shared.sample_ids.device)
         return AttentionDropout(
             probability=self.dropout.probability,
             key=self.dropout.key,
             sample_ids=shared.sample_ids,
-            heads=own + self.first_head,
+            first_head=self.first_head,
             num_heads=self.num_heads,
         )
 

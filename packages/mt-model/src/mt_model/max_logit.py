@@ -8,7 +8,7 @@ import torch
 from mt_parallel_state import all_gather
 from torch import Tensor
 
-from mt_model.placement import Context
+from mt_model.attend import SequenceAttend
 
 _BLOCK = 512  # queries whose scores are there at a time
 
@@ -41,7 +41,7 @@ def max_logit(
     query: Tensor,
     key: Tensor,
     *,
-    context: Context,
+    context: SequenceAttend,
     scale: float | None = None,
     window: int | None = None,
     documents: Tensor | None = None,
