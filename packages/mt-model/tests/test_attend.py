@@ -40,7 +40,7 @@ def model_of(name: str, state: ParallelState | None = None, **rest) -> GPT:
     with torch.no_grad():
         for layer in model.layers.values():
             if layer.mixer.sinks is not None:
-                heads = torch.arange(layer.mixer.own_heads) + layer.mixer.first_head
+                heads = torch.arange(len(layer.mixer.sinks)) + layer.mixer.first_head
                 layer.mixer.sinks.copy_(heads * 0.3 - 0.5)
     return model
 
