@@ -398,7 +398,7 @@ def test_sample_ids_go_with_tokens():
         (lambda m, d: GPT("gpt2"), TypeError, "config must be a ModelConfig.* got str"),
         (lambda m, d: GPT(m.config, layers=[0, 1]), ValueError, r"layers=\[0, 1\] is not a range"),
         (lambda m, d: GPT(m.config, dtype="fp32"), TypeError, "dtype must be one of .* got 'fp32'"),
-        (lambda m, d: GPT(m.config, 3), TypeError, "state must be a ParallelState.* got int"),
+        (lambda m, d: GPT(m.config, 3), TypeError, "state must be a ParallelState.* got 3"),
         (lambda m, d: GPT(m.config, seed="a"), TypeError, "seed must be an int or None, got 'a'"),
     ],
 )

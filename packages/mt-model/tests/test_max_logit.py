@@ -54,7 +54,7 @@ def expected(name: str, *, documents: bool) -> dict[int, torch.Tensor]:
     found = {}
     for layer in model.stage_layers():
         mixer = layer.mixer
-        table = shared.tables[mixer.head_dim, mixer.rope_theta]
+        table = shared.tables[mixer.rotary]
         query, key, _ = mixer._heads(mixer.qkv(layer.mixer_norm(x)), table)
         scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
         scores = scores * given.get("attention_scale", 4**-0.5)
