@@ -25,6 +25,7 @@ _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
 _MAX_SCALE = 2.0**127  # the largest power of two in fp32
+_MAX_PREFETCH = 4096  # as many as a model has layers
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
@@ -649,7 +650,7 @@ class DataParallelSection:
                 "none; leave it out, or use strategy optimizer, optimizer_gradients or full",
             )
         checks.at_least(0, "prefetch")
-        checks.at_most(_MAX_REPEAT, "prefetch")
+        checks.at_most(_MAX_PREFETCH, "prefetch")
         for name in ("prefetch", "shard_dtype", "offload"):
             value = getattr(self, name)
             if value and self.strategy == "none":
