@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
+from mt_model.choice import Activation, Positions, Recompute
 from mt_model.config import (
-    Activation,
     EntryConfig,
     FeedForwardConfig,
     LayerConfig,
     MixerConfig,
     ModelConfig,
     NormConfig,
-    Positions,
-    Recompute,
     validate_context,
     validate_split,
 )

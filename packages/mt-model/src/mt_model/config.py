@@ -19,14 +19,13 @@ from mt_files import (
     to_plain,
 )
 
+from mt_model.choice import Positions
+
 if TYPE_CHECKING:
     from torch import nn
 
     from mt_model.placement import Placement
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-Positions: TypeAlias = Literal["rope", "learned", "none"]
-Recompute: TypeAlias = Literal["none", "selective", "full"]
 Sizes: TypeAlias = tuple[int, ...]
 
 # What is reported under a name like those of losses, and so is the name of none in a layer.

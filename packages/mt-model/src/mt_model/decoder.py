@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from mt_model.attend import Attend, CachedAttend, Pass, SequenceAttend
 from mt_model.cache import KVCache
-from mt_model.config import ModelConfig, Recompute, validate_context, validate_split
+from mt_model.choice import Recompute
+from mt_model.config import ModelConfig, validate_context, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks, divisors
 
+from mt_model.choice import Activation
 from mt_model.config import (
     MAX_HEADS,
     MAX_LENGTH,
     MAX_WIDTH,
-    Activation,
     FeedForwardConfig,
     MixerConfig,
     ModelConfig,

@@ -13,7 +13,7 @@ from mt_tensor_parallel import Gemm
 from torch import nn
 
 from mt_model.attend import SequenceAttend
-from mt_model.config import Recompute
+from mt_model.choice import Recompute
 
 
 class LinearArguments(TypedDict):

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from mt_files import FieldError, did_you_mean, shorten, to_plain
 
+from mt_model.choice import Activation, Positions
 from mt_model.config import (
     MAX_LAYERS,
-    Activation,
     LayerConfig,
     ModelConfig,
     NormConfig,
-    Positions,
 )
 from mt_model.kinds import AttentionConfig, MLPConfig
 

@@ -1,0 +1,9 @@
+"""What a setting may be, where it is one of a few words."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Positions: TypeAlias = Literal["rope", "learned", "none"]
+Recompute: TypeAlias = Literal["none", "selective", "full"]
