@@ -80,6 +80,14 @@ SAMPLE = pairwise(FACTORS, allowed=quick, seed=12)
 GRID = [where for where in crossed(WHERE) if can_be(where)]
 
 
+def some_quick(rows, every):
+    """One row of several for CI, and all for the campaign."""
+    return [
+        pytest.param(row, marks=() if number % every == 0 else pytest.mark.campaign)
+        for number, row in enumerate(rows)
+    ]
+
+
 def label(row):
     return "-".join(f"{key}={value}" for key, value in row.items())
 
@@ -485,7 +493,7 @@ ONE_ORDER = FACTORS | {"optimizer": BIT_EQUAL, "clip": (None,)}
 ORDERED = pairwise(ONE_ORDER, allowed=lambda row: quick(row) and has_one_order(row), seed=32)
 
 
-@pytest.mark.parametrize("row", ORDERED, ids=label)
+@pytest.mark.parametrize("row", some_quick(ORDERED, 2), ids=label)
 def test_fp32_is_bit_equal_where_the_order_of_additions_is_the_same(ranks, row):
     share = SAMPLES // row["dp"] // row["accumulation"]
     shares = ((share,) * row["accumulation"],) * row["dp"]
@@ -519,7 +527,7 @@ def assert_as_published(results, row):
     assert_equal_run(results, row, expected, norms, error, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("row", OTHER_ORDERS[::2], ids=label)
+@pytest.mark.parametrize("row", some_quick(OTHER_ORDERS, 4), ids=label)
 def test_fp32_is_as_published_in_any_other_order(ranks, row):
     assert_as_published(ranks(world(row), train, row, torch.float32), row)
 

@@ -213,7 +213,7 @@ def assert_trains_like_one_process(row, tiny, references, ranks, out, losses, we
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=() if number % 4 == 0 else pytest.mark.campaign)
+        pytest.param(row, marks=() if number % 8 == 0 else pytest.mark.campaign)
         for number, row in enumerate(ROWS)
     ],
     ids=label,
