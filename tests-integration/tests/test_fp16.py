@@ -108,6 +108,17 @@ def test_fp16_trains_on_every_layout_like_on_one_process(
     np.testing.assert_allclose(*norms, rtol=2e-2)
 
 
+def test_a_run_in_fp16_generates_with_the_weights_that_it_trained(half, arrays) -> None:
+    from mt_infer import load_run
+    from mt_parallel_state import ParallelLayout, ParallelState
+
+    loaded = load_run(half, ParallelState(ParallelLayout()), dtype="fp16")
+    saved = arrays(half, step=8)
+    for name, param in loaded.model.named_parameters():
+        np.testing.assert_array_equal(param.detach(), saved[name].astype(np.float16))
+    assert loaded.generate("def ", max_tokens=4)
+
+
 @pytest.mark.parametrize(("first", "second"), [("tp2-sp", "dp2-optimizer"), ("dp2-full", "pp2")])
 def test_the_scale_goes_on_where_it_was_on_another_layout(
     first, second, tiny, plain, tmp_path, losses
