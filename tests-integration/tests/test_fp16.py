@@ -109,14 +109,20 @@ def test_fp16_trains_on_every_layout_like_on_one_process(
 
 
 def test_a_run_in_fp16_generates_with_the_weights_that_it_trained(half, arrays) -> None:
-    from mt_infer import load_run
+    from mt_infer import Sampling, load_run
     from mt_parallel_state import ParallelLayout, ParallelState
 
     loaded = load_run(half, ParallelState(ParallelLayout()), dtype="fp16")
     saved = arrays(half, step=8)
     for name, param in loaded.model.named_parameters():
-        np.testing.assert_array_equal(param.detach().numpy(), saved[f"model/{name}"].astype(np.float16))
-    assert loaded.generate("def ", max_tokens=4)
+        np.testing.assert_array_equal(
+            param.detach().numpy(), saved[f"model/{name}"].astype(np.float16)
+        )
+    texts = [
+        loaded.generate("def ", max_tokens=8, sampling=Sampling(temperature=temperature))
+        for temperature in (0, 5.0)
+    ]
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2-sp", "dp2-optimizer"), ("dp2-full", "pp2")])
