@@ -30,8 +30,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (LAYOUT.rank, {"tp": 1, "dp": 0}),
     (LAYOUT.groups, {"axes": "tp"}),
     (LAYOUT.group_of, {"axes": "tp", "rank": 1}),
-    (LAYOUT.levels, {"axes": "tp", "sizes": (2, 1)}),
-    (LAYOUT.instances, {"count": 2}),
     (LAYOUT.axis_names, {"axes": "tp-dp"}),
     (
         mt.ParallelState,
@@ -51,7 +49,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (STATE.group, {"axes": "tp"}),
     (STATE.level_groups, {"axes": "tp", "sizes": (1,)}),
     (STATE.block_group, {"axes": "tp", "size": 1}),
-    (STATE.instance_group, {"count": 1}),
     (mt.twin_group, {"group": None}),
     (mt.CheckMode, {"timeout": 3.0}),
     (

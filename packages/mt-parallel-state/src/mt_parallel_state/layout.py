@@ -6,27 +6,24 @@ string alone, so a layout of thousands of ranks can be inspected on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mt_files import check_type, did_you_mean, divisors, multiples_near, shorten
-
-from mt_parallel_state.levels import cut_into_levels
+from mt_files import check_type, did_you_mean, multiples_near, shorten
 
 EMBEDDING = "embedding"
 """The pseudo axis of tied embeddings: the first and the last pipeline stage."""
 MIRROR = "mirror"
 """The pseudo axis of bidirectional schedules: pipeline ranks r and pp - 1 - r hold the same."""
 
-_DENSE = ("tp", "cp", "dp", "pp")
-_EXPERT = ("etp", "ep", "edp", "pp")
-_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+DENSE = frozenset({"tp", "cp", "dp"})  # of the dense view alone
+EXPERT = frozenset({"etp", "ep", "edp"})
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
 _PSEUDO = (EMBEDDING, MIRROR)
-_KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
 MOST_RANKS = 1 << 20
 
 
@@ -149,7 +146,7 @@ class ParallelLayout:
         `layout.rank(**layout.coordinates(r)) == r`.
         """
         for axis, index in coords.items():
-            if axis not in _KNOWN or axis in _PSEUDO:
+            if axis not in AXES:
                 raise ValueError(_unknown_axis(axis))
             check_type(axis, index, int)
             if not 0 <= index < self._axis_size(axis):
@@ -157,7 +154,7 @@ class ParallelLayout:
                     f"{axis} index {index} is out of range: {axis} has size "
                     f"{self._axis_size(axis)}, so the index is 0 to {self._axis_size(axis) - 1}"
                 )
-        expert = bool(_EXPERT_ONLY & coords.keys()) and not {"tp", "cp", "dp"} & coords.keys()
+        expert = bool(EXPERT & coords.keys()) and not DENSE & coords.keys()
         result = sum(
             _offset(coords.get(axis, 0), digits)
             for axis, digits in self._digits(expert=expert).items()
@@ -187,7 +184,7 @@ class ParallelLayout:
             half = (self.pp + 1) // 2
             return [sorted({g[i], g[-1 - i]}) for g in self.groups("pp") for i in range(half)]
         chosen = self._resolve(axes)
-        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
+        view = self._digits(expert=bool(EXPERT & chosen))
         inside = _spans([digit for a, digits in view.items() if a in chosen for digit in digits])
         outside = _spans([d for a, digits in view.items() if a not in chosen for d in digits])
         return [[base + offset for offset in inside] for base in outside]
@@ -203,57 +200,10 @@ class ParallelLayout:
             stages = self.group_of("pp", rank)
             return sorted({rank, stages[-1 - stages.index(rank)]})
         chosen = self._resolve(axes)
-        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
+        view = self._digits(expert=bool(EXPERT & chosen))
         inner = [digit for a, digits in view.items() if a in chosen for digit in digits]
         base = rank - sum(rank // stride % size * stride for stride, size in inner)
         return [base + offset for offset in _spans(inner)]
-
-    def levels(self, axes: str, sizes: Sequence[int]) -> list[list[list[int]]]:
-        """Return all groups of `axes` cut into levels (see `cut_into_levels`), innermost first.
-
-        `levels("dp-cp", (dp * cp // n, n))` are the groups inside and across `n` data-parallel
-        instances; `levels("cp", (8, 2))` those of hierarchical context parallelism.
-
-        Returns:
-            For each level its groups; each level partitions the world.
-        """
-        cut = [cut_into_levels(group, sizes) for group in self.groups(axes)]
-        return [[group for each in level for group in each] for level in zip(*cut, strict=True)]
-
-    def instances(self, count: int) -> list[list[int]]:
-        """Return the ranks of each of `count` optimizer instances, which partition the world.
-
-        An instance has whole replicas of the model: all ranks, over tp and pp, whose places in
-        their `dp-cp` groups lie in the same one of `count` equal runs. Statistics over all
-        gradients, such as their norm, are summed inside one. Inside and across instances one
-        parameter is handled by the two `levels("dp-cp", (dp * cp // count, count))`, an expert's
-        by those of `"edp"`.
-
-        Raises:
-            ValueError: `count` does not divide dp * cp, or the levels of `edp` would join ranks of
-                two instances.
-        """
-        check_type("count", count, int)
-        places = self.dp * self.cp
-        if count not in (valid := divisors(places)):
-            raise ValueError(
-                f"{count} instances do not share dp={self.dp} x cp={self.cp} = {places} ranks; use "
-                f"one of {', '.join(map(str, valid))}"
-            )
-        found: list[list[int]] = [[] for _ in range(count)]
-        for group in self.groups("dp-cp"):
-            for place, rank in enumerate(group):
-                found[place * count // places].append(rank)
-        owner = {rank: i for i, ranks in enumerate(found) for rank in ranks}
-        per_instance, rest = divmod(self.edp, count)
-        parts = [] if rest else self.levels("edp", (per_instance, count))[0]
-        if rest or any(len({owner[rank] for rank in part}) > 1 for part in parts):
-            raise ValueError(
-                f"{count} instances of dp={self.dp} x cp={self.cp} do not hold whole groups of "
-                f"experts (etp={self._etp}, ep={self.ep}, edp={self.edp}, order {self.order!r}); "
-                "use a number that divides edp, and an order that ends in dp-pp or pp-dp"
-            )
-        return [sorted(ranks) for ranks in found]
 
     def axis_names(self, axes: str) -> tuple[str, ...]:
         """Return the axes of an axes string as `coordinates` names them, in the order given."""
@@ -293,9 +243,9 @@ class ParallelLayout:
             raise TypeError(f"axes must be a string such as 'dp-cp', got {axes!r}")
         names = axes.split("-")
         for name in names:
-            if name not in _KNOWN or name in _PSEUDO:
+            if name not in AXES:
                 raise ValueError(_unknown_axis(name))
-        if _EXPERT_ONLY & set(names):
+        if EXPERT & set(names):
             if "cp" in names:
                 raise ValueError(
                     f"axes {axes!r} mix cp with the expert view, which has no cp axis; "
@@ -380,4 +330,5 @@ def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _unknown_axis(name: str) -> str:
-    return f"unknown axis {shorten(name)} (axes are joined by '-'). {did_you_mean(name, _KNOWN)}"
+    near = did_you_mean(name, (*AXES, *_PSEUDO))
+    return f"unknown axis {shorten(name)} (axes are joined by '-'). {near}"

@@ -7,11 +7,7 @@ from math import prod
 
 from mt_files import check_type, multiples_near
 
-from mt_parallel_state.layout import ParallelLayout
-
-_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
-_DENSE_ONLY = frozenset({"tp", "cp", "dp"})
-_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+from mt_parallel_state.layout import AXES, DENSE, EXPERT, ParallelLayout
 
 DimSpec = str | tuple[str, ...] | None
 
@@ -37,13 +33,11 @@ class PartitionSpec:
     def __init__(self, *dims: DimSpec) -> None:
         names = [name for dim in dims for name in _names(dim)]
         for name in names:
-            if name not in _AXES:
-                raise ValueError(
-                    f"unknown axis {name!r} in a spec; the axes are {', '.join(_AXES)}"
-                )
+            if name not in AXES:
+                raise ValueError(f"unknown axis {name!r} in a spec; the axes are {', '.join(AXES)}")
             if names.count(name) > 1:
                 raise ValueError(f"axis {name!r} appears twice in {dims!r}; one dim can have it")
-        if _DENSE_ONLY & set(names) and _EXPERT_ONLY & set(names):
+        if DENSE & set(names) and EXPERT & set(names):
             raise ValueError(
                 f"spec {dims!r} mixes axes of the dense view (tp, cp, dp) with axes of the expert "
                 "view (etp, ep, edp); a parameter belongs to one of them"

@@ -126,8 +126,8 @@ class ParallelState:
     def level_groups(self, axes: str, sizes: Sequence[int]) -> tuple[dist.ProcessGroup | None, ...]:
         """Return this rank's group at each level of `axes`, innermost first.
 
-        A level on which it is alone has `None`. See `ParallelLayout.levels`. Every member of `axes`
-        makes the same call.
+        A level on which it is alone has `None`. See `cut_into_levels`. Every member of `axes` makes
+        the same call.
 
         Raises:
             ValueError: A level is a group that was made with other options, see `options`.
@@ -148,20 +148,6 @@ class ParallelState:
         """
         own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
         return self._of(tuple(own), axes, f".block{size}")
-
-    def instance_group(self, count: int) -> dist.ProcessGroup | None:
-        """Return this rank's group of all ranks of one of `count` optimizer instances.
-
-        Sums gradient statistics when the optimizer's state is split inside an instance and
-        replicated across them; all ranks of the layout for one instance. See
-        `ParallelLayout.instances`.
-
-        Raises:
-            ValueError: The layout has no such instances.
-            RuntimeError: The state is closed.
-        """
-        own = next(ranks for ranks in self.layout.instances(count) if self.rank in ranks)
-        return self._of(tuple(own), "tp-cp-dp-pp", f".instance{count}")
 
     def device_mesh(self, axes: str) -> DeviceMesh:
         """Return a `DeviceMesh` over this rank's group of `axes`, one mesh dim per axis as named.
@@ -256,18 +242,16 @@ class ParallelState:
 def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
     if offset < 0:
         raise ValueError(f"offset={offset} must be at least 0")
-    if rank is not None and not 0 <= rank < layout.world_size and layout.world_size > 1:
-        raise ValueError(f"rank={rank} is not in the layout of {layout.world_size} ranks")
-    if not dist.is_initialized():
-        if layout.world_size > 1:
-            raise RuntimeError(
-                f"the layout has {layout.world_size} ranks, but torch.distributed is not "
-                "initialised; call init_process_group(detect_env()) first"
-            )
-        return 0 if rank is None else rank
-    world, own = dist.get_world_size(), dist.get_rank()
     if layout.world_size == 1:  # this process alone, whatever world it is in
         return 0 if rank is None else rank
+    if rank is not None and not 0 <= rank < layout.world_size:
+        raise ValueError(f"rank={rank} is not in the layout of {layout.world_size} ranks")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"the layout has {layout.world_size} ranks, but torch.distributed is not initialised; "
+            "call init_process_group(detect_env()) first"
+        )
+    world, own = dist.get_world_size(), dist.get_rank()
     sizes = f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp} x pp={layout.pp}"
     if offset == 0 and layout.world_size > world:
         raise ValueError(
