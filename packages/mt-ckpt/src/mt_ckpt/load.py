@@ -213,9 +213,10 @@ class _Load:
             raise TypeError(f"ignore must be name prefixes, not {self.ignore!r:.100}")
         stack.enter_context(hold_checkpoint(self.path))
         self.manifest = open_checkpoint(self.path)
-        arrays = self.manifest.arrays
+        arrays, files = self.manifest.arrays, sorted(self.manifest.files.items())
+        content = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         return {
-            "checkpoint": f"step {self.manifest.step}, content {_digest(self.manifest)}",
+            "checkpoint": f"step {self.manifest.step}, content {content}",
             "have": list(arrays),
             "want": [shard.name for shard in self.shards],
             "differ": [
@@ -266,11 +267,6 @@ class _Load:
         """Every rank: fill its tensors."""
         for shard in self.shards:
             read_shard(self.path, self.manifest, shard)
-
-
-def _digest(manifest: Manifest) -> str:
-    """A short name of what a checkpoint holds."""
-    return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()[:12]
 
 
 def _near(name: str, candidates: list[str]) -> str:
