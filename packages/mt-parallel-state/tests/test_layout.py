@@ -117,12 +117,11 @@ def test_groups_equal_the_brute_force_definition(
 
 @settings(max_examples=30, deadline=None)
 @given(layout=_layouts())
-def test_rank_inverts_coordinates_in_both_views(layout: ParallelLayout) -> None:
-    for rank in range(layout.world_size):
-        coords = layout.coordinates(rank)
-        assert layout.rank(**coords) == rank
-        assert layout.rank(**{a: coords[a] for a in ("tp", "cp", "dp", "pp")}) == rank
-        assert layout.rank(**{a: coords[a] for a in ("etp", "ep", "edp", "pp")}) == rank
+def test_ranks_and_coordinates_are_one_to_one_in_both_views(layout: ParallelLayout) -> None:
+    found = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    for view in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
+        every = itertools.product(*(range(layout.size(axis)) for axis in view))
+        assert sorted(tuple(at[axis] for axis in view) for at in found) == sorted(every)
 
 
 @settings(max_examples=30, deadline=None)

@@ -138,36 +138,6 @@ class ParallelLayout:
         both = {**self._digits(expert=False), **self._digits(expert=True)}
         return {axis: _index(rank, digits) for axis, digits in both.items()}
 
-    def rank(self, **coords: int) -> int:
-        """Return the rank at the given coordinates; axes left out are 0.
-
-        Dense names (tp, cp, dp, pp) decide when there are any besides pp; expert names (etp, ep,
-        edp) given with them must agree. Expert names alone (with pp) select in the expert view, so
-        `layout.rank(**layout.coordinates(r)) == r`.
-        """
-        for axis, index in coords.items():
-            if axis not in AXES:
-                raise ValueError(_unknown_axis(axis))
-            check_type(axis, index, int)
-            if not 0 <= index < self._axis_size(axis):
-                raise ValueError(
-                    f"{axis} index {index} is out of range: {axis} has size "
-                    f"{self._axis_size(axis)}, so the index is 0 to {self._axis_size(axis) - 1}"
-                )
-        expert = bool(EXPERT & coords.keys()) and not DENSE & coords.keys()
-        result = sum(
-            _offset(coords.get(axis, 0), digits)
-            for axis, digits in self._digits(expert=expert).items()
-        )
-        actual = self.coordinates(result)
-        wrong = {a: i for a, i in coords.items() if actual[a] != i}
-        if wrong:
-            raise ValueError(
-                f"no rank has coordinates {coords}: the dense ones give rank {result}, which is at "
-                + ", ".join(f"{axis}={actual[axis]}" for axis in wrong)
-            )
-        return result
-
     def groups(self, axes: str) -> list[list[int]]:
         """Return all groups of `axes`: each varies those axes and fixes the others.
 
@@ -178,30 +148,19 @@ class ParallelLayout:
         Args:
             axes: Axis names joined by `-`, in any order.
         """
-        if axes == EMBEDDING:
-            return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
-        if axes == MIRROR:
-            half = (self.pp + 1) // 2
-            return [sorted({g[i], g[-1 - i]}) for g in self.groups("pp") for i in range(half)]
-        chosen = self._resolve(axes)
-        view = self._digits(expert=bool(EXPERT & chosen))
-        inside = _spans([digit for a, digits in view.items() if a in chosen for digit in digits])
-        outside = _spans([d for a, digits in view.items() if a not in chosen for d in digits])
-        return [[base + offset for offset in inside] for base in outside]
+        if axes in _PSEUDO:
+            return [group for stages in self.groups("pp") for group in _pseudo(axes, stages)]
+        inner, outer = self._split(axes)
+        offsets = _spans(inner)
+        return [[base + offset for offset in offsets] for base in _spans(outer)]
 
     def group_of(self, axes: str, rank: int) -> list[int]:
         """Return the group of `axes` that holds `rank`; `[rank]` if no group does."""
         self._check_rank(rank)
-        if axes == EMBEDDING:
-            stages = self.group_of("pp", rank)
-            ends = [stages[0], stages[-1]]
-            return ends if rank in ends and len(stages) > 1 else [rank]
-        if axes == MIRROR:
-            stages = self.group_of("pp", rank)
-            return sorted({rank, stages[-1 - stages.index(rank)]})
-        chosen = self._resolve(axes)
-        view = self._digits(expert=bool(EXPERT & chosen))
-        inner = [digit for a, digits in view.items() if a in chosen for digit in digits]
+        if axes in _PSEUDO:
+            groups = _pseudo(axes, self.group_of("pp", rank))
+            return next((group for group in groups if rank in group), [rank])
+        inner, _ = self._split(axes)
         base = rank - sum(rank // stride % size * stride for stride, size in inner)
         return [base + offset for offset in _spans(inner)]
 
@@ -236,6 +195,14 @@ class ParallelLayout:
             digits[name] = ((stride, self._axis_size(name)),)
             stride *= self._axis_size(name)
         return digits
+
+    def _split(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the digits of a rank that vary in a group of `axes`, and those that don't."""
+        chosen = self._resolve(axes)
+        view = self._digits(expert=bool(EXPERT & chosen))
+        inner = [digit for axis in view if axis in chosen for digit in view[axis]]
+        outer = [digit for axis in view if axis not in chosen for digit in view[axis]]
+        return inner, outer
 
     def _resolve(self, axes: str) -> frozenset[str]:
         """Return the axis names of one view that an axes string stands for."""
@@ -314,13 +281,12 @@ def _index(rank: int, digits: Iterable[tuple[int, int]]) -> int:
     return result
 
 
-def _offset(index: int, digits: Iterable[tuple[int, int]]) -> int:
-    """Return what the index of an axis adds to a rank."""
-    result = 0
-    for stride, size in digits:
-        result += index % size * stride
-        index //= size
-    return result
+def _pseudo(axes: str, stages: list[int]) -> list[list[int]]:
+    """Return the groups of a pseudo axis among the ranks of one pipeline."""
+    if axes == EMBEDDING:
+        return [sorted({stages[0], stages[-1]})]
+    half = (len(stages) + 1) // 2
+    return [sorted({stages[i], stages[-1 - i]}) for i in range(half)]
 
 
 def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:

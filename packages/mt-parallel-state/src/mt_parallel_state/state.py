@@ -82,8 +82,8 @@ class ParallelState:
         self.device = _device(device)
         self._timeout, self._closed = timeout, False
         self._options = {tuple(self.ranks(axes)): given for axes, given in options.items()}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._made_as: dict[tuple[int, ...], tuple[str, GroupOptions | None]] = {}
+        # By ranks: the group, the name for which it was made, and how.
+        self._groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, str, GroupOptions | None]] = {}
         self._checked: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
         self._index, self._ledger = 0, None
@@ -175,8 +175,7 @@ class ParallelState:
         while self._checked:
             unregister_alias(self._checked.popitem()[1])
         while self._groups:
-            _, group = self._groups.popitem()
-            destroy_group(group)
+            destroy_group(self._groups.popitem()[1][0])
 
     def __enter__(self) -> ParallelState:
         return self
@@ -214,21 +213,17 @@ class ParallelState:
         options = self._options.get(ranks, inherited)
         if ranks not in self._groups:
             members = self._global(ranks)
-            self._groups[ranks] = create_group(
-                members,
-                name=f"mt-{self._identity}-{'_'.join(map(str, members))}",
-                timeout=self._timeout,
-                options=options,
-            )
-            self._made_as[ranks] = (axes + part, options)
-        name, made_with = self._made_as[ranks]
+            name = f"mt-{self._identity}-{'_'.join(map(str, members))}"
+            made = create_group(members, name=name, timeout=self._timeout, options=options)
+            self._groups[ranks] = (made, axes + part, options)
+        group, name, made_with = self._groups[ranks]
         if options != made_with:
             raise ValueError(
                 f"{axes + part!r} would have {options}, but its group of ranks {list(ranks)} was "
                 f"made as {name!r} with {made_with}; give the axes of that group options of their "
                 "own, which then hold for both"
             )
-        return self._groups[ranks]
+        return group
 
     @property
     def _identity(self) -> str:
