@@ -36,7 +36,10 @@ class CheckpointError(UserError):
     Attributes:
         file: The file concerned, where there is one.
         tensor: The array concerned, where there is one.
+        problems: What is wrong with the files of a checkpoint, if that is the error.
     """
+
+    problems: tuple[Problem, ...] = ()
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
         if len(message) > _LONGEST:
@@ -58,4 +61,6 @@ class CheckpointError(UserError):
         if len(problems) > _LISTED:
             shown.append(f"... and {len(problems) - _LISTED} more")
         message = "\n  ".join([f"{title}:", *shown]) + f"\n{advice}"
-        return cls(message, file=problems[0].file, tensor=problems[0].tensor)
+        error = cls(message, file=problems[0].file, tensor=problems[0].tensor)
+        error.problems = tuple(problems)
+        return error

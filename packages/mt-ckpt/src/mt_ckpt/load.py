@@ -121,10 +121,9 @@ def _verify(path: Path) -> list[Problem]:
     bad = {problem.file for problem in problems}
     for name in sorted(set(manifest.files) - bad):
         try:
-            _read_checked(path, name, manifest.files[name])
-        except _DamageError as error:
-            tensor = manifest.tensor_of(name)
-            problems.append(Problem(file=name, tensor=tensor, reason=str(error)))
+            _read(path, manifest, name)
+        except CheckpointError as error:
+            problems += error.problems
     return problems
 
 
@@ -152,37 +151,31 @@ def _wrong_size(size: int, record: FileRecord) -> str:
     return f"has {size} bytes, the manifest says {record.size}"
 
 
-class _DamageError(Exception):
-    """What is wrong with a file, in words that follow its name."""
-
-
-def _read_checked(path: Path, name: str, record: FileRecord) -> np.ndarray:
-    """The bytes of a file, which are those that were written, or _DamageError."""
+def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
+    """The bytes of a file, which are those that were written, or CheckpointError."""
+    record = manifest.files[name]
     try:
         with open_file(path / name, within=path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != record.size:
-                raise _DamageError(_wrong_size(size, record))
+                raise _damage(path, manifest, name, _wrong_size(size, record))
             data = np.fromfile(stream, np.uint8, size)
-            if data.size != size:
-                raise _DamageError("got shorter while it was read")
     except FileError as error:
-        raise _DamageError(error.problem) from error
+        raise _damage(path, manifest, name, error.problem) from error
     except OSError as error:
-        raise _DamageError(f"cannot be read: {error.strerror or error}") from error
+        reason = f"cannot be read: {error.strerror or error}"
+        raise _damage(path, manifest, name, reason) from error
+    if data.size != size:
+        raise _damage(path, manifest, name, "got shorter while it was read")
     if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        raise _DamageError(
-            "its content is not what was written: the sha256 differs from the manifest's"
-        )
+        reason = "its content is not what was written: the sha256 differs from the manifest's"
+        raise _damage(path, manifest, name, reason)
     return data
 
 
-def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    try:
-        return _read_checked(path, name, manifest.files[name])
-    except _DamageError as error:
-        problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=str(error))
-        raise CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE) from error
+def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> CheckpointError:
+    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
+    return CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE)
 
 
 def open_checkpoint(path: Path) -> Manifest:
