@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from mt_files import UserError
 
@@ -36,10 +37,7 @@ class CheckpointError(UserError):
     Attributes:
         file: The file concerned, where there is one.
         tensor: The array concerned, where there is one.
-        problems: What is wrong with the files of a checkpoint, if that is the error.
     """
-
-    problems: tuple[Problem, ...] = ()
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
         if len(message) > _LONGEST:
@@ -49,7 +47,7 @@ class CheckpointError(UserError):
         self.tensor = tensor
 
     @classmethod
-    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> CheckpointError:
+    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> Self:
         """One error out of one or more problems.
 
         Args:
@@ -61,6 +59,4 @@ class CheckpointError(UserError):
         if len(problems) > _LISTED:
             shown.append(f"... and {len(problems) - _LISTED} more")
         message = "\n  ".join([f"{title}:", *shown]) + f"\n{advice}"
-        error = cls(message, file=problems[0].file, tensor=problems[0].tensor)
-        error.problems = tuple(problems)
-        return error
+        return cls(message, file=problems[0].file, tensor=problems[0].tensor)

@@ -122,8 +122,8 @@ def _verify(path: Path) -> list[Problem]:
     for name in sorted(set(manifest.files) - bad):
         try:
             _read(path, manifest, name)
-        except CheckpointError as error:
-            problems += error.problems
+        except _DamageError as error:
+            problems.append(error.problem)
     return problems
 
 
@@ -151,8 +151,12 @@ def _wrong_size(size: int, record: FileRecord) -> str:
     return f"has {size} bytes, the manifest says {record.size}"
 
 
+class _DamageError(CheckpointError):
+    problem: Problem
+
+
 def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """The bytes of a file, which are those that were written, or CheckpointError."""
+    """The bytes of a file, which are those that were written, or _DamageError."""
     record = manifest.files[name]
     try:
         with open_file(path / name, within=path) as stream:
@@ -173,9 +177,11 @@ def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
     return data
 
 
-def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> CheckpointError:
+def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> _DamageError:
     problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
-    return CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE)
+    error = _DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
+    error.problem = problem
+    return error
 
 
 def open_checkpoint(path: Path) -> Manifest:
