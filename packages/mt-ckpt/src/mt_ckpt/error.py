@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from mt_files import UserError
 
@@ -47,7 +46,7 @@ class CheckpointError(UserError):
         self.tensor = tensor
 
     @classmethod
-    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> Self:
+    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> CheckpointError:
         """One error out of one or more problems.
 
         Args:

@@ -64,7 +64,8 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
             return _supervise(ranks, noted)
         finally:
             for process in ranks:
-                process.kill()
+                if process.poll() is None:
+                    process.kill()
             for process in ranks:
                 process.wait()
 
@@ -138,7 +139,8 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]], *, insisted: bool) -> i
 
 def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in ranks:
-        process.send_signal(number)  # does nothing to one that ended
+        if process.poll() is None:
+            process.send_signal(number)
 
 
 def _report(rank: int, code: int, others: int, noted: Sequence[int]) -> None:

@@ -6,9 +6,9 @@ import torch
 from mt_files import check_type
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.layout import AXES, ParallelLayout
+from mt_parallel_state.layout import ParallelLayout
 
-_AXES = AXES[:4]
+_AXES = ("tp", "cp", "dp", "pp")
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,4 +152,6 @@ class _Greedy:
         Without room for these no micro-batch might ever get to its backward.
         """
         later = sum(self._bytes[other] for other in self._held[rank] if other >= stage)
-        return self._live[rank] + later <= self._caps[rank] * (1 + 1e-9)
+        return self._live[rank] + later <= self._caps[rank] * (1 + 1e-9) or math.isinf(
+            self._caps[rank]
+        )
