@@ -25,7 +25,13 @@ LAYOUTS = {
         ["parallel.pp=2", "data_parallel.strategy=optimizer_gradients"],
     ),
 }
-FOUR = [pytest.param(n, marks=pytest.mark.campaign) if LAYOUTS[n][0] > 2 else n for n in LAYOUTS]
+
+
+def sampled(*names):
+    """These always, the others in campaigns."""
+    return [n if n in names else pytest.param(n, marks=pytest.mark.campaign) for n in LAYOUTS]
+
+
 DYNAMIC = (
     "optimizer.loss_scale=dynamic",
     "optimizer.initial_loss_scale=1024",
@@ -58,7 +64,7 @@ def half(tiny, tmp_path_factory):
     return tiny.train(out, "training.dtype=fp16", "optimizer.loss_scale=1024", *SHORT)
 
 
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", sampled("dp2", "tp2-sp", "pp2", "cp2", "dp2-full"))
 def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
     layout, tiny, plain, tmp_path, losses, arrays
 ) -> None:
@@ -81,8 +87,8 @@ def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
     assert [row["loss_scale"] for row in rows(run)] == scales
 
 
-# What rounding to 11 bits moves in eight steps: losses, and weights by a share of a step's size.
-@pytest.mark.parametrize("layout", FOUR)
+# What rounding to 11 bits moves in eight steps.
+@pytest.mark.parametrize("layout", sampled("tp2-sp", "pp2", "dp2-optimizer"))
 def test_fp16_trains_on_every_layout_like_on_one_process(
     layout, tiny, half, tmp_path, losses, arrays
 ) -> None:
@@ -100,6 +106,23 @@ def test_fp16_trains_on_every_layout_like_on_one_process(
     assert [row["skipped_steps"] for row in rows(run)] == [0] * 8
     norms = [[row["grad_norm"] for row in rows(each)] for each in (run, half)]
     np.testing.assert_allclose(*norms, rtol=2e-2)
+
+
+def test_a_run_in_fp16_generates_with_the_weights_that_it_trained(half, arrays) -> None:
+    from mt_infer import Sampling, load_run
+    from mt_parallel_state import ParallelLayout, ParallelState
+
+    loaded = load_run(half, ParallelState(ParallelLayout()), dtype="fp16")
+    saved = arrays(half, step=8)
+    for name, param in loaded.model.named_parameters():
+        np.testing.assert_array_equal(
+            param.detach().numpy(), saved[f"model/{name}"].astype(np.float16)
+        )
+    texts = [
+        loaded.generate("def ", max_tokens=8, sampling=Sampling(temperature=temperature))
+        for temperature in (0, 5.0)
+    ]
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2-sp", "dp2-optimizer"), ("dp2-full", "pp2")])

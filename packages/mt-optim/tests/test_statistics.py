@@ -6,6 +6,7 @@ import torch
 from mt_data_parallel import GradBuffer, Reduction
 from mt_optim import (
     AdamW,
+    DistributedOptimizer,
     GradLimits,
     NormGroup,
     OptimizerConfig,
@@ -160,6 +161,28 @@ def test_nothing_is_counted_or_described_unasked():
     _, optimizer = one_rank()
     result = optimizer.step()
     assert (result.zeros, result.statistics, result.norms) == (None, {}, {})
+
+
+def few_elements():
+    """Fewer than ranks have room for, so that some step nothing."""
+    with ParallelState(ParallelLayout(dp=4)) as state:
+        params = {"layers.0.bias": nn.Parameter(torch.zeros(3, dtype=torch.float64))}
+        config = OptimizerConfig(lr=1e-2, statistics="layer")
+        with GradBuffer(params.items(), group=Reduction(shards=state.group("dp"))) as buffer:
+            optimizer = DistributedOptimizer(
+                buffer, lambda pieces: build_optimizer(pieces, config, state)
+            )
+            buffer.start(1)
+            (params["layers.0.bias"] * torch.tensor([0.0, 1.0, -1.0])).sum().backward()
+            buffer.finish()
+            return optimizer.step()
+
+
+def test_ranks_that_step_nothing_add_no_group(ranks):
+    for result in ranks(4, few_elements):
+        assert list(result.statistics) == ["layers.0"]
+        found = result.statistics["layers.0"]
+        assert (found.norm, found.largest, found.zeros) == (pytest.approx(4 * 2**0.5), 4.0, 1)
 
 
 def test_statistics_are_of_the_gradient_without_the_loss_scale():

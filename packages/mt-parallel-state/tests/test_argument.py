@@ -13,6 +13,7 @@ from typing import Any
 import mt_parallel_state as mt
 import pytest
 import torch
+from mt_parallel_state.job import is_peer_loss
 from torch import nn
 
 LAYOUT = mt.ParallelLayout(tp=2, dp=2, pp=2)
@@ -27,11 +28,8 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (mt.ParallelLayout.fit, {**SIZES, "world_size": 8}),
     (LAYOUT.size, {"axes": "tp"}),
     (LAYOUT.coordinates, {"rank": 1}),
-    (LAYOUT.rank, {"tp": 1, "dp": 0}),
     (LAYOUT.groups, {"axes": "tp"}),
     (LAYOUT.group_of, {"axes": "tp", "rank": 1}),
-    (LAYOUT.levels, {"axes": "tp", "sizes": (2, 1)}),
-    (LAYOUT.instances, {"count": 2}),
     (LAYOUT.axis_names, {"axes": "tp-dp"}),
     (
         mt.ParallelState,
@@ -51,7 +49,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (STATE.group, {"axes": "tp"}),
     (STATE.level_groups, {"axes": "tp", "sizes": (1,)}),
     (STATE.block_group, {"axes": "tp", "size": 1}),
-    (STATE.instance_group, {"count": 1}),
     (mt.twin_group, {"group": None}),
     (mt.CheckMode, {"timeout": 3.0}),
     (
@@ -103,7 +100,7 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     ),
     (mt.random_uniform, {"key": 1, "index": torch.arange(4)}),
     (mt.must_launch, {"nproc": 1, "env": mt.DistributedEnv()}),
-    (mt.is_peer_loss, {"error": None}),
+    (is_peer_loss, {"error": None}),
     (mt.layout_of_mesh, {"mesh": None}),
 ]
 NUMBERS = [-1, 0, 1.5, 10**12, 10**30, -(10**30), math.nan, math.inf, True]

@@ -21,12 +21,12 @@ from mt_parallel_state import (
     PeerLostError,
     init_process_group,
     is_out_of_memory,
-    is_peer_loss,
     joined,
     leave_process_group,
     must_launch,
     store,
 )
+from mt_parallel_state.job import is_peer_loss
 
 
 def _free_port() -> int:

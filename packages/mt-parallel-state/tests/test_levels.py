@@ -38,44 +38,16 @@ def test_each_level_varies_one_digit_of_the_position(sizes: list[int], start: in
 
 
 def test_data_parallel_instances_are_two_levels() -> None:
-    layout = ParallelLayout(tp=2, dp=4)
-    intra, inter = layout.levels("dp", (2, 2))
-    assert intra == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert inter == [[0, 4], [2, 6], [1, 5], [3, 7]]
-
-
-def test_an_optimizer_instance_is_tp_ep_pp_over_its_own_data_parallel_ranks() -> None:
-    layout = ParallelLayout(tp=2, dp=4, pp=2)
-    assert layout.instances(1) == [list(range(16))]
-    assert layout.instances(2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    for sizes in (
-        {"tp": 2, "ep": 4, "dp": 4, "cp": 2},
-        {"tp": 2, "ep": 2, "dp": 4, "order": "tp-ep-pp-dp"},
-    ):
-        layout = ParallelLayout(**sizes, pp=2)
-        for count in (1, 2):
-            found = layout.instances(count)
-            assert sorted(rank for ranks in found for rank in ranks) == list(
-                range(layout.world_size)
-            )
-            for axes in ("dp-cp", "edp"):
-                for part in layout.levels(axes, (layout.size(axes) // count, count))[0]:
-                    assert sum(set(part) <= set(ranks) for ranks in found) == 1
-            for ranks in found:
-                for axes in ("tp", "pp", "ep", "tp-ep-pp"):
-                    assert all(set(layout.group_of(axes, rank)) <= set(ranks) for rank in ranks)
-
-
-def test_instances_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 instances do not share dp=4 x cp=1 .* one of 1, 2, 4"):
-        ParallelLayout(dp=4).instances(3)
-    with pytest.raises(ValueError, match=r"4 instances .* do not hold whole groups of experts"):
-        ParallelLayout(dp=4, ep=2).instances(4)
+    groups = ParallelLayout(tp=2, dp=4).groups("dp")
+    assert [cut_into_levels(group, (2, 2)) for group in groups] == [
+        [[[0, 2], [4, 6]], [[0, 4], [2, 6]]],
+        [[[1, 3], [5, 7]], [[1, 5], [3, 7]]],
+    ]
 
 
 def test_levels_that_do_not_multiply_to_the_group_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) multiply to 6, but the group has 8 ranks"):
-        ParallelLayout(dp=8).levels("dp", (2, 3))
+        cut_into_levels(range(8), (2, 3))
 
 
 def test_blocks_are_aligned_powers_of_two_or_everything() -> None:

@@ -202,8 +202,6 @@ def test_level_and_block_groups_reduce_over_their_ranks(ranks) -> None:
             inner, outer = state.level_groups("dp", (2, 2))
             pair = state.block_group("dp", 2)
             assert pair is inner
-            assert state.instance_group(2) is inner
-            assert state.instance_group(1) is state.group("dp")
             assert state.block_group("dp", 4) is state.group("dp")
             return [_sum_of_ranks(group) for group in (inner, outer)]
 
@@ -240,7 +238,7 @@ def test_group_options_reach_the_group_and_are_checked(ranks) -> None:
             return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     assert ranks(2, body) == [7.0, 7.0]
-    with pytest.raises(ValueError, match="max_ctas=64 must be from 1 to 32"):
+    with pytest.raises(ValueError, match="max_ctas: 64 is too large; use 32 or less"):
         GroupOptions(max_ctas=64)
     with pytest.raises(ValueError, match="min_ctas=8 is above max_ctas=4"):
         GroupOptions(min_ctas=8, max_ctas=4)

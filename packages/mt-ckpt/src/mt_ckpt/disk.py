@@ -74,12 +74,6 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a small file atomically and durably."""
-    with disk_errors("replace", path):
-        mt_files.write_file(path, content)
-
-
 def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
     """Every file below `root` as a relative posix path.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from mt_files import UserError
 
@@ -46,7 +47,7 @@ class CheckpointError(UserError):
         self.tensor = tensor
 
     @classmethod
-    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> CheckpointError:
+    def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> Self:
         """One error out of one or more problems.
 
         Args:

@@ -121,10 +121,9 @@ def _verify(path: Path) -> list[Problem]:
     bad = {problem.file for problem in problems}
     for name in sorted(set(manifest.files) - bad):
         try:
-            _read_checked(path, name, manifest.files[name])
+            _read(path, manifest, name)
         except _DamageError as error:
-            tensor = manifest.tensor_of(name)
-            problems.append(Problem(file=name, tensor=tensor, reason=str(error)))
+            problems.append(error.problem)
     return problems
 
 
@@ -152,37 +151,37 @@ def _wrong_size(size: int, record: FileRecord) -> str:
     return f"has {size} bytes, the manifest says {record.size}"
 
 
-class _DamageError(Exception):
-    """What is wrong with a file, in words that follow its name."""
+class _DamageError(CheckpointError):
+    problem: Problem
 
 
-def _read_checked(path: Path, name: str, record: FileRecord) -> np.ndarray:
+def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
     """The bytes of a file, which are those that were written, or _DamageError."""
+    record = manifest.files[name]
     try:
         with open_file(path / name, within=path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != record.size:
-                raise _DamageError(_wrong_size(size, record))
+                raise _damage(path, manifest, name, _wrong_size(size, record))
             data = np.fromfile(stream, np.uint8, size)
-            if data.size != size:
-                raise _DamageError("got shorter while it was read")
     except FileError as error:
-        raise _DamageError(error.problem) from error
+        raise _damage(path, manifest, name, error.problem) from error
     except OSError as error:
-        raise _DamageError(f"cannot be read: {error.strerror or error}") from error
+        reason = f"cannot be read: {error.strerror or error}"
+        raise _damage(path, manifest, name, reason) from error
+    if data.size != size:
+        raise _damage(path, manifest, name, "got shorter while it was read")
     if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        raise _DamageError(
-            "its content is not what was written: the sha256 differs from the manifest's"
-        )
+        reason = "its content is not what was written: the sha256 differs from the manifest's"
+        raise _damage(path, manifest, name, reason)
     return data
 
 
-def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    try:
-        return _read_checked(path, name, manifest.files[name])
-    except _DamageError as error:
-        problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=str(error))
-        raise CheckpointError.from_problems(f"{path} is damaged", [problem], _ADVICE) from error
+def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> _DamageError:
+    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
+    error = _DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
+    error.problem = problem
+    return error
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -213,9 +212,10 @@ class _Load:
             raise TypeError(f"ignore must be name prefixes, not {self.ignore!r:.100}")
         stack.enter_context(hold_checkpoint(self.path))
         self.manifest = open_checkpoint(self.path)
-        arrays = self.manifest.arrays
+        arrays, files = self.manifest.arrays, sorted(self.manifest.files.items())
+        content = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         return {
-            "checkpoint": f"step {self.manifest.step}, content {_digest(self.manifest)}",
+            "checkpoint": f"step {self.manifest.step}, content {content}",
             "have": list(arrays),
             "want": [shard.name for shard in self.shards],
             "differ": [
@@ -266,11 +266,6 @@ class _Load:
         """Every rank: fill its tensors."""
         for shard in self.shards:
             read_shard(self.path, self.manifest, shard)
-
-
-def _digest(manifest: Manifest) -> str:
-    """A short name of what a checkpoint holds."""
-    return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()[:12]
 
 
 def _near(name: str, candidates: list[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +21,7 @@ from mt_files import (
     SchemaError,
     build,
     open_file,
+    read_bytes,
     shorten,
     to_plain,
 )
@@ -119,7 +122,12 @@ class Manifest:
         body = {
             "format": "mt-ckpt",
             "format_version": FORMAT_VERSION,
-            "versions": _versions(),
+            "versions": {
+                "mt-ckpt": version("mt-ckpt"),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "zarr": version("zarr"),
+            },
             "step": self.step,
             "metadata": self.metadata,
             "arrays": to_plain(self.arrays),
@@ -175,23 +183,15 @@ def check_nesting(names: list[str]) -> None:
             raise ValueError(f"{group!r} is an array, and other arrays are below it; rename one")
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "mt-ckpt": version("mt-ckpt"),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "zarr": version("zarr"),
-    }
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a step directory.
 
     Raises:
         CheckpointError: It is missing, damaged, not ours, or newer than this mt-ckpt.
     """
-    path = checkpoint / MANIFEST
-    body = _parse(path, _unseal(path, _read(checkpoint)))
+    with _manifest_errors(checkpoint) as path:
+        data = read_bytes(path, limit=_MAX_BYTES, within=checkpoint)
+    body = _parse(path, _unseal(path, data))
     try:
         _check_version(path, body)
         return Manifest(
@@ -215,6 +215,13 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
     Raises:
         CheckpointError: It is missing (then caused by a `MissingFileError`) or no plain file.
     """
+    with _manifest_errors(checkpoint) as path:
+        return open_file(path, within=checkpoint)
+
+
+@contextlib.contextmanager
+def _manifest_errors(checkpoint: Path) -> Iterator[Path]:
+    """Yield the path of the manifest; what is wrong with the file becomes a CheckpointError."""
     path = checkpoint / MANIFEST
     if not checkpoint.is_dir():
         error = MissingFileError(checkpoint, "no such checkpoint directory")
@@ -222,7 +229,7 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
     if path.is_symlink():
         raise _damaged(path, "is a symbolic link; a checkpoint holds plain files only")
     try:
-        return open_file(path, within=checkpoint)
+        yield path
     except MissingFileError as error:
         raise CheckpointError(
             f"{path}: missing, so {checkpoint} is not a complete checkpoint. {_ADVICE}",
@@ -230,18 +237,6 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
         ) from error
     except FileError as error:
         raise _damaged(path, error.problem) from error
-
-
-def _read(checkpoint: Path) -> bytes:
-    path = checkpoint / MANIFEST
-    with open_manifest(checkpoint) as file:
-        try:
-            data = file.read(_MAX_BYTES + 1)
-        except OSError as error:
-            raise _damaged(path, f"cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_BYTES:
-        raise _damaged(path, f"has more than {_MAX_BYTES} bytes")
-    return data
 
 
 def _unseal(path: Path, data: bytes) -> bytes:

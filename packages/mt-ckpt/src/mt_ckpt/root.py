@@ -7,9 +7,9 @@ import uuid
 from pathlib import Path
 from typing import cast
 
-from mt_files import FileError, MissingFileError, read_bytes
+from mt_files import FileError, MissingFileError, read_bytes, write_file
 
-from mt_ckpt.disk import disk_errors, remove_tree, replace_file, sync
+from mt_ckpt.disk import disk_errors, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
@@ -127,7 +127,8 @@ def set_aside(path: Path) -> Path:
 
 def move_latest(root: Path, step: int) -> None:
     """Make `latest` name the step, durably."""
-    replace_file(root / LATEST, f"{step_name(step)}\n".encode())
+    with disk_errors("replace", root / LATEST):
+        write_file(root / LATEST, f"{step_name(step)}\n".encode())
 
 
 def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:

@@ -77,7 +77,7 @@ def save_checkpoint(
             is removed and the earlier checkpoints are as before.
     """
     ranks = Ranks(group)
-    save = _Save(Path(root), step, list(shards), metadata, keep, on_event or _ignore)
+    save = _Save(Path(root), step, list(shards), metadata, keep, on_event or (lambda _: None))
     try:
         plan = ranks.phase(save.describe, save.prepare)
         ranks.phase(lambda: save.write(plan), save.commit)
@@ -85,10 +85,6 @@ def save_checkpoint(
         save.discard()
         raise
     return save.root / step_name(step)
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Generate:
     """Keep the likeliest tokens that together reach this probability."""
     seed: int = 0
     """The same seed gives the same text."""
-    dtype: Literal["fp64", "fp32", "bf16"] | None = None
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
     """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
     nproc: int | None = None
     """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it

@@ -150,7 +150,7 @@ def load_run(
         folder: A run folder, with `checkpoints/` and `tokenizer.json`.
         state: This rank's place; tensor parallelism and pipeline stages are used.
         step: Which checkpoint; None: the latest, as the first rank sees it.
-        dtype: `fp64`, `fp32` or `bf16`; by default fp32 on a CPU, bf16 on a GPU.
+        dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU, bf16 on a GPU.
         ema: Take the average of the weights over the steps (`optimizer.ema` of mt-train).
 
     Raises:

@@ -103,7 +103,8 @@ class StepGuard:
         self.scaler, self._zeros, self._by = scaler, zeros, statistics
         self._of: dict[str, list[Piece]] = {REST: [], **{str(g): [] for g in limits.norm_groups}}
         for piece in self._pieces:
-            self._of[norm_group_of(piece, limits.norm_groups)].append(piece)
+            if piece.param.numel():  # a rank may step nothing and have a parameter all the same
+                self._of[norm_group_of(piece, limits.norm_groups)].append(piece)
         self._meter: tuple[list[_Key], GradMeter] | None = None
         self._wide: dict[Tensor, Tensor] = {}
 
@@ -111,7 +112,7 @@ class StepGuard:
     def admit(self) -> StepResult:
         """Measure the gradients and, if the step is taken, divide by the scale and clip.
 
-        It communicates and waits for the device once, twice with statistics.
+        It communicates once, twice with statistics, and waits for the device once.
 
         Returns:
             Whether to step, and what was measured. The gradients of a step that is not taken are as

@@ -104,15 +104,16 @@ class GradMeter:
     @torch.no_grad()
     def measure(self) -> list[Measured]:
         """Return what each part is; communicates once or twice and waits for the device once."""
+        device = self._state.device
         sums = [self._squares(*pair) for pair in zip(self._own, self._others, strict=True)]
         if self._zeros:
-            sums += [_zeros(part) for part in self._own]
-        summed = torch.stack([value.to(self._state.device) for value in sums])
+            sums += [_zeros(part, device) for part in self._own]
+        summed = torch.stack(sums)
         group = self._state.group(WORLD)
         if group is not None:
             dist.all_reduce(summed, group=group)
         if self._largest:
-            most = torch.stack([_largest(part).to(self._state.device) for part in self._own])
+            most = torch.stack([_largest(part, device) for part in self._own])
             if group is not None:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
             summed = torch.cat([summed, most])
@@ -126,8 +127,9 @@ class GradMeter:
 
     def _squares(self, own: Sequence[Piece], others: Sequence[Piece]) -> Tensor:
         """Sum squares; what others answer for adds 0, or NaN where it is not finite."""
-        total, rest = _squared_sum(_grads(own)), _grads(others)
-        return total + 0.0 * _squared_sum(rest).to(total.device) if rest else total
+        device, rest = self._state.device, _grads(others)
+        total = _squared_sum(_grads(own), device)
+        return total + 0.0 * _squared_sum(rest, device) if rest else total
 
 
 def counts_here(piece: Piece, state: ParallelState) -> bool:
@@ -141,24 +143,26 @@ def _grads(pieces: Iterable[Piece]) -> list[Tensor]:
     return [grad.detach() for piece in pieces if (grad := piece.grad) is not None]
 
 
-def _zeros(pieces: Sequence[Piece]) -> Tensor:
+def _zeros(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     """Count elements that are zero; those of a missing gradient are."""
     missing = float(sum(piece.param.numel() for piece in pieces if piece.grad is None))
-    counts = [(grad.numel() - torch.count_nonzero(grad)).double() for grad in _grads(pieces)]
-    return torch.stack(counts).sum() + missing if counts else torch.tensor(missing).double()
+    count = torch.full((), missing, dtype=torch.float64, device=device)
+    for grad in _grads(pieces):
+        count += (grad.numel() - torch.count_nonzero(grad)).to(device)
+    return count
 
 
-def _largest(pieces: Sequence[Piece]) -> Tensor:
+def _largest(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     sizes = [torch.linalg.vector_norm(g, math.inf) for g in _grads(pieces) if g.numel()]
     if not sizes:
-        return torch.zeros((), dtype=torch.float64)
-    most = torch.stack([size.double() for size in sizes]).amax()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    most = torch.stack([size.to(device, torch.float64) for size in sizes]).amax()
     # What the maximum of NaN and a number is over ranks depends on the library.
     return most.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _squared_sum(grads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of all elements as an fp64 scalar on the gradients' device."""
+def _squared_sum(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements as an fp64 scalar on a device."""
     norms: list[Tensor] = []
     for grad in grads:
         flat = grad.reshape(-1)
@@ -170,5 +174,5 @@ def _squared_sum(grads: Sequence[Tensor]) -> Tensor:
         if whole < flat.numel():
             norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
     if not norms:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.cat([norm.double() for norm in norms]).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat([norm.double() for norm in norms]).square().sum().to(device)

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         PeerLostError,
         init_process_group,
         is_out_of_memory,
-        is_peer_loss,
         joined,
         leave_process_group,
         must_launch,
@@ -102,7 +101,6 @@ __all__ = [
     "initialize_",
     "is_out_of_memory",
     "is_owner",
-    "is_peer_loss",
     "joined",
     "launch",
     "layout_of_mesh",
@@ -129,8 +127,7 @@ __all__ = [
 __getattr__ = resolve_later(
     __name__,
     environment="DistributedEnv detect_env",
-    job="PeerLostError init_process_group is_out_of_memory is_peer_loss joined "
-    "leave_process_group must_launch",
+    job="PeerLostError init_process_group is_out_of_memory joined leave_process_group must_launch",
     launcher="launch",
     mesh="layout_of_mesh",
     signals="stop_signals StopSignals",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mt_parallel_state.layout import ParallelLayout
+from mt_parallel_state.layout import AXES, ParallelLayout
 
-_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 _GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-pp", "ep", "edp", "tp-ep-pp", "embedding")
 _MOST_ROWS = 64
 
@@ -15,10 +14,10 @@ _MOST_ROWS = 64
 def table(layout: ParallelLayout) -> str:
     """Return where each rank sits, and the groups of more than one rank."""
     widest = len(str(layout.world_size - 1))
-    lines = [f"{layout}", f"{'rank':>{widest + 4}}" + "".join(f"{axis:>5}" for axis in _AXES)]
+    lines = [f"{layout}", f"{'rank':>{widest + 4}}" + "".join(f"{axis:>5}" for axis in AXES)]
     for rank in range(min(layout.world_size, _MOST_ROWS)):
         at = layout.coordinates(rank)
-        lines.append(f"{rank:>{widest + 4}}" + "".join(f"{at[axis]:>5}" for axis in _AXES))
+        lines.append(f"{rank:>{widest + 4}}" + "".join(f"{at[axis]:>5}" for axis in AXES))
     if layout.world_size > _MOST_ROWS:
         lines.append(f"... and {layout.world_size - _MOST_ROWS} more")
     lines.append("")

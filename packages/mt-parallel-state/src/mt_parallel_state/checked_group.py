@@ -40,8 +40,9 @@ def _checked(
 
     def method(self: CheckedGroup, *arguments: Any, **options: Any) -> Any:
         opts = options.get("opts", arguments[-1] if arguments else None)
+        op = getattr(opts, "reduceOp", None)
         what = {
-            "reduce_op": _reduce_op(opts),
+            "reduce_op": None if op is None else str(op.op).rpartition(".")[2],
             "root": getattr(opts, "rootRank", None),
         }
         sizes = None if splits is None else splits(*arguments)
@@ -49,11 +50,6 @@ def _checked(
         return getattr(self.inner, name)(*arguments, **options)
 
     return method
-
-
-def _reduce_op(opts: Any) -> str | None:
-    op = getattr(opts, "reduceOp", None)
-    return None if op is None else str(op.op).rpartition(".")[2]
 
 
 def _rows(output: Tensor, tensor: Tensor, *_: Any) -> list[Tensor]:
@@ -179,7 +175,7 @@ class CheckedGroup(dist.ProcessGroup):
     def _announcement(
         self, op: str, tensors: Any, what: dict[str, Any], number: int
     ) -> dict[str, Any]:
-        kinds = [f"{_dtype(tensor)} {list(tensor.shape)}" for tensor in tensors]
+        kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors]
         return {
             "op": op,
             "what": {"of": " -> ".join(kinds) or None, **what},
@@ -259,10 +255,6 @@ class _OneByOne:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _call_site(frame: FrameType | None) -> str:

@@ -106,7 +106,9 @@ def _below(value: int, name: str, limit: int, limit_name: str) -> int:
     return value
 
 
-def _port(env: Mapping[str, str], name: str, *, launcher: str) -> int:
+def _port(env: Mapping[str, str], name: str, *, launcher: str, default: int | None = None) -> int:
+    if name not in env and default is not None:
+        return default
     port = _integer(env, name, launcher=launcher, low=1)
     if port > 65535:
         raise ValueError(f"{name}={port} must be from 1 to 65535")
@@ -156,20 +158,14 @@ def _from_slurm(env: Mapping[str, str]) -> DistributedEnv:
     local_rank = _integer(env, "SLURM_LOCALID", launcher="SLURM")
     local_world, source = _slurm_local_world_size(env, world)
     _below(local_rank, "SLURM_LOCALID", local_world, source)
-    port = (
-        29500 + _integer(env, "SLURM_JOB_ID", launcher="SLURM") % 1000
-        if ("SLURM_JOB_ID" in env)
-        else 29500
-    )
-    if "MASTER_PORT" in env:
-        port = _port(env, "MASTER_PORT", launcher="SLURM")
+    job = _integer(env, "SLURM_JOB_ID", launcher="SLURM") if "SLURM_JOB_ID" in env else 0
     return DistributedEnv(
         rank=rank,
         world_size=world,
         local_rank=local_rank,
         local_world_size=local_world,
         master_addr=env.get("MASTER_ADDR") or _slurm_first_host(env, world),
-        master_port=port,
+        master_port=_port(env, "MASTER_PORT", launcher="SLURM", default=29500 + job % 1000),
         launcher="slurm",
     )
 
@@ -239,11 +235,10 @@ def _from_pet(env: Mapping[str, str]) -> DistributedEnv:
     if address is None:
         raise ValueError("PET_MASTER_ADDR is not set, but PET_NNODES is")
     port_name = "PET_MASTER_PORT" if "PET_MASTER_PORT" in env else "MASTER_PORT"
-    has_port = port_name in env
     return DistributedEnv(
         rank=_below(rank, "PET_NODE_RANK", nodes, "PET_NNODES"),
         world_size=nodes,
         master_addr=address,
-        master_port=_port(env, port_name, launcher="PET") if has_port else 29500,
+        master_port=_port(env, port_name, launcher="PET", default=29500),
         launcher="pet",
     )

@@ -64,8 +64,7 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
             return _supervise(ranks, noted)
         finally:
             for process in ranks:
-                if process.poll() is None:
-                    process.kill()
+                process.kill()
             for process in ranks:
                 process.wait()
 
@@ -139,8 +138,7 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]], *, insisted: bool) -> i
 
 def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in ranks:
-        if process.poll() is None:
-            process.send_signal(number)
+        process.send_signal(number)  # does nothing to one that ended
 
 
 def _report(rank: int, code: int, others: int, noted: Sequence[int]) -> None:

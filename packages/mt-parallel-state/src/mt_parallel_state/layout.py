@@ -6,27 +6,24 @@ string alone, so a layout of thousands of ranks can be inspected on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mt_files import check_type, did_you_mean, divisors, multiples_near, shorten
-
-from mt_parallel_state.levels import cut_into_levels
+from mt_files import check_type, did_you_mean, multiples_near, shorten
 
 EMBEDDING = "embedding"
 """The pseudo axis of tied embeddings: the first and the last pipeline stage."""
 MIRROR = "mirror"
 """The pseudo axis of bidirectional schedules: pipeline ranks r and pp - 1 - r hold the same."""
 
-_DENSE = ("tp", "cp", "dp", "pp")
-_EXPERT = ("etp", "ep", "edp", "pp")
-_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+DENSE = frozenset({"tp", "cp", "dp"})  # of the dense view alone
+EXPERT = frozenset({"etp", "ep", "edp"})
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _DENSE_TO_EXPERT = {"tp": "etp", "dp": "edp"}
 _PSEUDO = (EMBEDDING, MIRROR)
-_KNOWN = (*_DENSE, "ep", "etp", "edp", *_PSEUDO)
 MOST_RANKS = 1 << 20
 
 
@@ -141,36 +138,6 @@ class ParallelLayout:
         both = {**self._digits(expert=False), **self._digits(expert=True)}
         return {axis: _index(rank, digits) for axis, digits in both.items()}
 
-    def rank(self, **coords: int) -> int:
-        """Return the rank at the given coordinates; axes left out are 0.
-
-        Dense names (tp, cp, dp, pp) decide when there are any besides pp; expert names (etp, ep,
-        edp) given with them must agree. Expert names alone (with pp) select in the expert view, so
-        `layout.rank(**layout.coordinates(r)) == r`.
-        """
-        for axis, index in coords.items():
-            if axis not in _KNOWN or axis in _PSEUDO:
-                raise ValueError(_unknown_axis(axis))
-            check_type(axis, index, int)
-            if not 0 <= index < self._axis_size(axis):
-                raise ValueError(
-                    f"{axis} index {index} is out of range: {axis} has size "
-                    f"{self._axis_size(axis)}, so the index is 0 to {self._axis_size(axis) - 1}"
-                )
-        expert = bool(_EXPERT_ONLY & coords.keys()) and not {"tp", "cp", "dp"} & coords.keys()
-        result = sum(
-            _offset(coords.get(axis, 0), digits)
-            for axis, digits in self._digits(expert=expert).items()
-        )
-        actual = self.coordinates(result)
-        wrong = {a: i for a, i in coords.items() if actual[a] != i}
-        if wrong:
-            raise ValueError(
-                f"no rank has coordinates {coords}: the dense ones give rank {result}, which is at "
-                + ", ".join(f"{axis}={actual[axis]}" for axis in wrong)
-            )
-        return result
-
     def groups(self, axes: str) -> list[list[int]]:
         """Return all groups of `axes`: each varies those axes and fixes the others.
 
@@ -181,79 +148,21 @@ class ParallelLayout:
         Args:
             axes: Axis names joined by `-`, in any order.
         """
-        if axes == EMBEDDING:
-            return [[g[0], g[-1]] if len(g) > 1 else g for g in self.groups("pp")]
-        if axes == MIRROR:
-            half = (self.pp + 1) // 2
-            return [sorted({g[i], g[-1 - i]}) for g in self.groups("pp") for i in range(half)]
-        chosen = self._resolve(axes)
-        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
-        inside = _spans([digit for a, digits in view.items() if a in chosen for digit in digits])
-        outside = _spans([d for a, digits in view.items() if a not in chosen for d in digits])
-        return [[base + offset for offset in inside] for base in outside]
+        if axes in _PSEUDO:
+            return [group for stages in self.groups("pp") for group in _pseudo(axes, stages)]
+        inner, outer = self._split(axes)
+        offsets = _spans(inner)
+        return [[base + offset for offset in offsets] for base in _spans(outer)]
 
     def group_of(self, axes: str, rank: int) -> list[int]:
         """Return the group of `axes` that holds `rank`; `[rank]` if no group does."""
         self._check_rank(rank)
-        if axes == EMBEDDING:
-            stages = self.group_of("pp", rank)
-            ends = [stages[0], stages[-1]]
-            return ends if rank in ends and len(stages) > 1 else [rank]
-        if axes == MIRROR:
-            stages = self.group_of("pp", rank)
-            return sorted({rank, stages[-1 - stages.index(rank)]})
-        chosen = self._resolve(axes)
-        view = self._digits(expert=bool(_EXPERT_ONLY & chosen))
-        inner = [digit for a, digits in view.items() if a in chosen for digit in digits]
+        if axes in _PSEUDO:
+            groups = _pseudo(axes, self.group_of("pp", rank))
+            return next((group for group in groups if rank in group), [rank])
+        inner, _ = self._split(axes)
         base = rank - sum(rank // stride % size * stride for stride, size in inner)
         return [base + offset for offset in _spans(inner)]
-
-    def levels(self, axes: str, sizes: Sequence[int]) -> list[list[list[int]]]:
-        """Return all groups of `axes` cut into levels (see `cut_into_levels`), innermost first.
-
-        `levels("dp-cp", (dp * cp // n, n))` are the groups inside and across `n` data-parallel
-        instances; `levels("cp", (8, 2))` those of hierarchical context parallelism.
-
-        Returns:
-            For each level its groups; each level partitions the world.
-        """
-        cut = [cut_into_levels(group, sizes) for group in self.groups(axes)]
-        return [[group for each in level for group in each] for level in zip(*cut, strict=True)]
-
-    def instances(self, count: int) -> list[list[int]]:
-        """Return the ranks of each of `count` optimizer instances, which partition the world.
-
-        An instance has whole replicas of the model: all ranks, over tp and pp, whose places in
-        their `dp-cp` groups lie in the same one of `count` equal runs. Statistics over all
-        gradients, such as their norm, are summed inside one. Inside and across instances one
-        parameter is handled by the two `levels("dp-cp", (dp * cp // count, count))`, an expert's
-        by those of `"edp"`.
-
-        Raises:
-            ValueError: `count` does not divide dp * cp, or the levels of `edp` would join ranks of
-                two instances.
-        """
-        check_type("count", count, int)
-        places = self.dp * self.cp
-        if count not in (valid := divisors(places)):
-            raise ValueError(
-                f"{count} instances do not share dp={self.dp} x cp={self.cp} = {places} ranks; use "
-                f"one of {', '.join(map(str, valid))}"
-            )
-        found: list[list[int]] = [[] for _ in range(count)]
-        for group in self.groups("dp-cp"):
-            for place, rank in enumerate(group):
-                found[place * count // places].append(rank)
-        owner = {rank: i for i, ranks in enumerate(found) for rank in ranks}
-        per_instance, rest = divmod(self.edp, count)
-        parts = [] if rest else self.levels("edp", (per_instance, count))[0]
-        if rest or any(len({owner[rank] for rank in part}) > 1 for part in parts):
-            raise ValueError(
-                f"{count} instances of dp={self.dp} x cp={self.cp} do not hold whole groups of "
-                f"experts (etp={self._etp}, ep={self.ep}, edp={self.edp}, order {self.order!r}); "
-                "use a number that divides edp, and an order that ends in dp-pp or pp-dp"
-            )
-        return [sorted(ranks) for ranks in found]
 
     def axis_names(self, axes: str) -> tuple[str, ...]:
         """Return the axes of an axes string as `coordinates` names them, in the order given."""
@@ -287,15 +196,23 @@ class ParallelLayout:
             stride *= self._axis_size(name)
         return digits
 
+    def _split(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the digits of a rank that vary in a group of `axes`, and those that don't."""
+        chosen = self._resolve(axes)
+        view = self._digits(expert=bool(EXPERT & chosen))
+        inner = [digit for axis in view if axis in chosen for digit in view[axis]]
+        outer = [digit for axis in view if axis not in chosen for digit in view[axis]]
+        return inner, outer
+
     def _resolve(self, axes: str) -> frozenset[str]:
         """Return the axis names of one view that an axes string stands for."""
         if not isinstance(axes, str):
             raise TypeError(f"axes must be a string such as 'dp-cp', got {axes!r}")
         names = axes.split("-")
         for name in names:
-            if name not in _KNOWN or name in _PSEUDO:
+            if name not in AXES:
                 raise ValueError(_unknown_axis(name))
-        if _EXPERT_ONLY & set(names):
+        if EXPERT & set(names):
             if "cp" in names:
                 raise ValueError(
                     f"axes {axes!r} mix cp with the expert view, which has no cp axis; "
@@ -364,13 +281,12 @@ def _index(rank: int, digits: Iterable[tuple[int, int]]) -> int:
     return result
 
 
-def _offset(index: int, digits: Iterable[tuple[int, int]]) -> int:
-    """Return what the index of an axis adds to a rank."""
-    result = 0
-    for stride, size in digits:
-        result += index % size * stride
-        index //= size
-    return result
+def _pseudo(axes: str, stages: list[int]) -> list[list[int]]:
+    """Return the groups of a pseudo axis among the ranks of one pipeline."""
+    if axes == EMBEDDING:
+        return [sorted({stages[0], stages[-1]})]
+    half = (len(stages) + 1) // 2
+    return [sorted({stages[i], stages[-1 - i]}) for i in range(half)]
 
 
 def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:
@@ -380,4 +296,5 @@ def _spans(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _unknown_axis(name: str) -> str:
-    return f"unknown axis {shorten(name)} (axes are joined by '-'). {did_you_mean(name, _KNOWN)}"
+    near = did_you_mean(name, (*AXES, *_PSEUDO))
+    return f"unknown axis {shorten(name)} (axes are joined by '-'). {near}"

@@ -6,9 +6,9 @@ import torch
 from mt_files import check_type
 from torch.distributed.device_mesh import DeviceMesh
 
-from mt_parallel_state.layout import ParallelLayout
+from mt_parallel_state.layout import AXES, ParallelLayout
 
-_AXES = ("tp", "cp", "dp", "pp")
+_AXES = AXES[:4]
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from mt_files import check_type
+from mt_files import Checks
 
 from mt_parallel_state.layout import ParallelLayout
 
@@ -27,7 +27,7 @@ class GroupOptions:
         net_name: NCCL's network plugin.
 
     Raises:
-        ValueError: A number is out of range, or `min_ctas` is above `max_ctas`.
+        ValueError: A setting is of another type or out of range, or `min_ctas` is above `max_ctas`.
     """
 
     timeout: timedelta | None = None
@@ -38,19 +38,14 @@ class GroupOptions:
     net_name: str | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (("min_ctas", 1, 32), ("max_ctas", 1, 32), ("cluster_size", 0, 8)):
-            value = getattr(self, name)
-            if value is not None:
-                check_type(name, value, int)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}={value} must be from {low} to {high}")
+        checks = Checks(self)
+        checks.at_least(1, "min_ctas", "max_ctas")
+        checks.at_most(32, "min_ctas", "max_ctas")
+        checks.at_least(0, "cluster_size")
+        checks.at_most(8, "cluster_size")
+        checks.done()
         if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
             raise ValueError(f"min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}")
-        if self.timeout is not None:
-            check_type("timeout", self.timeout, timedelta)
-        if self.net_name is not None:
-            check_type("net_name", self.net_name, str)
-        check_type("high_priority", self.high_priority, bool)
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout={self.timeout} must be above 0")
 

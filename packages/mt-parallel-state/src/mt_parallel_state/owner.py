@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from mt_files import check_type
 
-from mt_parallel_state.layout import ParallelLayout
+from mt_parallel_state.layout import DENSE, EXPERT, ParallelLayout
 from mt_parallel_state.sharding import ParamSharding
-
-_DENSE = ("tp", "cp", "dp")
-_EXPERT = ("etp", "ep", "edp")
 
 
 def is_owner(
@@ -53,6 +50,6 @@ def is_owner(
     axes = sharding.spec.axes
     return all(
         own[axis] == 0 or any(other[axis] != own[axis] for other in others)
-        for axis in (_EXPERT if axes & set(_EXPERT) else _DENSE)
+        for axis in (EXPERT if axes & EXPERT else DENSE)
         if axis not in axes
     )

@@ -9,13 +9,13 @@ from typing import cast
 from mt_files import check_type
 from torch import Tensor, nn
 
-from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
+from mt_parallel_state.layout import AXES, EMBEDDING, MIRROR, ParallelLayout
 from mt_parallel_state.matrix import MatrixSpec
 from mt_parallel_state.spec import PartitionSpec
 
 _ATTRIBUTE = "_mt_sharding"
 _TABLE = "_mt_shardings"
-_PARTIAL_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", EMBEDDING, MIRROR)
+_PARTIAL_AXES = (*AXES, EMBEDDING, MIRROR)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from types import FrameType
 from typing import Any
 
 _SAME_HANGUP_SECONDS = 0.5
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
-)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
@@ -177,7 +175,7 @@ class _Listener:
     def _is_echo(self, number: int) -> bool:
         now, before = time.monotonic(), self._last
         self._last = now
-        return number == getattr(signal, "SIGHUP", None) and now - before < _SAME_HANGUP_SECONDS
+        return number == signal.SIGHUP and now - before < _SAME_HANGUP_SECONDS
 
 
 def signal_name(number: int) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from mt_files import check_type, multiples_near
 
-from mt_parallel_state.layout import ParallelLayout
-
-_AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
-_DENSE_ONLY = frozenset({"tp", "cp", "dp"})
-_EXPERT_ONLY = frozenset({"etp", "ep", "edp"})
+from mt_parallel_state.layout import AXES, DENSE, EXPERT, ParallelLayout
 
 DimSpec = str | tuple[str, ...] | None
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class PartitionSpec:
     """For each tensor dim: `None` (whole), an axis name, or a tuple of axis names.
 
@@ -27,40 +25,36 @@ class PartitionSpec:
     >>> spec.local_shape((2, 8), ParallelLayout(tp=4))
     (2, 2)
 
+    Attributes:
+        dims: Per tensor dim the axes that split it, trailing whole dims left out.
+
     Raises:
         ValueError: An axis is unknown or used twice, or axes of the dense view (tp, cp, dp) are
             mixed with axes of the expert view (etp, ep, edp).
     """
 
-    __slots__ = ("_dims",)
+    dims: tuple[tuple[str, ...], ...]
 
     def __init__(self, *dims: DimSpec) -> None:
         names = [name for dim in dims for name in _names(dim)]
         for name in names:
-            if name not in _AXES:
-                raise ValueError(
-                    f"unknown axis {name!r} in a spec; the axes are {', '.join(_AXES)}"
-                )
+            if name not in AXES:
+                raise ValueError(f"unknown axis {name!r} in a spec; the axes are {', '.join(AXES)}")
             if names.count(name) > 1:
                 raise ValueError(f"axis {name!r} appears twice in {dims!r}; one dim can have it")
-        if _DENSE_ONLY & set(names) and _EXPERT_ONLY & set(names):
+        if DENSE & set(names) and EXPERT & set(names):
             raise ValueError(
                 f"spec {dims!r} mixes axes of the dense view (tp, cp, dp) with axes of the expert "
                 "view (etp, ep, edp); a parameter belongs to one of them"
             )
         while dims and not _names(dims[-1]):
             dims = dims[:-1]
-        self._dims: tuple[tuple[str, ...], ...] = tuple(_names(dim) for dim in dims)
-
-    @property
-    def dims(self) -> tuple[tuple[str, ...], ...]:
-        """Return per tensor dim the axes that split it, trailing whole dims left out."""
-        return self._dims
+        object.__setattr__(self, "dims", tuple(_names(dim) for dim in dims))
 
     @property
     def axes(self) -> frozenset[str]:
         """Return every axis that splits some dim."""
-        return frozenset(name for dim in self._dims for name in dim)
+        return frozenset(name for dim in self.dims for name in dim)
 
     def local_shape(self, global_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
         """Return the shape of one shard.
@@ -68,10 +62,17 @@ class PartitionSpec:
         Raises:
             ValueError: A split dim is not a multiple of its number of shards.
         """
-        return tuple(
-            _divide(size, axes, layout, dim, global_shape)
-            for dim, (size, axes) in enumerate(self._zip(global_shape, layout))
-        )
+        local = []
+        for dim, (size, axes) in enumerate(self._zip(global_shape, layout)):
+            shards = _shards(axes, layout)
+            if size % shards:
+                raise ValueError(
+                    f"dim {dim} of shape {tuple(global_shape)} has size {size}, which "
+                    f"{'-'.join(axes)} = {shards} does not divide; the nearest sizes that work are "
+                    f"{multiples_near(size, shards)}"
+                )
+            local.append(size // shards)
+        return tuple(local)
 
     def global_shape(self, local_shape: Sequence[int], layout: ParallelLayout) -> tuple[int, ...]:
         """Return the shape of the whole tensor, given the shape of one shard."""
@@ -97,22 +98,16 @@ class PartitionSpec:
         self, shape: Sequence[int], layout: ParallelLayout
     ) -> list[tuple[int, tuple[str, ...]]]:
         check_type("layout", layout, ParallelLayout)
-        if len(self._dims) > len(shape):
+        if len(self.dims) > len(shape):
             raise ValueError(
-                f"{self!r} splits dim {len(self._dims) - 1}, but the tensor of shape "
+                f"{self!r} splits dim {len(self.dims) - 1}, but the tensor of shape "
                 f"{tuple(shape)} has {len(shape)} dims"
             )
-        padded = self._dims + ((),) * (len(shape) - len(self._dims))
+        padded = self.dims + ((),) * (len(shape) - len(self.dims))
         return list(zip((int(size) for size in shape), padded, strict=True))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PartitionSpec) and self._dims == other._dims
-
-    def __hash__(self) -> int:
-        return hash(("PartitionSpec", self._dims))
-
     def __repr__(self) -> str:
-        dims = (repr(dim[0] if len(dim) == 1 else dim) if dim else "None" for dim in self._dims)
+        dims = (repr(dim[0] if len(dim) == 1 else dim) if dim else "None" for dim in self.dims)
         return f"PartitionSpec({', '.join(dims)})"
 
 
@@ -124,15 +119,3 @@ def _names(dim: DimSpec) -> tuple[str, ...]:
 
 def _shards(axes: tuple[str, ...], layout: ParallelLayout) -> int:
     return prod(layout.size(axis) for axis in axes)
-
-
-def _divide(
-    size: int, axes: tuple[str, ...], layout: ParallelLayout, dim: int, shape: Sequence[int]
-) -> int:
-    shards = _shards(axes, layout)
-    if size % shards:
-        raise ValueError(
-            f"dim {dim} of shape {tuple(shape)} has size {size}, which {'-'.join(axes)} = {shards} "
-            f"does not divide; the nearest sizes that work are {multiples_near(size, shards)}"
-        )
-    return size // shards

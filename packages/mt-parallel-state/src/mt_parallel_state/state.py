@@ -82,8 +82,8 @@ class ParallelState:
         self.device = _device(device)
         self._timeout, self._closed = timeout, False
         self._options = {tuple(self.ranks(axes)): given for axes, given in options.items()}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._made_as: dict[tuple[int, ...], tuple[str, GroupOptions | None]] = {}
+        # By ranks: the group, the name for which it was made, and how.
+        self._groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, str, GroupOptions | None]] = {}
         self._checked: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
         self._index, self._ledger = 0, None
@@ -126,8 +126,8 @@ class ParallelState:
     def level_groups(self, axes: str, sizes: Sequence[int]) -> tuple[dist.ProcessGroup | None, ...]:
         """Return this rank's group at each level of `axes`, innermost first.
 
-        A level on which it is alone has `None`. See `ParallelLayout.levels`. Every member of `axes`
-        makes the same call.
+        A level on which it is alone has `None`. See `cut_into_levels`. Every member of `axes` makes
+        the same call.
 
         Raises:
             ValueError: A level is a group that was made with other options, see `options`.
@@ -148,20 +148,6 @@ class ParallelState:
         """
         own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
         return self._of(tuple(own), axes, f".block{size}")
-
-    def instance_group(self, count: int) -> dist.ProcessGroup | None:
-        """Return this rank's group of all ranks of one of `count` optimizer instances.
-
-        Sums gradient statistics when the optimizer's state is split inside an instance and
-        replicated across them; all ranks of the layout for one instance. See
-        `ParallelLayout.instances`.
-
-        Raises:
-            ValueError: The layout has no such instances.
-            RuntimeError: The state is closed.
-        """
-        own = next(ranks for ranks in self.layout.instances(count) if self.rank in ranks)
-        return self._of(tuple(own), "tp-cp-dp-pp", f".instance{count}")
 
     def device_mesh(self, axes: str) -> DeviceMesh:
         """Return a `DeviceMesh` over this rank's group of `axes`, one mesh dim per axis as named.
@@ -189,8 +175,7 @@ class ParallelState:
         while self._checked:
             unregister_alias(self._checked.popitem()[1])
         while self._groups:
-            _, group = self._groups.popitem()
-            destroy_group(group)
+            destroy_group(self._groups.popitem()[1][0])
 
     def __enter__(self) -> ParallelState:
         return self
@@ -228,21 +213,17 @@ class ParallelState:
         options = self._options.get(ranks, inherited)
         if ranks not in self._groups:
             members = self._global(ranks)
-            self._groups[ranks] = create_group(
-                members,
-                name=f"mt-{self._identity}-{'_'.join(map(str, members))}",
-                timeout=self._timeout,
-                options=options,
-            )
-            self._made_as[ranks] = (axes + part, options)
-        name, made_with = self._made_as[ranks]
+            name = f"mt-{self._identity}-{'_'.join(map(str, members))}"
+            made = create_group(members, name=name, timeout=self._timeout, options=options)
+            self._groups[ranks] = (made, axes + part, options)
+        group, name, made_with = self._groups[ranks]
         if options != made_with:
             raise ValueError(
                 f"{axes + part!r} would have {options}, but its group of ranks {list(ranks)} was "
                 f"made as {name!r} with {made_with}; give the axes of that group options of their "
                 "own, which then hold for both"
             )
-        return self._groups[ranks]
+        return group
 
     @property
     def _identity(self) -> str:
@@ -256,18 +237,16 @@ class ParallelState:
 def _bind_rank(layout: ParallelLayout, rank: int | None, offset: int) -> int:
     if offset < 0:
         raise ValueError(f"offset={offset} must be at least 0")
-    if rank is not None and not 0 <= rank < layout.world_size and layout.world_size > 1:
-        raise ValueError(f"rank={rank} is not in the layout of {layout.world_size} ranks")
-    if not dist.is_initialized():
-        if layout.world_size > 1:
-            raise RuntimeError(
-                f"the layout has {layout.world_size} ranks, but torch.distributed is not "
-                "initialised; call init_process_group(detect_env()) first"
-            )
-        return 0 if rank is None else rank
-    world, own = dist.get_world_size(), dist.get_rank()
     if layout.world_size == 1:  # this process alone, whatever world it is in
         return 0 if rank is None else rank
+    if rank is not None and not 0 <= rank < layout.world_size:
+        raise ValueError(f"rank={rank} is not in the layout of {layout.world_size} ranks")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"the layout has {layout.world_size} ranks, but torch.distributed is not initialised; "
+            "call init_process_group(detect_env()) first"
+        )
+    world, own = dist.get_world_size(), dist.get_rank()
     sizes = f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp} x pp={layout.pp}"
     if offset == 0 and layout.world_size > world:
         raise ValueError(

@@ -188,9 +188,7 @@ def steps(actions: Iterable[Action]) -> list[Step]:
     result: list[Step] = []
     exchange: list[Action] = []
     for action in actions:
-        if not isinstance(action, Action):
-            raise TypeError(f"expected actions, got {action!r:.60}")
-        if not action.op.is_message:
+        if not require_kind(action, Action).op.is_message:
             result.append(Step(exchange=tuple(exchange), compute=action))
             exchange = []
         else:

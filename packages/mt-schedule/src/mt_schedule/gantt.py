@@ -61,9 +61,8 @@ class Panel:
     @classmethod
     def of(cls, schedule: Schedule, simulation: Simulation, *, title: str = "") -> Panel:
         """The chart of a simulated run."""
-        if not isinstance(simulation, Simulation):
-            raise TypeError(f"expected what simulate returns, got {simulation!r:.60}")
-        return cls(schedule=schedule, timeline=simulation.timeline, title=title)
+        timeline = require_kind(simulation, Simulation).timeline
+        return cls(schedule=schedule, timeline=timeline, title=title)
 
     @property
     def makespan(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +151,4 @@ class _Greedy:
         Without room for these no micro-batch might ever get to its backward.
         """
         later = sum(self._bytes[other] for other in self._held[rank] if other >= stage)
-        return self._live[rank] + later <= self._caps[rank] * (1 + 1e-9) or math.isinf(
-            self._caps[rank]
-        )
+        return self._live[rank] + later <= self._caps[rank] * (1 + 1e-9)

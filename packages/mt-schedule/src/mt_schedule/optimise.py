@@ -59,7 +59,6 @@ def optimise(
             schedule keeps the limit.
     """
     require_positive("ranks", ranks)
-    require_positive("microbatches", microbatches)
     require_positive("trials", trials + 1, 10**6)
     require_kind(costs, Costs)
     pieces = costs.stages

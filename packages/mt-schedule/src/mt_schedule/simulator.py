@@ -37,10 +37,6 @@ class Timeline(NamedTuple):
     starts: list[list[float]]
     ends: list[list[float]]
 
-    def spans(self, rank: int) -> tuple[Span, ...]:
-        """The actions of a rank that ran."""
-        return tuple(map(Span, self.plans[rank], self.starts[rank], self.ends[rank]))
-
     def stuck_at(self, rank: int) -> Action | None:
         """The first action of a rank that did not run."""
         plan, ran = self.plans[rank], len(self.ends[rank])
@@ -85,7 +81,7 @@ class Simulation:
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank when each of its compute actions ran."""
-        return tuple(self._timeline.spans(rank) for rank in range(len(self.bubble)))
+        return tuple(tuple(map(Span, *rank)) for rank in zip(*self._timeline, strict=True))
 
 
 def simulate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mt_schedule.action import LARGEST, require_positive
 
@@ -76,7 +76,8 @@ def split_layers(
             f"{num_layers} layers cannot fill {stages} stages when the embedding or the loss "
             f"counts as a layer: a stage would have none; use fewer stages, or do not count it"
         )
-    return ranges_of(lengths)
+    ends = itertools.accumulate(lengths, initial=0)
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def balance_layers(
@@ -165,9 +166,3 @@ def place_stages(ranks: int, chunks: int = 1, *, v_shape: bool = False) -> tuple
         for chunk in range(chunks)
         for rank in (reversed(way) if v_shape and chunk % 2 else way)
     )
-
-
-def ranges_of(lengths: Iterable[int]) -> list[range]:
-    """Neighbouring ranges of the given lengths, from 0 on."""
-    ends = list(itertools.accumulate(lengths, initial=0))
-    return [range(start, stop) for start, stop in itertools.pairwise(ends)]

@@ -8,18 +8,13 @@ from collections.abc import Iterator, Sequence
 from mt_schedule.action import Op, require_kind, require_positive
 from mt_schedule.gantt import Bar, Panel
 
-# For each operation its colour and that of the rank's second, third ... stage, which is darker.
-_COLOURS = {
-    Op.F: ("#8ab6e1", "#3f78b5"),
-    Op.B: ("#9bd08f", "#4a9140"),
-    Op.I: ("#86d3cb", "#2f8f86"),
-    Op.W: ("#f7c77e", "#d08a1d"),
-}
-_NAMES = {
-    Op.F: "forward (F)",
-    Op.B: "backward (B)",
-    Op.I: "input gradient (I)",
-    Op.W: "weight gradient (W)",
+# For each operation its name, its colour and that of the rank's second, third ... stage, which is
+# darker.
+_LOOKS = {
+    Op.F: ("forward (F)", "#8ab6e1", "#3f78b5"),
+    Op.B: ("backward (B)", "#9bd08f", "#4a9140"),
+    Op.I: ("input gradient (I)", "#86d3cb", "#2f8f86"),
+    Op.W: ("weight gradient (W)", "#f7c77e", "#d08a1d"),
 }
 _LEFT, _ROW, _GAP, _TITLE, _AXIS, _LEGEND = 64.0, 22.0, 4.0, 26.0, 40.0, 26.0
 
@@ -88,7 +83,8 @@ def _bar(bar: Bar, y: float, scale: float, *, is_first: bool) -> Iterator[str]:
     high = _ROW if bar.lane is None else _ROW / 2
     y += high if bar.lane == 1 else 0.0
     about = f"{op.value}{microbatch} of stage {stage}: {bar.start:.4g} to {bar.end:.4g}"
-    fill = _COLOURS[op][0 if is_first else 1]
+    _, plain, dark = _LOOKS[op]
+    fill = plain if is_first else dark
     yield _box(x, y, wide, high, fill=fill, about=about)
     size = 11 if bar.lane is None else 9
     label = str(microbatch)
@@ -124,14 +120,14 @@ def _legend(panels: Sequence[Panel], top: float) -> Iterator[str]:
         for span in spans
     }
     x = _LEFT
-    for op, colours in _COLOURS.items():
+    for op, (name, plain, dark) in _LOOKS.items():
         shades = [shade for shade in (True, False) if (op, shade) in seen]
         for is_first in shades:
-            yield _box(x, top, 14, 14, fill=colours[0 if is_first else 1])
+            yield _box(x, top, 14, 14, fill=plain if is_first else dark)
             x += 16
         if shades:
-            yield _text(x + 4, top + 11, _NAMES[op], size=11)
-            x += 6.2 * len(_NAMES[op]) + 22
+            yield _text(x + 4, top + 11, name, size=11)
+            x += 6.2 * len(name) + 22
     if any(not is_first for _, is_first in seen):
         yield _text(x, top + 11, "dark: a rank's later stages", size=11, fill="#444")
 

@@ -33,27 +33,21 @@ __all__ = [
 # Names are resolved on first use: pytest imports this package in every session, for its plugin,
 # and must not pay for torch there.
 _HOMES = {
-    "FACTORS": "tolerances",
-    "KillAt": "faults",
-    "PoolError": "errors",
-    "RankDied": "errors",
-    "RankFailure": "errors",
-    "RankPool": "pool",
-    "RankTimeout": "errors",
-    "assert_close": "tolerances",
-    "expect_kill": "faults",
-    "fake_world": "fake",
-    "layouts": "strategies",
-    "pairwise": "covering",
-    "tolerance": "tolerances",
+    "covering": "pairwise",
+    "errors": "PoolError RankDied RankFailure RankTimeout",
+    "fake": "fake_world",
+    "faults": "KillAt expect_kill",
+    "pool": "RankPool",
+    "strategies": "layouts",
+    "tolerances": "FACTORS assert_close tolerance",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

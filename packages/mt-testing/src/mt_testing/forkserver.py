@@ -51,6 +51,7 @@ SERVER_ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
+_PR_SET_PDEATHSIG = 1
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from mt_testing.forkserver import serve; "
@@ -240,7 +241,8 @@ def _become_rank(connection_fd: int, notes_fd: int, private_fds: tuple[int, ...]
         for fd in private_fds:
             os.close(fd)
         os.setsid()  # its own process group, so that its children can be ended with it
-        _die_with_parent()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         from mt_testing.worker import run_worker
 
         run_worker(Connection(connection_fd), notes_fd)
@@ -252,12 +254,6 @@ def _become_rank(connection_fd: int, notes_fd: int, private_fds: tuple[int, ...]
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _reap(children: set[int]) -> list[tuple[int, int]]:

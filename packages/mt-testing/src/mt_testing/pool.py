@@ -322,9 +322,7 @@ def _fork(server: ForkServer, rank: int) -> _Worker:
 
 def _send(workers: list[_Worker], message: bytes) -> None:
     for worker in workers:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it ended; the server says how
+        with contextlib.suppress(ConnectionError):  # it ended; the server says how
             worker.connection.send_bytes(message)
 
 

@@ -66,7 +66,7 @@ class _CallPickler(cloudpickle.Pickler):
         elif isinstance(obj, (FunctionType, type)):
             module = sys.modules.get(obj.__module__ or "")
             if module is not None:
-                self._consider(module, by_value=not _is_packaged(module))
+                self._consider(module, by_value=not _is_found(module, in_package=True))
         return super().reducer_override(obj)
 
     def _consider(self, module: ModuleType, *, by_value: bool) -> None:
@@ -85,11 +85,13 @@ class _ResultPickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _is_packaged(module: ModuleType) -> bool:
-    """Whether a module belongs to the standard library or to a package, and a rank finds it.
+def _is_found(module: ModuleType, *, in_package: bool = False) -> bool:
+    """Whether a rank's import would find this very module.
 
-    A single file beside others, such as a test module under pytest's prepend mode, does not: its
-    import would run the test file again in every rank.
+    Args:
+        module: The module.
+        in_package: Whether a single file beside others does not count, such as a test module under
+            pytest's prepend mode: its import would run the test file again in every rank.
     """
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     path = getattr(top, "__file__", None)
@@ -97,16 +99,7 @@ def _is_packaged(module: ModuleType) -> bool:
         return top.__name__ in sys.builtin_module_names
     if os.path.abspath(path).startswith(_INSTALLED):
         return True
-    return hasattr(top, "__path__") and _is_found(top)
-
-
-def _is_found(module: ModuleType) -> bool:
-    """Whether a search of `sys.path` finds this very module."""
-    top = sys.modules.get(module.__name__.partition(".")[0], module)
-    path = getattr(top, "__file__", None)
-    if path is None:
-        return top.__name__ in sys.builtin_module_names
-    if os.path.abspath(path).startswith(_INSTALLED):
-        return True
+    if in_package and not hasattr(top, "__path__"):
+        return False
     spec = importlib.machinery.PathFinder.find_spec(top.__name__)
     return spec is not None and spec.origin == path

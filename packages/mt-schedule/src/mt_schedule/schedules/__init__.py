@@ -75,8 +75,7 @@ def make_schedule(name: str, stages: int = 4, microbatches: int = 8, **options: 
             raise ValueError(
                 f"schedule {name!r} has no option {option!r}; its options: {_listed(allowed)}"
             )
-    for what, size in zip(_SIZES, (stages, microbatches), strict=True):
-        require_positive(what, size)
+    require_size(stages, microbatches)
     require_size(stages * require_positive("chunks", options.get("chunks", 1)), microbatches)
     return generator(stages, microbatches, **options)
 

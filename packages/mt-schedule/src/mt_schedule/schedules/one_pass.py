@@ -1,4 +1,7 @@
-"""Schedules with one stage on each rank and whole backwards: GPipe and 1F1B."""
+"""Schedules with one stage on each rank and whole backwards: GPipe and 1F1B.
+
+Each takes the number of stages, p, and any number of micro-batches, m, also fewer than stages.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     arXiv 1811.06965, figure 2. It takes as long as 1F1B, `(m + p - 1)(t_F + t_B)`, but holds all m
     activations. The backwards go in the order of the micro-batches, not backwards as in the figure,
     so that gradients add up in the same order as without a pipeline.
-
-    Args:
-        stages: Number of stages, p; one per rank.
-        microbatches: Number of micro-batches, m; any number.
     """
     numbers = range(microbatches)
     return Schedule(
@@ -48,8 +47,8 @@ def one_forward_one_backward(stages: int, microbatches: int, *, overlap: bool = 
     pairs takes t_F&B from the whole rather than t_F + t_B. On one rank it is F0 F1&B0 F2&B1 ...
 
     Args:
-        stages: Number of stages, p; one per rank.
-        microbatches: Number of micro-batches, m; any number, also fewer than stages.
+        stages: Number of stages.
+        microbatches: Number of micro-batches.
         overlap: Whether forwards and backwards are overlapped pairs.
     """
     numbers = range(microbatches)

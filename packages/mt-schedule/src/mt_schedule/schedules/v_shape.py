@@ -1,7 +1,7 @@
 """Schedules with split backwards and two stages on each rank, placed in a V: ZB-V, V-Half, V-Min.
 
-Rank r holds stages r and 2p - 1 - r. Data goes down the ranks and up again, so the first and the
-last stage are on rank 0.
+Each takes the number of ranks, p, and any number of micro-batches, m. Rank r holds stages r and
+2p - 1 - r. Data goes down the ranks and up again, so the first and the last stage are on rank 0.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, build a schedule by
 repeating a block, the actions of one micro-batch, every six units of time: two stages with F, I
@@ -29,10 +29,6 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     arXiv 2405.15362, D = 6. Where F, I and W take equal times and m is at least 2p, no rank waits
     between its first action and its last. Rank r begins r forwards after rank 0. Each holds at
     most 2p activations of a stage, which is 1F1B's p of two.
-
-    Args:
-        stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
-        microbatches: Number of micro-batches, m; any number.
     """
     orders = _orders(stages, microbatches, (4, 2, 4, 2))
     return _v_schedule("zb-v", orders, microbatches, limit=2 * stages, early=True)
@@ -42,10 +38,6 @@ def v_half(stages: int, microbatches: int) -> Schedule:
     """V-Half: half the bubble of 1F1B in about half its memory.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, D = 3.
-
-    Args:
-        stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
-        microbatches: Number of micro-batches, m; any number.
     """
     orders = _orders(stages, microbatches, (2, 1, 2, 1))
     return _v_schedule("v-half", orders, microbatches, limit=2 * (stages // 2 + 1))
@@ -55,10 +47,6 @@ def v_min(stages: int, microbatches: int) -> Schedule:
     """V-Min: two thirds of the bubble of 1F1B in about a third of its memory.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, D = 2.
-
-    Args:
-        stages: Number of ranks, p. Rank r holds stages r and 2p - 1 - r.
-        microbatches: Number of micro-batches, m; any number.
     """
     orders = _orders(stages, microbatches, (1, 1, 1, 1))
     return _v_schedule("v-min", orders, microbatches, limit=2 * ((stages + 4) // 3))

@@ -1,4 +1,7 @@
-"""Schedules with split backwards and one stage on each rank: ZB-H1 and ZB-H2."""
+"""Schedules with split backwards and one stage on each rank: ZB-H1 and ZB-H2.
+
+Each takes the number of stages, p, and any number of micro-batches, m.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.2. Every rank may
     hold p activations, so rank r puts W off by r micro-batches, and the bubble is
     `(p - 1)(t_F + t_I - t_W)`: a third of that of 1F1B where the three times are equal.
-
-    Args:
-        stages: Number of stages, p; one per rank.
-        microbatches: Number of micro-batches, m; any number.
     """
     return _split_1f1b("zb-h1", stages, microbatches, [stages - r - 1 for r in range(stages)])
 
@@ -31,10 +30,6 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     hold 2p - 1 activations. Where F, I and W take equal times and m is at least 2p - 1, each rank
     works without a gap; it starts one forward after the rank before it, and ends as much later, so
     there is no bubble if the next step begins without waiting for all ranks.
-
-    Args:
-        stages: Number of stages, p; one per rank.
-        microbatches: Number of micro-batches, m; any number.
     """
     return _split_1f1b("zb-h2", stages, microbatches, [2 * (stages - r - 1) for r in range(stages)])
 
