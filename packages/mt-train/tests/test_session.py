@@ -6,14 +6,16 @@ import gc
 import itertools
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from mt_train import ConfigError
+from mt_train import ConfigError, load_config
 from mt_train.history import read_history
-from mt_train.saved import ResumeError
+from mt_train.saved import ResumeError, read_saved
+from mt_train.starting import find_start
 
 MIX = "data.train=[{data}/a,{data}/b]"
 
@@ -251,6 +253,23 @@ def test_load_continues_another_run_in_a_new_folder(tiny, finished, tmp_path, lo
     outcome = tiny.run(tmp_path, f"checkpoint.load={finished}", "training.steps=6")
     assert outcome.step == 6
     assert sorted(losses(tmp_path)) == [5, 6]
+
+
+def test_what_is_loaded_stays_while_its_own_run_goes_on(tiny, tmp_path) -> None:
+    theirs, saving = tmp_path / "theirs", ("checkpoint.every=1", "checkpoint.keep=1")
+    tiny.run(theirs, "training.steps=2", *saving)
+    loaded = load_config(tiny.config, [f"checkpoint.load={theirs}"])
+    with ExitStack() as held:
+        start = find_start(loaded, tmp_path / "ours", held)
+        tiny.run(theirs, "training.steps=4", *saving)
+        assert start.path is not None
+        assert start.saved == read_saved(start.path)
+        assert find_start(loaded, tmp_path / "ours", held, step=2).path == start.path  # other ranks
+        newer = find_start(loaded, tmp_path / "ours", held).path
+        assert newer is not None
+        assert newer.name == "step_00000004"
+    tiny.run(theirs, "training.steps=5", *saving)
+    assert [path.name for path in (theirs / "checkpoints").glob("step_*")] == ["step_00000005"]
 
 
 def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:

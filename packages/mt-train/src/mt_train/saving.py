@@ -13,7 +13,6 @@ from mt_ckpt import (
     RunFolder,
     TensorShard,
     inspect_checkpoint,
-    latest_checkpoint,
     load_checkpoint,
     param_shards,
     save_checkpoint,
@@ -24,13 +23,6 @@ from torch.nn import Parameter
 from mt_train.agreement import WORLD, summed
 from mt_train.saved import ResumeError, SavedRun
 from mt_train.trainer import NonFiniteLossError, Trainer
-
-
-def find_checkpoint(folder: Path) -> Path | None:
-    """Find the newest checkpoint of a run folder, or accept a step folder itself."""
-    if (folder / "zarr.json").is_file():
-        return folder
-    return latest_checkpoint(RunFolder(folder).checkpoints)
 
 
 def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:

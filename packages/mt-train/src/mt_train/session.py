@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mt_ckpt import RunFolder, SavedTokenizer, clean
+from mt_ckpt import RunFolder, SavedTokenizer
 from mt_data import (
     BatchSampler,
     GPTDataset,
@@ -18,17 +18,13 @@ from mt_data import (
     SequentialWindows,
     Tokenizer,
     count_text_bytes,
-    load_tokenizer,
 )
 from mt_files import (
     FileError,
-    FolderLock,
-    read_bytes,
-    remove_temporaries,
     to_plain,
     write_file,
 )
-from mt_model import ModelConfig, keep_freed_memory
+from mt_model import keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
@@ -40,31 +36,20 @@ from mt_parallel_state import (
 
 from mt_train import saving
 from mt_train.agreement import summed
+from mt_train.basis import Basis, prepare_on_all_ranks
 from mt_train.board import Board
 from mt_train.config import RunConfig
 from mt_train.console import make_console
-from mt_train.corpus import (
-    Corpus,
-    OtherRankError,
-    check_packing,
-    check_tokenizer,
-    prepare_corpus,
-    verify_corpus,
-)
+from mt_train.corpus import Corpus
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.history import record_part
 from mt_train.loading import LoadedConfig, to_yaml
 from mt_train.metrics import MetricsFile, Record, read_metrics
 from mt_train.mixture import MixedSamples, sources_of
-from mt_train.optimization import check_overrides
 from mt_train.plot import draw_loss
-from mt_train.problem import ConfigError
 from mt_train.reporter import Reporter
 from mt_train.saved import SavedRun
-from mt_train.starting import Start, check_start, find_start
 from mt_train.trainer import NonFiniteLossError, Step, Trainer
-
-_TOKENIZER_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +104,9 @@ def run(
         state = stack.enter_context(
             ParallelState(layout, rank=env.rank, device=device, check=check)
         )
-        corpus = _prepare_on_all_ranks(loaded, out, state, env, stack)
-        session = _Session(loaded, out, state, corpus, stop, on_event)
+        with ExitStack() as held:
+            basis = prepare_on_all_ranks(loaded, out, state, env, stack, held)
+            session = _Session(loaded, out, state, basis, stop, on_event)
         with stop.deferred():
             return session.go(stack)
 
@@ -133,13 +119,14 @@ class _Session:
         loaded: LoadedConfig,
         out: Path,
         state: ParallelState,
-        corpus: Corpus,
+        basis: Basis,
         stop: StopSignals,
         on_event: Callable[[str], None] | None,
     ) -> None:
         config = loaded.config
         self.config, self.out, self.state, self.stop = config, out, state, stop
-        self.start, tokenizer, model = _start(loaded, out, corpus)
+        self.start, corpus = basis.start, basis.corpus
+        tokenizer, model = basis.tokenizer, basis.model
         loaded.check_layout(model, state.layout)
         training, start = config.training, self.start.progress
         length, seed = training.sequence_length, training.seed
@@ -353,18 +340,6 @@ def _close_quietly(log: MetricsFile | Board) -> None:
         log.close()
 
 
-def _start(loaded: LoadedConfig, out: Path, corpus: Corpus) -> tuple[Start, Tokenizer, ModelConfig]:
-    """Find where the run starts, and check that it can go on from there."""
-    tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
-    check_tokenizer(loaded, corpus, tokenizer)
-    check_packing(loaded, corpus)
-    model = loaded.model(tokenizer.vocab_size)
-    check_overrides(loaded, model)
-    start = find_start(loaded, out)
-    check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
-    return start, tokenizer, model
-
-
 def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOut | None:
     if corpus.validation is None:
         return None
@@ -378,47 +353,3 @@ def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOu
         micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
         max_windows=evaluation.max_windows,
     )
-
-
-def _prepare_on_all_ranks(
-    loaded: LoadedConfig, out: Path, state: ParallelState, env: DistributedEnv, stack: ExitStack
-) -> Corpus:
-    """Take the run folder and make the tokens on rank 0, and where nodes share no disk on each."""
-    corpus: Corpus | None = None
-    for first, works in ((True, env.rank == 0), (False, env.rank != 0 and env.local_rank == 0)):
-        error: Exception | None = None
-        if works:
-            try:
-                if first:
-                    _take_folder(out, stack)
-                corpus = _prepare_folder(loaded, out)
-            except Exception as caught:  # noqa: BLE001 - raised once the others were told
-                error = caught
-        is_config = isinstance(error, ConfigError)
-        failed, of_config = summed(state, error is not None, is_config)
-        if error is not None:
-            raise error
-        if failed:
-            raise OtherRankError(is_config=of_config > 0)
-    return corpus or prepare_corpus(loaded, out, tokenizer=find_start(loaded, out).tokenizer)
-
-
-def _take_folder(out: Path, stack: ExitStack) -> None:
-    """Make the run folder this process's own before anything in it changes."""
-    out.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(FolderLock(out, purpose="training"))
-    remove_temporaries(out)
-    clean(RunFolder(out).checkpoints)
-
-
-def _prepare_folder(loaded: LoadedConfig, out: Path) -> Corpus:
-    """Make the tokens and check what the run starts from; then keep the tokenizer in the folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    corpus = prepare_corpus(loaded, out, tokenizer=find_start(loaded, out).tokenizer)
-    verify_corpus(corpus)
-    _start(loaded, out, corpus)
-    tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
-    kept = RunFolder(out).tokenizer
-    if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
-        write_file(kept, tokenizer)
-    return corpus

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt import RunFolder, latest_checkpoint
+from mt_ckpt import RunFolder, hold_checkpoint, latest_checkpoint
 from mt_files import to_plain
 
 from mt_train.config import RunConfig
@@ -15,7 +16,6 @@ from mt_train.loading import LoadedConfig
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
 from mt_train.saved import ResumeError, SavedRun, read_saved
-from mt_train.saving import find_checkpoint
 
 # What may differ between two parts of a run: everything but the model, the tokenizer and these.
 _FIXED = ("seed", "sequence_length")
@@ -82,8 +82,16 @@ class Start:
         ]
 
 
-def find_start(loaded: LoadedConfig, out: Path) -> Start:
+def find_start(
+    loaded: LoadedConfig, out: Path, held: ExitStack, *, step: int | None = None
+) -> Start:
     """Find the checkpoint that a run starts from, and read its metadata.
+
+    Args:
+        loaded: The configuration.
+        out: The run's folder, which is this process's own.
+        held: Keeps a checkpoint of another run, which may still save and remove, until it closes.
+        step: Which of that run's checkpoints; None for the last one.
 
     Raises:
         ConfigError: `checkpoint.load` names none.
@@ -96,9 +104,12 @@ def find_start(loaded: LoadedConfig, out: Path) -> Start:
     checkpoint = loaded.config.checkpoint
     if checkpoint.load is None:
         return Start()
-    path = find_checkpoint(Path(checkpoint.load))
-    if path is None:
+    folder = Path(checkpoint.load)
+    is_step = (folder / "zarr.json").is_file()
+    root = folder if is_step else RunFolder(folder).checkpoints
+    if not is_step and latest_checkpoint(root) is None:
         raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
+    path = held.enter_context(hold_checkpoint(root, None if is_step else step))
     only = checkpoint.load_mode == "weights"
     return Start(path=path, saved=read_saved(path), weights_only=only)
 
