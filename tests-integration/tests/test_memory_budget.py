@@ -18,6 +18,7 @@ from mt_data_parallel import shard
 from mt_model import GPT, gpt, initializer
 from mt_optim import DistributedOptimizer, OptimizerConfig, build_optimizer
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_testing import RankPool
 
 RANKS, STEPS = 2, 3
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_heads": 4, "ffn_size": 768, "tied": False}
@@ -27,6 +28,13 @@ CONFIG, SMALL = (gpt(num_layers=layers, max_sequence_length=32, **SIZES) for lay
 # what it sums and gathers.
 BUDGETS = {torch.float32: 11.0, torch.bfloat16: 9.5}
 M_MMAP_THRESHOLD = -3  # of glibc
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Processes without memory that other tests took and freed, which would not count here."""
+    with RankPool() as pool:
+        yield pool
 
 
 def held() -> int:
@@ -67,9 +75,7 @@ def limited(most, strategy, dtype, **how):
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with ParallelState(ParallelLayout(dp=RANKS)) as state:
-        train(
-            state, SMALL, strategy, dtype
-        )  # groups, threads and code that is loaded when it is needed
+        train(state, SMALL, strategy, dtype)  # groups, threads, and code that is loaded on use
         gc.collect()
         try:
             if most is not None:
