@@ -107,7 +107,9 @@ def run(
         with ExitStack() as held:
             basis = prepare_on_all_ranks(loaded, out, state, env, stack, held)
             session = _Session(loaded, out, state, basis, stop, on_event)
+        summed(state, 0)  # while they wait for each other, a signal still ends all ranks at once
         with stop.deferred():
+            summed(state, 0)  # and none says that it trains before all of them answer one by saving
             return session.go(stack)
 
 
