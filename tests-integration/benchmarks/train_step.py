@@ -65,7 +65,7 @@ def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compil
             num_key_value_heads=layer.mixer.num_kv_heads,
             head_dim=layer.mixer.head_dim,
             max_position_embeddings=config.max_sequence_length,
-            rope_theta=layer.mixer.rope_theta,
+            rope_theta=layer.mixer.rope.theta,
             rms_norm_eps=config.norm.eps,
             tie_word_embeddings=config.tied,
             use_cache=False,

@@ -54,7 +54,7 @@ def llama() -> nn.Module:
             num_key_value_heads=layer.mixer.num_kv_heads,
             head_dim=layer.mixer.head_dim,
             max_position_embeddings=CONFIG.max_sequence_length,
-            rope_theta=layer.mixer.rope_theta,
+            rope_theta=layer.mixer.rope.theta,
             rms_norm_eps=CONFIG.norm.eps,
             tie_word_embeddings=False,
         )

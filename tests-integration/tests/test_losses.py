@@ -52,7 +52,7 @@ class Gate(nn.Module):
         return self.down(self.up(x).relu()) * even[..., :1], losses
 
 
-MIXER = "mixer: {num_heads: 4, num_kv_heads: 2, head_dim: 8, rope_theta: 10000.0}"
+MIXER = "mixer: {num_heads: 4, num_kv_heads: 2, head_dim: 8, rope: {}}"
 PLAIN = f"{{{MIXER}, feed_forward: {{ffn_size: 64}}}}"
 GATED = f"{{{MIXER}, feed_forward: {{type: gate, width: 32}}}}"
 # Losses arise in layers 1 and 2 of four: on inner stages, and on one that shares a rank with the

@@ -17,6 +17,7 @@ from mt_model import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    RopeConfig,
     gpt,
     gpt_arguments,
     preset,
@@ -127,12 +128,12 @@ def test_impossible_sizes_are_refused(changes, message):
 
 
 def test_positions_must_match_the_layers():
-    rotating = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4)
+    rotating = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope=RopeConfig())
     sizes = {"vocab_size": 8, "hidden_size": 8, "max_sequence_length": 8}
-    with pytest.raises(ValueError, match=r"positions: 'learned', but layer 0 has a rope_theta"):
+    with pytest.raises(ValueError, match=r"positions: 'learned', but layer 0 has a rope"):
         ModelConfig(**sizes, layers=(LayerConfig(mixer=rotating),), positions="learned")
     still = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8)
-    with pytest.raises(ValueError, match="no layer has a rope_theta"):
+    with pytest.raises(ValueError, match="no layer has a rope"):
         ModelConfig(**sizes, layers=(LayerConfig(mixer=still),))
 
 
@@ -216,7 +217,7 @@ def test_indivisible_split_names_both_and_the_nearest(changes, tp, message):
         ({"vocab_size": 10**17}, "vocab_size: 1000.* is too large"),
         ({"max_sequence_length": 10**5000}, "an integer of 16610 bits"),
         ({"ffn_size": 2**40}, "ffn_size: 1099511627776 is too large"),
-        ({"rope_theta": float("nan")}, "rope_theta: expected a number or null, found nan"),
+        ({"rope_theta": float("nan")}, "rope_theta: expected a number, found nan"),
         ({"init_std": float("inf")}, "init_std: expected a number, found inf"),
         ({"dropout": float("nan")}, "dropout: expected a number, found nan"),
     ],
@@ -282,7 +283,7 @@ def test_deep_and_long_values_are_cut_in_the_message():
 def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     arguments = gpt_arguments(preset(name))
     assert {*arguments, "layers"} == inspect.signature(gpt).parameters.keys()
-    off = {"rope_theta", "window", "softcap", "attention_scale"}  # null is a value of theirs
+    off = {"rope_theta", "rope", "window", "softcap", "attention_scale"}  # null is a value of theirs
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)
 
@@ -313,15 +314,16 @@ def test_layers_stand_for_all_that_describes_one(changes, message):
 
 
 def test_a_list_of_layers_may_repeat_entries_and_leave_out_the_usual_kinds():
-    mixer = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "rope_theta": 100.0}
-    still = {**mixer, "rope_theta": None}
+    mixer = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "rope": {"theta": 100.0}}
+    still = {**mixer, "rope": None}
     data = {"vocab_size": 32, "hidden_size": 8, "max_sequence_length": 16}
     data["layers"] = [
         {"mixer": mixer, "feed_forward": {"ffn_size": 16}, "repeat": 3},
         {"mixer": {"type": "attention", **still}},
     ]
     config = ModelConfig.from_dict(data)
-    entry = LayerConfig(mixer=AttentionConfig(**mixer), feed_forward=MLPConfig(ffn_size=16))
+    rotating = AttentionConfig(**{**mixer, "rope": RopeConfig(theta=100.0)})
+    entry = LayerConfig(mixer=rotating, feed_forward=MLPConfig(ffn_size=16))
     assert config.layers == (*(entry,) * 3, LayerConfig(mixer=AttentionConfig(**still)))
     assert [each.get("repeat") for each in config.to_dict()["layers"]] == [3, 1]
 

@@ -24,6 +24,8 @@ TINY = {
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "tied": False},
     "qwen": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 6, "rope_theta": 50.0},
+    "neox": {"rope": {"theta": 30.0, "fraction": 0.5}},
+    "gptj": {"rope": {"fraction": 0.7, "interleaved": True}, "head_dim": 6, "qk_norm": True},
     "gpt2": {
         "positions": "learned",
         "norm": "layer",
@@ -60,12 +62,16 @@ def oracle_norm(p, name, x, kind, eps):
     return x + p[f"{name}.bias"] if kind == "layer" else x
 
 
-def oracle_turn(x, theta):
+def oracle_turn(x, rope):
+    x, rest = x.tensor_split((int(x.shape[-1] * rope.fraction),), dim=-1)
     half = x.shape[-1] // 2
-    frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    frequency = rope.theta ** -(torch.arange(half, dtype=torch.float64) / half)
     phase = torch.exp(1j * torch.arange(x.shape[1])[:, None] * frequency)[:, None, None, :]
+    if rope.interleaved:
+        z = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * phase
+        return torch.cat((torch.view_as_real(z).flatten(-2), rest), dim=-1)
     z = torch.complex(x[..., :half], x[..., half:]) * phase
-    return torch.cat((z.real, z.imag), dim=-1)
+    return torch.cat((z.real, z.imag, rest), dim=-1)
 
 
 def oracle_attention(p, name, x, mixer, eps):
@@ -76,8 +82,8 @@ def oracle_attention(p, name, x, mixer, eps):
     if mixer.qk_norm:
         query = oracle_norm(p, f"{name}.q_norm", query, "rms", eps)
         key = oracle_norm(p, f"{name}.k_norm", key, "rms", eps)
-    if mixer.rope_theta is not None:
-        query, key = oracle_turn(query, mixer.rope_theta), oracle_turn(key, mixer.rope_theta)
+    if mixer.rope is not None:
+        query, key = oracle_turn(query, mixer.rope), oracle_turn(key, mixer.rope)
     scores = torch.einsum("bsgpd,btgd->bgpst", query, key[..., 0, :]) / math.sqrt(mixer.head_dim)
     future = torch.arange(length)[None, :] > torch.arange(length)[:, None]
     weights = torch.exp(scores).masked_fill(future, 0)

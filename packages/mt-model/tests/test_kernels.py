@@ -8,6 +8,7 @@ from mt_model.gemm import CpuGemm
 from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
 from mt_model.norm import rms_norm, rms_norm_reference
 from mt_model.reference_attention import causal_mask, reference_attention
+from mt_model.rope import RopeConfig, Rotary
 from mt_model.rotary import rotary_table, rotate, rotate_reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -73,24 +74,43 @@ def test_rms_norm_leaves_a_strided_input_unchanged():
     assert torch.allclose(y, expected, rtol=1e-12)
 
 
+ROPES = {
+    "half": RopeConfig(theta=100.0),
+    "interleaved": RopeConfig(theta=100.0, interleaved=True),
+    "partial": RopeConfig(theta=100.0, fraction=0.5),
+    "both": RopeConfig(theta=100.0, fraction=0.75, interleaved=True),
+}
+
+
+def turning(positions, head_dim, rope="half", dtype=torch.float64):
+    return rotary_table(positions, Rotary(ROPES[rope], head_dim), dtype=dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 4, 2, 3, 6)])
-def test_rotate_matches_plain_form(dtype, shape):
-    table = rotary_table(torch.arange(shape[1]), shape[-1], 100.0, dtype=dtype)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 4, 2, 3, 16)])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotate_matches_plain_form(dtype, shape, rope):
+    table = turning(torch.arange(shape[1]), shape[-1], rope, dtype)
     assert_same_function(
         lambda x: rotate(x, table),
-        lambda x: rotate_reference(x, table.double()),
+        lambda x: rotate_reference(x, table.to(torch.float64)),
         [rand(*shape)],
         dtype,
     )
 
 
-def test_rotation_is_multiplication_by_a_complex_phase():
-    x, theta = rand(2, 7, 3, 8), 50.0
-    table = rotary_table(torch.arange(7), 8, theta, dtype=torch.float64)
-    phase = torch.arange(7.0)[:, None] * theta ** -(torch.arange(4, dtype=torch.float64) / 4)
-    z = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * phase)[:, None, :]
-    assert torch.allclose(rotate(x, table), torch.cat((z.real, z.imag), -1), atol=1e-14)
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("function", [rotate, rotate_reference])
+def test_rotation_is_multiplication_of_its_pairs_by_a_complex_phase(rope, function):
+    x, config = rand(2, 7, 3, 8), ROPES[rope]
+    half = int(8 * config.fraction) // 2
+    found = function(x, turning(torch.arange(7), 8, rope))
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if config.interleaved else (i, i + half)
+        phase = torch.exp(1j * torch.arange(7.0) * config.theta ** (-i / half))[:, None]
+        z = torch.complex(x[..., a], x[..., b]) * phase
+        assert torch.allclose(torch.stack((found[..., a], found[..., b])), torch.stack((z.real, z.imag)))
+    assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,12 +146,12 @@ def attend_by_torch(qkv, query_weight, key_weight, table, *, norm):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "queries"), [(3, 1), (2, 3), (1, 4)])
-@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("rope", [*ROPES, None])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("function", [matmul_attention, plain_matmul_attention])
-def test_matmul_attention_matches_torch(dtype, groups, queries, rotary, norm, function):
-    table = rotary_table(torch.arange(9), 8, 100.0, dtype=dtype) if rotary else None
-    wide = None if table is None else table.double()
+def test_matmul_attention_matches_torch(dtype, groups, queries, rope, norm, function):
+    table = None if rope is None else turning(torch.arange(9), 8, rope, dtype)
+    wide = None if table is None else table.to(torch.float64)
 
     def fast(qkv, query_weight, key_weight):
         head_norm = HeadNorm(query_weight, key_weight, 1e-5) if norm else None
@@ -159,7 +179,7 @@ def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
 
 @pytest.mark.parametrize("rotary", [True, False])
 def test_attention_to_one_token_leaves_its_argument_and_has_a_backward(rotary):
-    table = rotary_table(torch.arange(1), 8, 100.0, dtype=torch.float64) if rotary else None
+    table = turning(torch.arange(1), 8) if rotary else None
     qkv, norm = rand(2, 1, 2, 4, 8).requires_grad_(), HeadNorm(rand(8) + 1, rand(8) + 1, 1e-5)
     before = qkv.detach().clone()
     out = matmul_attention(qkv, table, norm)
@@ -175,8 +195,8 @@ def test_attention_to_one_token_leaves_its_argument_and_has_a_backward(rotary):
 
 def test_rotation_takes_positions_of_each_row():
     x, positions = rand(2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 2, 9]])
-    table = rotary_table(positions, 8, 100.0, dtype=torch.float64)
-    rows = [rotary_table(row, 8, 100.0, dtype=torch.float64) for row in positions]
+    table = turning(positions, 8)
+    rows = [turning(row, 8) for row in positions]
     by_row = [rotate(x[i : i + 1], rows[i]) for i in range(2)]
     assert torch.equal(rotate(x, table), torch.cat(by_row))
 

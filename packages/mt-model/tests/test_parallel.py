@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_context_parallel import shard
-from mt_model import GPT, gpt
+from mt_model import GPT, RopeConfig, gpt
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -43,12 +43,18 @@ VARIANTS = {
         "dropout": 0.1,
     },
     "losses": {"num_kv_heads": 2},
+    "ropes": {"num_kv_heads": 2},
 }
+ROPES = (RopeConfig(theta=50.0), None, RopeConfig(fraction=0.5, interleaved=True))
 
 
 def config_of(variant):
-    """With "losses" the second and third of three layers return losses of their own."""
+    """With "losses" the second and third of three layers return losses, with "ropes" all differ."""
     config = gpt(**{**TINY, **VARIANTS[variant]})
+    if variant == "ropes":
+        pairs = zip(config.layers, ROPES, strict=True)
+        layers = [replace(a, mixer=replace(a.mixer, rope=rope)) for a, rope in pairs]
+        return replace(config, layers=tuple(layers))
     if variant != "losses":
         return config
     first, *others = config.layers

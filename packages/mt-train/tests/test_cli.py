@@ -124,7 +124,7 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
         assert code == 0
         model = yaml.safe_load(out)["model"]
         missing = {name for name, value in model.items() if value is None}
-        off = {"rope_theta", "window", "softcap", "attention_scale"}  # null says that there is none
+        off = {"rope_theta", "rope", "window", "softcap", "attention_scale"}  # null says that there is none
         assert missing <= {"preset", "vocab_size", *off}
         again = tmp_path / "again.yaml"
         again.write_text(out)
@@ -181,7 +181,7 @@ LAYERS = """\
 model:
   hidden_size: 32
   layers:
-    - mixer: {num_heads: 4, num_kv_heads: 2, head_dim: 8, rope_theta: 1e4}
+    - mixer: {num_heads: 4, num_kv_heads: 2, head_dim: 8, rope: {theta: 1e4}}
       feed_forward: {ffn_size: 48}
       repeat: 2
     - mixer: {type: attention, num_heads: 2, num_kv_heads: 2, head_dim: 16}

@@ -19,6 +19,7 @@ from mt_model.config import (
 )
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
+from mt_model.rope import RopeConfig
 
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
@@ -46,6 +47,7 @@ __all__ = [
     "NormConfig",
     "Positions",
     "Recompute",
+    "RopeConfig",
     "export_lora",
     "gpt",
     "gpt_arguments",

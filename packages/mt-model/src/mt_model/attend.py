@@ -23,6 +23,8 @@ from torch import Tensor
 
 from mt_model.cache import KVCache
 from mt_model.reference_attention import reference_attention
+from mt_model.rope import Rotary
+from mt_model.rotary import RotaryTable
 
 
 class AttendingLayer(Protocol):
@@ -241,17 +243,17 @@ class Pass:
 
     Attributes:
         attend: who attends to whom, and by what means.
-        tables: rotary tables of this rank's tokens by (head_dim, theta).
+        tables: rotary tables of this rank's tokens, by the mixers' `rotary`.
         documents: ids of the packed documents of whole sequences, which do not see each other.
         sample_ids: for the dropout of attention weights; None without dropout.
         hidden_index: global index of each element of the hidden states; None without dropout.
 
     Shape:
-        tables: [2, S, D] or [2, B, S, D]; documents: [B, S]; sample_ids: [B].
+        documents: [B, S]; sample_ids: [B].
     """
 
     attend: Attend
-    tables: Mapping[tuple[int, float], Tensor] = field(default_factory=dict)
+    tables: Mapping[Rotary, RotaryTable] = field(default_factory=dict)
     documents: Tensor | None = None
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None

@@ -17,7 +17,7 @@ from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm
 from mt_model.placement import Placement
-from mt_model.rotary import rotate
+from mt_model.rotary import RotaryTable, rotate
 
 MATMUL_MAX_LENGTH = 512
 
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         )
 
     @torch.no_grad()
-    def _watch(self, qkv: Tensor, table: Tensor | None, kept: Tensor, shared: Pass) -> None:
+    def _watch(self, qkv: Tensor, table: RotaryTable | None, kept: Tensor, shared: Pass) -> None:
         query, key, _ = self._heads(qkv, table)
         found = max_logit(
             query,
@@ -198,7 +198,7 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def _heads(self, qkv: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normed and rotated, each [B, S, heads, D]."""
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
         if self.q_norm is not None and self.k_norm is not None:

@@ -20,6 +20,7 @@ from mt_files import (
 )
 
 from mt_model.choice import Positions
+from mt_model.rope import Rotary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,8 +101,8 @@ class MixerConfig(EntryConfig):
     default_kind: ClassVar[str] = "attention"
 
     @property
-    def rotary(self) -> tuple[int, float] | None:
-        """Width and base of the rotary table that the kind reads, if any."""
+    def rotary(self) -> Rotary | None:
+        """What the rotary table that the kind reads is made for, if it reads one."""
         return None
 
     @property
@@ -227,14 +228,14 @@ class ModelConfig:
         if self.positions == "rope" and not rotating:
             checks.add(
                 "positions",
-                "'rope', but no layer has a rope_theta. Set rope_theta on the layers that turn "
-                "their heads, or use positions='learned' or 'none'.",
+                "'rope', but no layer has a rope. Set rope on the layers that turn their heads, "
+                "or use positions='learned' or 'none'.",
             )
         if self.positions != "rope" and rotating:
             checks.add(
                 "positions",
-                f"{self.positions!r}, but layer {rotating[0]} has a rope_theta. Set it to None, or "
-                "use positions='rope'.",
+                f"{self.positions!r}, but layer {rotating[0]} has a rope. Set it to None, or use "
+                "positions='rope'.",
             )
         checks.done()
         self._check_losses()

@@ -43,7 +43,8 @@ from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
 from mt_model.norm import build_norm
 from mt_model.placement import Placement
-from mt_model.rotary import rotary_table
+from mt_model.rope import Rotary
+from mt_model.rotary import RotaryTable, rotary_table
 
 Batch: TypeAlias = Mapping[str, Any]
 
@@ -512,13 +513,11 @@ class GPT(nn.Module):
             return x
         return x.chunk(self.placement.tp, dim=dim)[self.placement.tp_index]
 
-    def _tables(self, positions: Tensor) -> dict[tuple[int, float], Tensor]:
-        """Rotary tables of this stage's layers, one per distinct (head_dim, theta)."""
+    def _tables(self, positions: Tensor) -> dict[Rotary, RotaryTable]:
+        """Rotary tables of this stage's layers; equal ones are made once."""
         kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
-        return {
-            (head_dim, theta): rotary_table(positions, head_dim, theta, dtype=self.placement.dtype)
-            for head_dim, theta in filter(None, kinds)
-        }
+        dtype = self.placement.dtype
+        return {kind: rotary_table(positions, kind, dtype=dtype) for kind in kinds if kind}
 
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)

@@ -19,6 +19,7 @@ from mt_model.config import (
     ModelConfig,
     Sizes,
 )
+from mt_model.rope import RopeConfig, Rotary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,7 @@ class AttentionConfig(MixerConfig):
         num_heads: query heads.
         num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
         head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
-        rope_theta: base of the rotary embedding (half-split pairing); None turns no head.
+        rope: how heads turn with the position; None turns none (NoPE).
         qk_norm: RMSNorm over `head_dim` on queries and keys before the rotation.
         qkv_bias: bias on the fused query, key and value projection.
         out_bias: bias on the output projection.
@@ -48,7 +49,7 @@ class AttentionConfig(MixerConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float | None = None
+    rope: RopeConfig | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -65,7 +66,7 @@ class AttentionConfig(MixerConfig):
         checks.at_most(MAX_HEADS, *sizes)
         checks.at_most(MAX_LENGTH, "window")
         checks.fraction("dropout")
-        checks.above(0, "rope_theta", "softcap", "scale")
+        checks.above(0, "softcap", "scale")
         checks.done()
         if self.num_heads % self.num_kv_heads:
             good = _around(self.num_kv_heads, divisors(self.num_heads))
@@ -75,12 +76,12 @@ class AttentionConfig(MixerConfig):
                 "key/value head serves the same number of query heads. Nearest num_kv_heads that "
                 f"does: {good}.",
             )
-        if self.rope_theta is not None and self.head_dim % 2:
+        why = None if self.rope is None else self.rope.obstacle(self.head_dim)
+        if why is not None:
             checks.add(
                 "head_dim",
-                f"{self.head_dim} is odd, and rope_theta={self.rope_theta} turns pairs of "
-                "channels. Use an even head_dim, or no RoPE (gpt's positions is 'learned' or "
-                "'none').",
+                f"{why}. Use another head_dim or rope.fraction, or no RoPE (gpt's positions is "
+                "'learned' or 'none').",
             )
         checks.done()
 
@@ -90,9 +91,9 @@ class AttentionConfig(MixerConfig):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def rotary(self) -> tuple[int, float] | None:
-        """Width and base of the rotary table."""
-        return None if self.rope_theta is None else (self.head_dim, self.rope_theta)
+    def rotary(self) -> Rotary | None:
+        """What the rotary table is made for."""
+        return None if self.rope is None else Rotary(self.rope, self.head_dim)
 
     @property
     def drops(self) -> bool:

@@ -7,6 +7,7 @@ for short sequences; `attention.py` decides.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_model.norm import rms_norm_reference
 from mt_model.reference_attention import reference_attention
-from mt_model.rotary import rotate_reference, swap_halves
+from mt_model.rotary import RotaryTable, rotate_reference, swap_pairs, turn
 
 
 class HeadNorm(NamedTuple):
@@ -32,7 +33,7 @@ class HeadNorm(NamedTuple):
 
 def plain_matmul_attention(
     qkv: Tensor,
-    table: Tensor | None,
+    table: RotaryTable | None,
     norm: HeadNorm | None,
     *,
     scale: float | None = None,
@@ -57,7 +58,7 @@ def plain_matmul_attention(
 
 def matmul_attention(
     qkv: Tensor,
-    table: Tensor | None,
+    table: RotaryTable | None,
     norm: HeadNorm | None,
     *,
     scale: float | None = None,
@@ -75,16 +76,17 @@ def matmul_attention(
         allowed: True where a query sees a key; causal where None.
 
     Shape:
-        qkv: [B, S, G, Q + 2, D]; table: [2, S, D] or [2, B, S, D]; allowed: [S, S] or [B, S, S].
-        Returns [B, S, G * Q * D].
+        qkv: [B, S, G, Q + 2, D]; allowed: [S, S] or [B, S, S]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
         return plain_matmul_attention(qkv, table, norm, scale=scale, allowed=allowed)
     query, key, eps = norm or (None, None, 0.0)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    if table is not None and table.dim() == 4:
-        table = table[:, :, None, None]  # one for each row, over groups and parts
-    return _MatmulAttention.apply(qkv, table, query, key, (eps, scale), allowed)  # pyright: ignore[reportReturnType]
+    values, interleaved = (None, False) if table is None else table
+    if values is not None and values.dim() == 4:
+        values = values[:, :, None, None]  # one for each row, over groups and parts
+    options = eps, scale, interleaved
+    return _MatmulAttention.apply(qkv, values, query, key, options, allowed)  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -97,10 +99,10 @@ class _MatmulAttention(torch.autograd.Function):
         table: Tensor | None,
         query_weight: Tensor | None,
         key_weight: Tensor | None,
-        eps_and_scale: tuple[float, float],
+        options: tuple[float, float, bool],
         allowed: Tensor | None,
     ) -> Tensor:
-        eps, scale = eps_and_scale
+        eps, scale, interleaved = options
         batch, length, groups, parts, width = qkv.shape
         # A copy also where the strides need none (one token): the norm below works in place.
         packed = qkv.permute(0, 2, 3, 1, 4).clone(memory_format=torch.contiguous_format)
@@ -108,13 +110,13 @@ class _MatmulAttention(torch.autograd.Function):
         if query_weight is not None and key_weight is not None:
             rstd = _normalise_(packed[:, :, :-1], eps)
             weight = torch.cat((query_weight.expand(parts - 2, width), key_weight[None]))
-        turned = _weigh_rotate(packed[:, :, :-1], weight, table)
+        turned = _weigh_rotate(packed[:, :, :-1], weight, table, interleaved=interleaved)
         query, key, value = _flatten(turned, packed)
         mask = _mask(allowed, qkv)
         scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
         probs = torch.softmax(scores, dim=-1, out=scores)  # row by row, so it may be in place
         ctx.save_for_backward(packed, turned, probs, table, weight, rstd)
-        ctx.scale = scale
+        ctx.scale, ctx.interleaved = scale, interleaved
         out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
         return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
 
@@ -133,8 +135,11 @@ class _MatmulAttention(torch.autograd.Function):
         softmax_backward(grad_scores, probs, -1, probs.dtype, grad_input=grad_scores)
         grad_query = torch.bmm(grad_scores, key).view_as(packed[:, :, :-2])
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view_as(packed[:, :, -2:-1])
-        _scale_rotate_back(grad_packed[:, :, :-2], grad_query, table, ctx.scale)
-        _scale_rotate_back(grad_packed[:, :, -2:-1], grad_key, table, ctx.scale)
+        back = partial(
+            _scale_rotate_back, table=table, scale=ctx.scale, interleaved=ctx.interleaved
+        )
+        back(grad_packed[:, :, :-2], grad_query)
+        back(grad_packed[:, :, -2:-1], grad_key)
         grad_weights = (None, None)
         if weight is not None and rstd is not None:
             normed = packed[:, :, :-1]
@@ -176,23 +181,34 @@ def _normalise_backward_(
     return grad_weight[:-1].sum(0), grad_weight[-1]
 
 
-def _weigh_rotate(x: Tensor, weight: Tensor | None, table: Tensor | None) -> Tensor:
+def _weigh_rotate(
+    x: Tensor, weight: Tensor | None, table: Tensor | None, *, interleaved: bool
+) -> Tensor:
     """`rotate(x * weight)` with the weight folded into the table: two passes and a swap."""
     if table is None:
         return x if weight is None else x * weight.unsqueeze(1)
     cos, sin = table.unbind(0)
-    if weight is not None:
-        cos, sin = cos * weight.unsqueeze(1), sin * swap_halves(weight).unsqueeze(1)
-    return (x * cos).addcmul_(swap_halves(x), sin)
+    if weight is None:
+        return turn(x, cos, sin, interleaved=interleaved)
+    width = cos.shape[-1]
+    first, rest = (w.unsqueeze(1) for w in weight.tensor_split((width,), dim=-1))
+    cos, sin = cos * first, sin * swap_pairs(first, interleaved=interleaved)
+    turned = turn(x[..., :width], cos, sin, interleaved=interleaved)
+    return torch.cat((turned, x[..., width:] * rest), -1) if rest.shape[-1] else turned
 
 
-def _scale_rotate_back(out: Tensor, grad: Tensor, table: Tensor | None, scale: float) -> None:
-    """`out = scale * (grad * cos - swap_halves(grad) * sin)`, in two passes over `out`."""
+def _scale_rotate_back(
+    out: Tensor, grad: Tensor, *, table: Tensor | None, scale: float, interleaved: bool
+) -> None:
+    """`out = scale * (grad * cos - swap_pairs(grad) * sin)`, in two passes over `out`."""
+    width = 0 if table is None else table.shape[-1]
+    if width < out.shape[-1]:
+        torch.mul(grad[..., width:], scale, out=out[..., width:])
     if table is None:
-        torch.mul(grad, scale, out=out)
         return
-    torch.mul(grad, table[0] * scale, out=out)
-    out.addcmul_(swap_halves(grad), table[1], value=-scale)
+    turned, into = grad[..., :width], out[..., :width]
+    torch.mul(turned, table[0] * scale, out=into)
+    into.addcmul_(swap_pairs(turned, interleaved=interleaved), table[1], value=-scale)
 
 
 def _flatten(turned: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

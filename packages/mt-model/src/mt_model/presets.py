@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mt_files import FieldError, did_you_mean, shorten, to_plain
+from mt_files import FieldError, build, did_you_mean, shorten, to_plain
 
 from mt_model.choice import Activation, Positions
 from mt_model.config import (
@@ -17,6 +17,9 @@ from mt_model.config import (
     NormConfig,
 )
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.rope import RopeConfig
+
+_DEFAULT_THETA = RopeConfig().theta
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
@@ -31,7 +34,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     ffn_size: int | None = None,
     max_sequence_length: int = 2048,
     positions: Positions = "rope",
-    rope_theta: float | None = 10000.0,
+    rope_theta: float | None = _DEFAULT_THETA,
+    rope: RopeConfig | Mapping[str, Any] | None = None,
     qk_norm: bool = False,
     norm: Literal["rms", "layer"] = "rms",
     norm_eps: float = 1e-5,
@@ -63,6 +67,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         max_sequence_length: longest sequence.
         positions: `rope`, `learned` or `none`.
         rope_theta: base of the rotary embedding; read only with `positions="rope"`.
+        rope: all of it, in place of `rope_theta`: a RopeConfig, or its fields as a mapping.
         qk_norm: RMSNorm on queries and keys.
         norm: `rms` or `layer`.
         norm_eps: eps of every norm.
@@ -110,7 +115,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
-            rope_theta=rope_theta if positions == "rope" else None,
+            rope=_rope(positions, rope_theta, rope),
             qk_norm=qk_norm,
             qkv_bias=bias,
             out_bias=bias,
@@ -133,6 +138,30 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         dropout=dropout,
         init_std=init_std,
     )
+
+
+def _rope(
+    positions: Positions, theta: float | None, rope: RopeConfig | Mapping[str, Any] | None
+) -> RopeConfig | None:
+    """Join the short and the long form of the rotary embedding."""
+    if rope is None:
+        if positions != "rope" or theta is None:
+            return None
+        try:
+            return RopeConfig(theta=theta)
+        except FieldError as error:
+            raise FieldError({"rope_theta": error.errors["theta"]}, "gpt") from None
+    if positions != "rope":
+        text = f"does not go with positions={shorten(positions)}; leave it out, or use 'rope'"
+        raise FieldError({"rope": text}, "gpt")
+    whole = rope if isinstance(rope, RopeConfig) else build(RopeConfig, rope, "rope")
+    if theta not in (None, _DEFAULT_THETA, whole.theta):
+        text = (
+            f"its theta is {whole.theta}, but rope_theta is {shorten(theta)}; say rope.theta, and "
+            "leave rope_theta out or give it the same value"
+        )
+        raise FieldError({"rope": text}, "gpt")
+    return whole
 
 
 def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
@@ -162,6 +191,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
     if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
         shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}
+        shared |= _rope_arguments(mixer.rope)
         shared |= {"bias": mixer.out_bias, "attention_dropout": mixer.dropout}
         shared["attention_scale"] = mixer.scale
         shared |= {name: getattr(mlp, name) for name in _OF_MLP}
@@ -171,12 +201,20 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     return {**whole, "layers": config.to_dict()["layers"]}
 
 
+def _rope_arguments(rope: RopeConfig | None) -> dict[str, Any]:
+    """Return the short form where it says all."""
+    if rope is None:
+        return {"rope_theta": None, "rope": None}
+    plain = rope == RopeConfig(theta=rope.theta)
+    return {"rope_theta": rope.theta, "rope": None if plain else to_plain(rope)}
+
+
 _OF_ATTENTION = (
-    *("num_heads", "num_kv_heads", "head_dim", "rope_theta", "qk_norm"),
+    *("num_heads", "num_kv_heads", "head_dim", "qk_norm"),
     *("window", "sinks", "softcap"),
 )
 _OF_MLP = ("ffn_size", "activation", "gated")
-_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "bias", "attention_dropout", "attention_scale")
+_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "rope_theta", "rope", "bias", "attention_dropout", "attention_scale")
 
 _GPT2: Mapping[str, Any] = MappingProxyType(
     {

@@ -1,77 +1,122 @@
-"""Rotary position embedding (Su et al., 2021), half-split: channel i turns with i + head_dim/2."""
+"""Rotary position embedding: tables of cosines and sines, and the rotation by them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_model.kernels import Kernel, eager_obstacle, kernel_for, serves
+from mt_model.rope import Rotary
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float, *, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine of `position * theta^(-2i/head_dim)`, computed in fp64 and rounded once.
+class RotaryTable(NamedTuple):
+    """Cosines and sines for the first channels of a head; the others stay as they are.
+
+    Attributes:
+        values: Cosines for both channels of each pair, then sines, negated for the first channel.
+        interleaved: A pair is two neighbours; else one channel of each half.
 
     Shape:
-        positions: [S], or [B, S] where rows differ. Returns [2, S, head_dim] or [2, B, S,
-        head_dim]: cosines for both halves, then sines, negated for the first half, so that
-        `rotate` is `x * table[0] + swap_halves(x) * table[1]`.
+        values: [2, S, W], or [2, B, S, W] where rows differ.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    angle = positions.double()[..., None] * theta**-exponent
+
+    values: Tensor
+    interleaved: bool = False
+
+    def to(self, dtype: torch.dtype) -> RotaryTable:
+        """Return it in another dtype."""
+        return self._replace(values=self.values.to(dtype))
+
+
+def rotary_table(positions: Tensor, rotary: Rotary, *, dtype: torch.dtype) -> RotaryTable:
+    """Cosine and sine of `position * frequency`, computed in fp64 and rounded once.
+
+    Shape:
+        positions: [S], or [B, S] where rows differ.
+    """
+    frequencies = torch.tensor(
+        rotary.frequencies(), dtype=torch.float64, device=positions.device
+    )
+    angle = positions.double()[..., None] * frequencies
     cos, sin = angle.cos(), angle.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
+    pairs = (cos, cos), (-sin, sin)
+    if rotary.rope.interleaved:
+        halves = [torch.stack(pair, -1).flatten(-2) for pair in pairs]
+    else:
+        halves = [torch.cat(pair, -1) for pair in pairs]
+    return RotaryTable(torch.stack(halves).to(dtype), rotary.rope.interleaved)
 
 
-def swap_halves(x: Tensor) -> Tensor:
-    """The two halves of the last dim, exchanged."""
+def swap_pairs(x: Tensor, *, interleaved: bool) -> Tensor:
+    """The channels of each pair of the last dim, exchanged."""
+    if interleaved:
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((b, a), dim=-1)
 
 
-def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
-    """`(a cos - b sin, b cos + a sin)` for the halves a, b of the last dim.
+def rotate_reference(x: Tensor, table: RotaryTable) -> Tensor:
+    """`(a cos - b sin, b cos + a sin)` for the pairs a, b of the first channels.
 
     Shape:
-        x: [B, S, ..., D]; table: [2, S, D] or [2, B, S, D]. Returns the shape of x.
+        x: [B, S, ..., D] with D at least the table's width. Returns the shape of x.
     """
-    cos, sin = _broadcast(table, x.dim())
-    return x * cos + swap_halves(x) * sin
+    cos, sin = _broadcast(table.values, x.dim())
+    turned, rest = x.tensor_split((cos.shape[-1],), dim=-1)
+    turned = turned * cos + swap_pairs(turned, interleaved=table.interleaved) * sin
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
+def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """`rotate_reference` in eager mode with a backward that keeps no activation.
 
     Shape:
-        x: [B, S, ..., D]; table: [2, S, D] or [2, B, S, D]. Returns the shape of x.
+        x: [B, S, ..., D] with D at least the table's width. Returns the shape of x.
     """
     return kernel_for(ROTATE_KERNELS, x, table).run(x, table)
 
 
-def _broadcast(table: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, back: bool = False) -> Tensor:
+    """Rotate the first channels of `x`, or the gradient `back`, in as few passes as may be.
+
+    Shape:
+        cos, sin: broadcast with x, but for the last dim, which may be narrower.
+    """
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
+    swapped = swap_pairs(turned, interleaved=interleaved)
+    turned = (turned * cos).addcmul_(swapped, sin, value=-1 if back else 1)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def _broadcast(values: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     between = (1,) * (dims - 3)
-    cos, sin = table.view(*table.shape[:-1], *between, table.shape[-1]).unbind(0)
+    cos, sin = values.view(*values.shape[:-1], *between, values.shape[-1]).unbind(0)
     return cos, sin
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(table)
-        cos, sin = _broadcast(table, x.dim())
-        return (x * cos).addcmul_(swap_halves(x), sin)
+    def forward(ctx: Any, x: Tensor, values: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(values)
+        ctx.interleaved = interleaved
+        return turn(x, *_broadcast(values, x.dim()), interleaved=interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (table,) = ctx.saved_tensors
-        cos, sin = _broadcast(table, grads[0].dim())
-        return (grads[0] * cos).addcmul_(swap_halves(grads[0]), sin, value=-1), None
+        cos_sin = _broadcast(ctx.saved_tensors[0], grads[0].dim())
+        return turn(grads[0], *cos_sin, interleaved=ctx.interleaved, back=True), None, None
+
+
+def _rotate_eager(x: Tensor, table: RotaryTable) -> Tensor:
+    return _Rotate.apply(x, *table)  # pyright: ignore[reportReturnType]
 
 
 ROTATE_KERNELS: tuple[Kernel[Tensor], ...] = (
-    Kernel("eager", _Rotate.apply, eager_obstacle),
+    Kernel("eager", _rotate_eager, eager_obstacle),
     Kernel("reference", rotate_reference, serves),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near, shorten
-from mt_model import Activation, LayerConfig, Positions, Recompute
+from mt_model import Activation, LayerConfig, Positions, Recompute, RopeConfig
 from mt_schedule import SCHEDULES
 
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
@@ -29,7 +29,7 @@ _MAX_PREFETCH = 4096  # as many as a model has layers
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
-_UNIFORM += ("activation", "gated", "rope_theta", "qk_norm", "bias", "attention_dropout")
+_UNIFORM += ("activation", "gated", "rope_theta", "rope", "qk_norm", "bias", "attention_dropout")
 _UNIFORM += ("window", "sinks", "softcap", "attention_scale")
 
 _SCALES = ("lr_scale", "wd_scale", "eps_scale")  # of an override
@@ -80,6 +80,8 @@ class ModelSection:
         norm_eps: Added to the mean square before the root; 1e-5 by default.
         positions: `rope` (the default), `learned` (a table) or `none`.
         rope_theta: Base of the rotary embedding; 10000 by default.
+        rope: All of the rotary embedding, in place of `rope_theta`: mt-model's `RopeConfig`, such
+            as `{theta: 1e6, fraction: 0.5, interleaved: true}`.
         qk_norm: RMSNorm on queries and keys; false by default.
         bias: A bias on every projection of the layers; false by default.
         tied: The head is the embedding matrix; true by default.
@@ -111,6 +113,7 @@ class ModelSection:
     norm_eps: float | None = None
     positions: Positions | None = None
     rope_theta: float | None = None
+    rope: RopeConfig | None = None
     qk_norm: bool | None = None
     bias: bool | None = None
     tied: bool | None = None
