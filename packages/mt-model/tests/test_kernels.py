@@ -83,7 +83,7 @@ ROPES = {
 
 
 def turning(positions, head_dim, rope="half", dtype=torch.float64):
-    return rotary_table(positions, Rotary(ROPES[rope], head_dim), dtype=dtype)
+    return rotary_table(positions, Rotary(ROPES[rope], head_dim), length=1, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

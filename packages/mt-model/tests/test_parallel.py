@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_context_parallel import shard
-from mt_model import GPT, RopeConfig, gpt
+from mt_model import GPT, DynamicScaling, RopeConfig, gpt
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -45,7 +45,11 @@ VARIANTS = {
     "losses": {"num_kv_heads": 2},
     "ropes": {"num_kv_heads": 2},
 }
-ROPES = (RopeConfig(theta=50.0), None, RopeConfig(fraction=0.5, interleaved=True))
+ROPES = (
+    RopeConfig(theta=50.0, scaling=DynamicScaling(factor=2.0, original_length=4)),
+    None,
+    RopeConfig(fraction=0.5, interleaved=True),
+)
 
 
 def config_of(variant):

@@ -172,8 +172,11 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def kind_name(cls: type) -> str:
-    """Return the word that `type` uses for a dataclass: its name without Config, in small."""
-    return cls.__name__.removesuffix("Config").lower()
+    """Return the word that `type` uses for a dataclass.
+
+    That is its own `type_name`, or else its name without Config, in small.
+    """
+    return vars(cls).get("type_name") or cls.__name__.removesuffix("Config").lower()
 
 
 class _Binder:

@@ -108,6 +108,7 @@ class Generator:
         cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device
         fed = torch.tensor([prompt], device=device)
+        whole = [fed]
         waiting: Tensor | None = None
         for position in range(len(prompt), length):
             # Padding rows of the embedding are no tokens.
@@ -119,6 +120,10 @@ class Generator:
                 yield int(waiting)
             waiting = choose(allowed, sampling, position)
             fed = waiting[:, None]
+            whole.append(fed)
+            if self.config.cache_break(cache.length, position + 1) is not None:
+                cache = self.model.new_cache(batch_size=1, max_length=length)
+                fed = torch.cat(whole, dim=1)
         if waiting is not None and int(waiting) != self.tokenizer.eod_id:
             yield int(waiting)
 

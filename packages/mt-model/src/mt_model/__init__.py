@@ -20,6 +20,14 @@ from mt_model.config import (
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 from mt_model.rope import RopeConfig
+from mt_model.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongropeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
@@ -36,10 +44,14 @@ __all__ = [
     "PRESETS",
     "Activation",
     "AttentionConfig",
+    "DynamicScaling",
     "EntryConfig",
     "FeedForwardConfig",
     "KVCache",
     "LayerConfig",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongropeScaling",
     "Losses",
     "MLPConfig",
     "MixerConfig",
@@ -48,6 +60,8 @@ __all__ = [
     "Positions",
     "Recompute",
     "RopeConfig",
+    "RopeScaling",
+    "YarnScaling",
     "export_lora",
     "gpt",
     "gpt_arguments",

@@ -110,6 +110,12 @@ class MixerConfig(EntryConfig):
         """Whether it drops anything in training, and so needs sample ids."""
         return False
 
+    @property
+    def cache_break(self) -> int | None:
+        """Length of a sequence past which what a cache held before doesn't serve, if there is."""
+        scaling = None if self.rotary is None else self.rotary.rope.scaling
+        return None if scaling is None else scaling.cache_break
+
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give the shapes of what one rank keeps of tokens it has seen, by name.
 
@@ -280,6 +286,18 @@ class ModelConfig:
             each = sum(norm + entry.num_parameters(hidden) for entry in layer.entries)
             total += repeats * each
         return total
+
+    def cache_break(self, held: int, length: int) -> int | None:
+        """Return the length between these past which what a cache holds doesn't serve, or None.
+
+        Args:
+            held: Tokens that the cache holds.
+            length: Tokens with those to come.
+        """
+        if not held:
+            return None
+        breaks = (layer.mixer.cache_break for layer, _ in runs(self.layers))
+        return next((at for at in breaks if at is not None and held <= at < length), None)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Count the operations of forward and backward for one token of a full sequence.

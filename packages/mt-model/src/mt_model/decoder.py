@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -471,6 +472,13 @@ class GPT(nn.Module):
                     f"{cache.length + length} tokens are more than the cache holds "
                     f"({cache.max_length}); allocate it with a larger max_length"
                 )
+            end = self.config.cache_break(cache.length, cache.length + length)
+            if end is not None:
+                raise ValueError(
+                    f"the cache holds {cache.length} tokens, and keys made in sequences of up to "
+                    f"{end} do not serve {cache.length + length}: the factors of longrope change "
+                    "there. Make a new cache, and give all tokens again"
+                )
             return torch.arange(cache.length, cache.length + length, device=device)
         self._check_length(length)
         self.placement.check_length(length)
@@ -501,7 +509,7 @@ class GPT(nn.Module):
             attend = CachedAttend(cache=cache, positions=positions)
         return Pass(
             attend=attend,
-            tables=self._tables(positions),
+            tables=self._tables(positions, length if cache is None else cache.length + length),
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,
@@ -513,11 +521,11 @@ class GPT(nn.Module):
             return x
         return x.chunk(self.placement.tp, dim=dim)[self.placement.tp_index]
 
-    def _tables(self, positions: Tensor) -> dict[Rotary, RotaryTable]:
+    def _tables(self, positions: Tensor, length: int) -> dict[Rotary, RotaryTable]:
         """Rotary tables of this stage's layers; equal ones are made once."""
         kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
-        dtype = self.placement.dtype
-        return {kind: rotary_table(positions, kind, dtype=dtype) for kind in kinds if kind}
+        make = partial(rotary_table, positions, length=length, dtype=self.placement.dtype)
+        return {kind: make(kind) for kind in kinds if kind}
 
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)

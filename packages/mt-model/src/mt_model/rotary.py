@@ -31,17 +31,24 @@ class RotaryTable(NamedTuple):
         return self._replace(values=self.values.to(dtype))
 
 
-def rotary_table(positions: Tensor, rotary: Rotary, *, dtype: torch.dtype) -> RotaryTable:
-    """Cosine and sine of `position * frequency`, computed in fp64 and rounded once.
+def rotary_table(
+    positions: Tensor, rotary: Rotary, *, length: int, dtype: torch.dtype
+) -> RotaryTable:
+    """Cosine and sine of `position * angle`, computed in fp64 and rounded once.
+
+    Args:
+        positions: Of the tokens.
+        rotary: What is turned, and how.
+        length: Of the whole sequence, for scalings that depend on it.
+        dtype: Of the table.
 
     Shape:
         positions: [S], or [B, S] where rows differ.
     """
-    frequencies = torch.tensor(
-        rotary.frequencies(), dtype=torch.float64, device=positions.device
-    )
-    angle = positions.double()[..., None] * frequencies
-    cos, sin = angle.cos(), angle.sin()
+    angles = torch.tensor(rotary.angles(length), dtype=torch.float64)
+    # Waiting for the copy would wait for all work before it on an accelerator.
+    angle = positions.double()[..., None] * angles.to(positions.device, non_blocking=True)
+    cos, sin = angle.cos() * rotary.magnitude, angle.sin() * rotary.magnitude
     pairs = (cos, cos), (-sin, sin)
     if rotary.rope.interleaved:
         halves = [torch.stack(pair, -1).flatten(-2) for pair in pairs]
