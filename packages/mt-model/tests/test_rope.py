@@ -266,3 +266,88 @@ def test_a_cache_of_short_longrope_keys_is_refused_once_the_sequence_is_long():
     assert model.config.cache_break(9, 12) is None
     with pytest.raises(ValueError, match="the cache holds 8 tokens, and keys made .* Make a new"):
         model.logits(tokens[:, 8:9], cache=cache)
+
+
+SECTIONS = {
+    "chunked": RopeConfig(theta=30.0, sections=(2, 1, 1)),
+    "interleaved": RopeConfig(theta=30.0, sections=(2, 1, 1), sections_interleaved=True),
+}
+
+
+def grid(rows=2, length=9):
+    """Text, then an image of two rows of two, then text again, each row from another place."""
+    time = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5, 6])
+    height = torch.tensor([0, 1, 2, 2, 3, 3, 4, 5, 6])
+    width = torch.tensor([0, 1, 2, 3, 2, 3, 4, 5, 6])
+    one = torch.stack((time, height, width))[:, None, :length]
+    return torch.cat([one + 3 * row for row in range(rows)], dim=1)
+
+
+def theirs_of(kind, sections):
+    parameters = {"rope_type": "default", "rope_theta": 30.0, "mrope_section": list(sections)}
+    if kind == "chunked":
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig as Config
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding as Rotation
+    else:
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig as Config
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+            Qwen3VLTextRotaryEmbedding as Rotation,
+        )
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 2 * sum(sections)}
+    return Rotation(Config(**sizes, rope_parameters=parameters))
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("sections", [(2, 1, 1), (16, 24, 24), (24, 20, 20), (4, 0, 0), (3, 1, 2)])
+def test_sections_turn_as_in_transformers(kind, sections):
+    interleaved = kind == "interleaved"
+    if interleaved and max(sections[1:]) * 3 > sum(sections):
+        with pytest.raises(ValueError, match="interleaved, height and width can have at most"):
+            RopeConfig(sections=sections, sections_interleaved=True)
+        return
+    rope = RopeConfig(theta=30.0, sections=sections, sections_interleaved=interleaved)
+    head_dim, positions = 2 * sum(sections), grid()
+    x = torch.randn(2, 9, 3, head_dim, generator=torch.Generator().manual_seed(1))
+    cos, sin = theirs_of(kind, sections)(x, positions)
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin, 2)
+    table = rotary_table(positions, Rotary(rope, head_dim), length=9, dtype=torch.float32)
+    torch.testing.assert_close(rotate(x, table), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_text_alone_turns_as_without_sections(kind):
+    text = torch.arange(9).expand(3, 2, 9)
+    made = rotary_table(text, Rotary(SECTIONS[kind], 8), length=9, dtype=torch.float64)
+    plain = Rotary(RopeConfig(theta=30.0), 8)
+    expected = rotary_table(text[0], plain, length=9, dtype=torch.float64)
+    assert torch.equal(made.values, expected.values)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_a_model_takes_three_positions_for_each_token_with_and_without_a_cache(kind):
+    config = gpt(**TINY, max_sequence_length=32, rope=SECTIONS[kind])
+    model, tokens = GPT(config, dtype=torch.float64, seed=3).eval(), torch.arange(18).view(2, 9)
+    with torch.no_grad():
+        whole = model(None, {"tokens": tokens, "positions": grid()})
+        assert not torch.allclose(whole, model(None, {"tokens": tokens}))
+        text = {"tokens": tokens, "positions": torch.arange(9).expand(3, 2, 9)}
+        assert torch.allclose(model(None, text), model(None, {"tokens": tokens}), rtol=1e-12)
+        cache = model.new_cache(batch_size=2, max_length=12)
+        for piece in (slice(0, 7), slice(7, 8), slice(8, 9)):
+            part = {"tokens": tokens[:, piece], "positions": grid()[..., piece], "cache": cache}
+            found = model(None, part)[:, -1]
+            torch.testing.assert_close(found, whole[:, piece.stop - 1], rtol=1e-10, atol=1e-12)
+    plain = GPT(gpt(**TINY), dtype=torch.float64)
+    with pytest.raises(ValueError, match="three for each token, but a layer's rope has no sections"):
+        plain(None, {"tokens": tokens, "positions": grid()})
+    with pytest.raises(ValueError, match=r"positions must be \(3, 2, 9\) here, got \(2, 2, 9\)"):
+        plain(None, {"tokens": tokens, "positions": grid()[:2]})
+
+
+def test_sections_must_be_of_all_pairs():
+    with pytest.raises(ValueError, match=r"sections \(2, 1, 2\) are not of its 4 pairs"):
+        gpt(**TINY, rope={"sections": [2, 1, 2]})
+    with pytest.raises(ValueError, match="there are no sections; set them, or leave it out"):
+        RopeConfig(sections_interleaved=True)

@@ -232,8 +232,9 @@ class GPT(nn.Module):
             x: int64 tokens; with a batch the activation of the stage before, None on the first.
             batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
                 of tokens; `documents`, ids of packed documents that do not see each other;
-                `positions` other than 0, 1, 2 and on; and for generation this stage's own `cache`,
-                with which the last stage returns the logits after the last token alone.
+                `positions` other than 0, 1, 2 and on, or three for each token (MRoPE); and for
+                generation this stage's own `cache`, with which the last stage returns the logits
+                after the last token alone.
             labels: of the next token after each, int64; -100 does not count.
             sample_ids: unique per training sample; needed with dropout in training.
 
@@ -245,7 +246,8 @@ class GPT(nn.Module):
 
         Shape:
             tokens, labels, positions: [B, S / cp], this rank's as `mt_context_parallel.shard` cuts
-            them; documents: [B, S], whole; sample_ids: [B]; embeddings: [B, S / cp, hidden];
+            them, or positions [3, B, S / cp]; documents: [B, S], whole; sample_ids: [B];
+            embeddings: [B, S / cp, hidden];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
 
@@ -479,11 +481,13 @@ class GPT(nn.Module):
                     f"{end} do not serve {cache.length + length}: the factors of longrope change "
                     "there. Make a new cache, and give all tokens again"
                 )
-            return torch.arange(cache.length, cache.length + length, device=device)
-        self._check_length(length)
-        self.placement.check_length(length)
+        else:
+            self._check_length(length)
+            self.placement.check_length(length)
         if batch.get("positions") is not None:
             return batch["positions"]
+        if cache is not None:
+            return torch.arange(cache.length, cache.length + length, device=device)
         return self.placement.context.positions(length, device)
 
     def _share(self, batch: Batch, positions: Tensor, length: int, device: torch.device) -> Pass:
@@ -506,7 +510,8 @@ class GPT(nn.Module):
             )
         attend: Attend = self.placement.context
         if cache is not None:
-            attend = CachedAttend(cache=cache, positions=positions)
+            places = torch.arange(cache.length, cache.length + length, device=device)
+            attend = CachedAttend(cache=cache, positions=places)
         return Pass(
             attend=attend,
             tables=self._tables(positions, length if cache is None else cache.length + length),
@@ -639,6 +644,8 @@ def check_batch(batch: Batch) -> None:
         if len(shape) != 2 or not shape.numel():
             raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
         expected = shape[:1] if name == "sample_ids" else shape
+        if name == "positions" and x.dim() == 3:
+            expected = (3, *shape)
         if name == "documents":  # of whole sequences, however many ranks share them
             expected = shape[:1] + x.shape[1:2]
         if x.shape != expected:

@@ -22,18 +22,51 @@ class RopeConfig:
             `i + width / 2` (GPT-NeoX, Llama).
         scaling: of the angles, for sequences longer than those first trained on; its `type` is
             `linear`, `dynamic`, `llama3`, `yarn` or `longrope`.
+        sections: MRoPE (Qwen2-VL): how many pairs turn with the first, second and third position
+            of a token (time, height and width). Tokens of text have three equal ones.
+        sections_interleaved: pairs take turns, from the first on, until a section has all its
+            pairs (Qwen3-VL); else the sections follow each other.
     """
 
     theta: float = 10000.0
     fraction: float = 1.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    sections: tuple[int, int, int] | None = None
+    sections_interleaved: bool = False
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.above(0, "theta", "fraction")
         checks.at_most(1, "fraction")
         checks.done()
+        if self.sections is None and self.sections_interleaved:
+            checks.add("sections_interleaved", "there are no sections; set them, or leave it out")
+        if self.sections is not None and min(self.sections) < 0:
+            checks.add("sections", f"{self.sections}: use three numbers of pairs, 0 or more")
+        if self.sections_interleaved and not checks.errors:
+            checks.errors |= self._check_interleaved()
+        checks.done()
+
+    def _check_interleaved(self) -> dict[str, str]:
+        """Of the first pairs of three, H and W take one each as long as they have some."""
+        time, height, width = self.sections or (0, 0, 0)
+        if max(height, width) * 3 <= time + height + width:
+            return {}
+        text = (
+            f"{self.sections}: interleaved, height and width can have at most a third of the pairs "
+            "each; give the first more, or use sections_interleaved=False"
+        )
+        return {"sections": text}
+
+    def axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """Return which of the three positions turns each pair; None where there is one."""
+        if self.sections is None:
+            return None
+        if not self.sections_interleaved:
+            return tuple(axis for axis, pairs in enumerate(self.sections) for _ in range(pairs))
+        pairs = range(self.width(head_dim) // 2)
+        return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in pairs)
 
     def width(self, head_dim: int) -> int:
         """Return how many channels of a head turn."""
@@ -45,6 +78,8 @@ class RopeConfig:
         if width % 2 or not width:
             share = "" if self.fraction == 1 else f", of which rope turns {width},"
             return f"{head_dim}{share} is odd or zero, and rope turns pairs of channels"
+        if self.sections is not None and sum(self.sections) != width // 2:
+            return f"{head_dim}: rope.sections {self.sections} are not of its {width // 2} pairs"
         why = None if self.scaling is None else self.scaling.obstacle(self.theta, width)
         return None if why is None else f"{head_dim}: {why}"
 

@@ -43,11 +43,24 @@ def rotary_table(
         dtype: Of the table.
 
     Shape:
-        positions: [S], or [B, S] where rows differ.
+        positions: [S], [B, S] where rows differ, or [3, B, S] for a rope with sections.
+
+    Raises:
+        ValueError: There are three positions for each token, and the rope has no sections.
     """
+    axes = rotary.rope.axes(rotary.head_dim)
+    if positions.dim() < 3:
+        by_pair = positions.double()[..., None]
+    elif axes is None:
+        raise ValueError(
+            f"positions are {tuple(positions.shape)}, three for each token, but a layer's rope has "
+            "no sections to say which pairs turn with which; give [B, S], or set rope.sections"
+        )
+    else:
+        by_pair = torch.stack([positions[axis] for axis in axes], dim=-1).double()
     angles = torch.tensor(rotary.angles(length), dtype=torch.float64)
     # Waiting for the copy would wait for all work before it on an accelerator.
-    angle = positions.double()[..., None] * angles.to(positions.device, non_blocking=True)
+    angle = by_pair * angles.to(positions.device, non_blocking=True)
     cos, sin = angle.cos() * rotary.magnitude, angle.sin() * rotary.magnitude
     pairs = (cos, cos), (-sin, sin)
     if rotary.rope.interleaved:
