@@ -194,7 +194,14 @@ def _models(world: World) -> dict[str, Call]:
     return {
         "gpt": (
             model.gpt,
-            {**sizes, "num_kv_heads": 2, "max_sequence_length": 32, "rope_theta": 1e4},
+            {
+                **sizes,
+                "num_kv_heads": 2,
+                "max_sequence_length": 32,
+                "rope_theta": 1e4,
+                "rope": {"theta": 1e4, "scaling": {"type": "linear", "factor": 2.0}},
+                "score_bias": {"type": "relative", "buckets": 8},
+            },
         ),
         "preset": (model.preset, {"name": "gpt-1.3b"}),
         "flops_per_token": (model.gpt(**sizes).flops_per_token, {"sequence_length": 16}),

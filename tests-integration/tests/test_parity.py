@@ -177,6 +177,41 @@ def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_o
     assert_same_run(run, expected, "fp64", losses, held_out, arrays)
 
 
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        (4, ["parallel.tp=2", "parallel.pp=2", "pipeline.schedule=zb-v", SEQUENCE_PARALLEL]),
+        (4, ["parallel.pp=2", "data_parallel.strategy=optimizer"]),
+        (4, ["parallel.pp=2", "parallel.cp=2"]),
+        (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
+        (2, ["data_parallel.strategy=full"]),
+    ],
+    ids=["tp2-zb-v", "pp2-dp2", "cp2-pp2", "dualpipe", "full"],
+)
+def test_a_table_that_all_stages_share_trains_like_one_process(
+    nproc, options, tiny, tmp_path, losses, held_out, arrays
+) -> None:
+    bias = "{type: relative, buckets: 8, max_distance: 20}"
+    common = ["model.positions=none", f"model.score_bias={bias}"]
+    common += ["training.dtype=fp64", "model.tied=true"]
+    expected = tiny.train(tmp_path / "one", *common)
+    run = tiny.train(
+        tmp_path / "run", *common, *options, "training.micro_batch_size=2", nproc=nproc
+    )
+    assert "model/score_tables.relative.weight" in arrays(run)
+    assert_same_run(run, expected, "fp64", losses, held_out, arrays)
+
+
+@pytest.mark.parametrize("other", ["parallel.cp=2", "parallel.pp=2"])
+def test_ropes_of_the_length_keep_parity(other, tiny, tmp_path, losses, held_out, arrays) -> None:
+    rope = "{fraction: 0.5, scaling: {type: dynamic, factor: 2.0, original_length: 8}}"
+    common = [f"model.rope={rope}", "training.dtype=fp64"]
+    expected = tiny.train(tmp_path / "one", *common)
+    options = ["parallel.tp=2", other, SEQUENCE_PARALLEL, "training.micro_batch_size=2"]
+    run = tiny.train(tmp_path / "four", *common, *options, nproc=4)
+    assert_same_run(run, expected, "fp64", losses, held_out, arrays)
+
+
 def test_bf16_layouts_agree_to_bf16_accuracy(tiny, tmp_path, losses) -> None:
     one = losses(tiny.train(tmp_path / "one", "training.dtype=bf16"))
     four = losses(

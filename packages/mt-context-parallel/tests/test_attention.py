@@ -40,12 +40,14 @@ class Case:
     cu_seqlens: tuple[int, ...] | None = None
     documents: bool = False
     sinks: bool = False
+    bias: bool = False
+    softcap: float | None = None
     dropout: float = 0.0
     length: int = 32
     dtype: torch.dtype = torch.float64
 
     def draw(self) -> dict[str, Tensor]:
-        """Whole q, k, v, the output's gradient, and sinks."""
+        """Whole q, k, v, the output's gradient, sinks, and a bias by distance."""
         g = torch.Generator().manual_seed(11)
         shape = (BATCH, self.length, self.heads, DIM)
         narrow = (BATCH, self.length, self.groups, DIM)
@@ -55,6 +57,7 @@ class Case:
             "v": torch.randn(narrow, generator=g, dtype=torch.float64),
             "dout": torch.randn(shape, generator=g, dtype=torch.float64),
             "sinks": torch.randn(self.heads, generator=g, dtype=torch.float64),
+            "bias": torch.randn(self.heads, 2 * self.length - 1, generator=g, dtype=torch.float64),
         }
         return {name: x.to(self.dtype) for name, x in drawn.items()}
 
@@ -90,6 +93,11 @@ def dense(case: Case) -> dict[str, Tensor]:
         for n in ("k", "v")
     )
     scores = (q @ k.transpose(-1, -2)) * DIM**-0.5
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.bias:
+        rows = [whole["bias"][:, i : i + case.length].flip(1) for i in range(case.length)]
+        scores = scores + torch.stack(rows, dim=1)
     scores = scores.masked_fill(~case.allowed(), -torch.inf)
     if case.sinks:
         sinks = whole["sinks"][None, :, None, None].expand(BATCH, -1, case.length, 1)
@@ -104,6 +112,8 @@ def dense(case: Case) -> dict[str, Tensor]:
     grads = {f"d{n}": whole[n].grad for n in ("q", "k", "v")}
     if case.sinks:
         grads["dsinks"] = whole["sinks"].grad
+    if case.bias:
+        grads["dbias"] = whole["bias"].grad
     return {"out": out.detach(), **grads}
 
 
@@ -111,13 +121,14 @@ ALGORITHMS = ("ring", "all_gather", "ulysses", "hierarchical")
 
 
 def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
-    """The same over the world's ranks, put back together; sinks' gradients summed."""
+    """The same over the world's ranks, put back together; sinks' and bias's gradients summed."""
     group, whole = dist.group.WORLD, case.draw()
     kind = {"split": options.pop("split", "zigzag"), "cu_seqlens": case.cu_seqlens}
     local = {n: shard(whole[n], group, **kind) for n in ("q", "k", "v", "dout")}
     for name in ("q", "k", "v"):
         local[name] = local[name].clone().requires_grad_()
     sinks = whole["sinks"].requires_grad_() if case.sinks else None
+    bias = whole["bias"].requires_grad_() if case.bias else None
     groups = group
     if algorithm == "hierarchical":
         inner_size = options.pop("inner_size", max(1, group.size() // 2))
@@ -135,6 +146,8 @@ def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
             documents=case.document_ids() if case.documents else None,
         ),
         sinks=sinks,
+        bias=bias,
+        softcap=case.softcap,
         dropout=dropout if case.dropout else None,
         **kind,
         **options,
@@ -142,9 +155,10 @@ def split_run(case: Case, algorithm: str, **options) -> dict[str, Tensor]:
     out.backward(local["dout"])
     parts = {"out": out.detach(), **{f"d{n}": local[n].grad for n in ("q", "k", "v")}}
     result = {name: unshard(x, group, **kind) for name, x in parts.items()}
-    if sinks is not None:
-        dist.all_reduce(sinks.grad, group=group)
-        result["dsinks"] = sinks.grad
+    for name, x in (("dsinks", sinks), ("dbias", bias)):
+        if x is not None:
+            dist.all_reduce(x.grad, group=group)
+            result[name] = x.grad
     return result
 
 
@@ -168,6 +182,8 @@ MASKS = [
     Case(documents=True, sinks=True),
     Case(dropout=0.3, groups=2),
     Case(dropout=0.3, documents=True, window=9, sinks=True, groups=2),
+    Case(bias=True, causal=False, groups=2),
+    Case(bias=True, dropout=0.3, documents=True, window=9, sinks=True, softcap=1.5, groups=2),
 ]
 
 
@@ -275,6 +291,7 @@ def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
     whole = case.draw()
     q, k, v = (whole[n].requires_grad_() for n in ("q", "k", "v"))
     sinks = whole["sinks"].requires_grad_() if case.sinks else None
+    bias = whole["bias"].requires_grad_() if case.bias else None
     dropout = AttentionDropout(
         probability=case.dropout, key=KEY, sample_ids=torch.arange(BATCH) + 7
     )
@@ -285,6 +302,8 @@ def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
         mask=AttentionMask(causal=case.causal, window=case.window, documents=documents),
         cu_seqlens=case.cu_seqlens,
         sinks=sinks,
+        bias=bias,
+        softcap=case.softcap,
         dropout=dropout if case.dropout else None,
         kernels=(ReferenceKernel(block=7),),
     )
@@ -292,6 +311,8 @@ def test_one_rank_is_the_attention_of_the_whole_sequence(case) -> None:
     result = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     if sinks is not None:
         result["dsinks"] = sinks.grad
+    if bias is not None:
+        result["dbias"] = bias.grad
     assert worst(case, result) < 1e-10
 
 
@@ -309,7 +330,9 @@ def test_heads_with_other_strides_are_read_right(strided: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("case", [case for case in MASKS if not case.dropout], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in MASKS if not (case.dropout or case.bias)], ids=str
+)
 @pytest.mark.parametrize("world", [1, 3])
 def test_flex_computes_every_tile(ranks, case, world) -> None:
     """Its unfused form; windows, documents and tiles of other queries than keys in the ring."""

@@ -269,6 +269,9 @@ def _heads(first: int, total: int | None):
         (_call(heads=6, groups=4), ValueError, "6 query heads.*4 key heads.*can share 3"),
         (_call(algorithm="star"), ValueError, "one of .*ring.*got 'star'"),
         (_call(sinks=torch.zeros(3)), ValueError, r"sinks must be \[4\].*\(3,\)"),
+        (_call(bias=torch.zeros(4, 8)), ValueError, r"bias is \(4, 8\), but must be \(4, 15\)"),
+        (_call(bias=torch.zeros(4, 15).long()), TypeError, "bias must be a tensor of floating"),
+        (_call(bias=torch.zeros(4, 15, device="meta")), ValueError, "bias is on meta, but q on"),
         (
             _call(mask=AttentionMask(documents=torch.zeros(4, dtype=torch.int64))),
             ValueError,

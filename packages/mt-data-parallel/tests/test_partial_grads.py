@@ -63,6 +63,18 @@ def test_a_tied_embedding_is_summed_over_first_and_last_stage_only(ranks):
     assert results[3] == {"layers.3.weight": [1.0], "embedding.weight": [5.0]}
 
 
+def test_what_every_stage_has_is_summed_over_all_of_them(ranks):
+    def body():
+        with ParallelState(ParallelLayout(tp=1, pp=4)) as state:
+            params = {f"layers.{state.rank}.weight": make(2, grad=1.0)}
+            params["table.weight"] = make(2, partial=("pp",), grad=float(10**state.rank))
+            reduce_partial_grads(params.items(), state)
+            return {name: param.grad.unique().tolist() for name, param in params.items()}
+
+    for rank, grads in enumerate(ranks(4, body)):
+        assert grads == {f"layers.{rank}.weight": [1.0], "table.weight": [1111.0]}
+
+
 def test_several_axes_are_one_sum_and_embedding_comes_after_them(ranks):
     def body():
         with ParallelState(ParallelLayout(tp=2, pp=2)) as state:

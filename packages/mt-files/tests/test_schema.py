@@ -241,3 +241,34 @@ def test_a_value_is_shown_in_bounded_length(value: object) -> None:
 def test_divisors_are_all_or_none() -> None:
     assert divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
     assert divisors(10**18) == divisors(0) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What all kinds share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StraightLine(Line):
+    type_name: ClassVar[str] = "straight"
+    length: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BentLine(Line):
+    type_name: ClassVar[str] = "bent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    line: Line | None = None
+
+
+def test_a_kind_may_say_what_it_is_called() -> None:
+    sketch = Sketch(line=StraightLine(length=2.0))
+    assert to_plain(sketch) == {"line": {"type": "straight", "length": 2.0}}
+    assert build(Sketch, to_plain(sketch)) == sketch
+    with pytest.raises(
+        SchemaError, match=r"line.type: 'bend' is not known here. Did you mean bent"
+    ):
+        build(Sketch, {"line": {"type": "bend"}})

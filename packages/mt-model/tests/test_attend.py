@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from mt_context_parallel import shard
-from mt_model import GPT, gpt
+from mt_model import GPT, AlibiConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
@@ -19,6 +20,9 @@ VARIANTS = {
     "sinks": {"sinks": True, "window": 4},
     "cap": {"softcap": 1.5, "attention_scale": 0.7},
     "scale": {"attention_scale": 0.9, "window": 6},
+    "alibi": {"score_bias": {"type": "alibi"}, "positions": "none", "window": 7},
+    "relative": {"score_bias": {"type": "relative", "buckets": 6, "max_distance": 9}},
+    "biased": {"score_bias": {"type": "relative", "table": None}, "softcap": 2.0, "sinks": True},
     "all": {"window": 5, "sinks": True, "softcap": 2.0, "attention_dropout": 0.1},
 }
 LENGTH = 16
@@ -45,10 +49,34 @@ def model_of(name: str, state: ParallelState | None = None, **rest) -> GPT:
     return model
 
 
-def plain_attention(layer, x, data, name, table):
+def plain_bias(layer, shared, length):
+    """[groups, queries of a group, length, length], pair by pair."""
+    bias = layer.score_bias
+    if bias is None:
+        return 0.0
+    if isinstance(bias, AlibiConfig):
+        rows = [[[-slope * abs(i - j) for j in range(length)] for i in range(length)]
+                for slope in (2**-2, 2**-4, 2**-6, 2**-8)]  # fmt: skip
+        return torch.tensor(rows, dtype=torch.float64).unflatten(0, (2, 2))
+    own = layer.score_table is not None
+    weight = layer.score_table.weight if own else shared.score_tables["relative"]
+
+    def bucket(distance):
+        half = bias.buckets // 2
+        if distance < half:
+            return max(distance, 0)
+        grown = math.log(distance / half) / math.log(bias.max_distance / half) * half
+        return min(half + int(grown), bias.buckets - 1)
+
+    places = range(length)
+    rows = torch.stack([torch.stack([weight[bucket(i - j)] for j in places]) for i in places])
+    return rows.permute(2, 0, 1).unflatten(0, (2, 2))
+
+
+def plain_attention(layer, x, data, name, shared):
     """The definition: a mask of all pairs, a softmax with one more logit, and no kernel."""
     given = VARIANTS[name]
-    query, key, value = layer._heads(layer.qkv(x), table)
+    query, key, value = layer._heads(layer.qkv(x), shared.tables.get(layer.rotary))
     scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
     scores = scores * given.get("attention_scale", 4**-0.5)
     if "softcap" in given:
@@ -60,6 +88,7 @@ def plain_attention(layer, x, data, name, table):
     if "documents" in data:
         same = data["documents"][:, :, None] == data["documents"][:, None]
         seen = (seen & same)[:, None, None]
+    scores = scores + plain_bias(layer, shared, x.shape[1])
     weights = scores.masked_fill(~seen, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
     if "sinks" in given:
@@ -74,16 +103,16 @@ def test_attention_is_that_of_a_plain_mask(name: str, documents: bool) -> None:
     model, data = model_of(name), batch(documents)
     x, shared = model.begin(None, data)
     layer = model.layers["0"].mixer
-    table = shared.tables[layer.rotary]
     ours, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
-    found, expected = layer(ours, shared), plain_attention(layer, theirs, data, name, table)
+    found, expected = layer(ours, shared), plain_attention(layer, theirs, data, name, shared)
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
     found.square().sum().backward()
-    grads = {n: p.grad.clone() for n, p in layer.named_parameters()}
-    layer.zero_grad()
+    params = {**dict(layer.named_parameters()), **dict(model.score_tables.named_parameters())}
+    grads = {n: p.grad.clone() for n, p in params.items()}
+    model.zero_grad()
     expected.square().sum().backward()
     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
-    for key, param in layer.named_parameters():
+    for key, param in params.items():
         assert torch.allclose(grads[key], param.grad, rtol=1e-9, atol=1e-11), key
 
 

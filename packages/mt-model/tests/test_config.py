@@ -283,7 +283,14 @@ def test_deep_and_long_values_are_cut_in_the_message():
 def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     arguments = gpt_arguments(preset(name))
     assert {*arguments, "layers"} == inspect.signature(gpt).parameters.keys()
-    off = {"rope_theta", "rope", "window", "softcap", "attention_scale"}  # null is a value of theirs
+    off = {
+        "rope_theta",
+        "rope",
+        "window",
+        "softcap",
+        "attention_scale",
+        "score_bias",
+    }  # null is a value of theirs
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)
 

@@ -109,7 +109,9 @@ def test_rotation_is_multiplication_of_its_pairs_by_a_complex_phase(rope, functi
         a, b = (2 * i, 2 * i + 1) if config.interleaved else (i, i + half)
         phase = torch.exp(1j * torch.arange(7.0) * config.theta ** (-i / half))[:, None]
         z = torch.complex(x[..., a], x[..., b]) * phase
-        assert torch.allclose(torch.stack((found[..., a], found[..., b])), torch.stack((z.real, z.imag)))
+        assert torch.allclose(
+            torch.stack((found[..., a], found[..., b])), torch.stack((z.real, z.imag))
+        )
     assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
 
 

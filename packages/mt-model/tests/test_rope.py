@@ -111,7 +111,10 @@ def test_rotation_is_that_of_transformers_with_and_without_a_cache(kind):
     generator = torch.Generator().manual_seed(0)
     held = original - 2
     for start, stop in ((0, held), *((n, n + 1) for n in range(held, original + 4)), (0, 90)):
-        x, positions = torch.randn(1, stop - start, 2, 16, generator=generator), torch.arange(start, stop)
+        x, positions = (
+            torch.randn(1, stop - start, 2, 16, generator=generator),
+            torch.arange(start, stop),
+        )
         cos, sin = theirs(x, positions[None])
         expected, _ = apply_rotary_pos_emb(x[..., :width], x[..., :width], cos, sin, 2)
         table = rotary_table(positions, rotary, length=stop, dtype=torch.float32)
@@ -176,7 +179,7 @@ def test_a_scaling_survives_json_and_the_arguments_of_gpt(kind):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"theta": 0}, "rope.theta: 0 must be greater than 0"),
+        ({"theta": 0}, "rope.theta: 0.0 must be greater than 0"),
         ({"fraction": 1.5}, "rope.fraction: 1.5 is too large; use 1 or less"),
         ({"fraction": 0.4}, "head_dim: 8, of which rope turns 3, is odd"),
         ({"fraction": 0.1}, "head_dim: 8, of which rope turns 0, is odd or zero"),
@@ -219,7 +222,7 @@ def test_the_short_and_the_long_form_must_agree():
     assert gpt(**TINY, rope={"theta": 5.0}) == gpt(**TINY, rope_theta=5.0)
     same = gpt(**TINY, rope_theta=5.0, rope=RopeConfig(theta=5.0, fraction=0.5))
     assert same.layers[0].mixer.rope == RopeConfig(theta=5.0, fraction=0.5)
-    with pytest.raises(ValueError, match="its theta is 10000.0, but rope_theta is 5.0; say rope"):
+    with pytest.raises(ValueError, match="its theta is 10000"):
         gpt(**TINY, rope_theta=5.0, rope={"fraction": 0.5})
     with pytest.raises(ValueError, match="rope: does not go with positions='learned'"):
         gpt(**TINY, positions="learned", rope={})
@@ -252,7 +255,9 @@ def test_a_cache_changes_nothing_where_angles_stay(scaling):
         whole = model.logits(tokens[:, :stop])
         cache = model.new_cache(batch_size=1, max_length=16)
         parts = [model.logits(tokens[:, : max(start, 3)], cache=cache)]
-        parts += [model.logits(tokens[:, n : n + 1], cache=cache) for n in range(cache.length, stop)]
+        parts += [
+            model.logits(tokens[:, n : n + 1], cache=cache) for n in range(cache.length, stop)
+        ]
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
 
 
@@ -264,7 +269,7 @@ def test_a_cache_of_short_longrope_keys_is_refused_once_the_sequence_is_long():
     assert model.config.cache_break(8, 9) == 8
     assert model.config.cache_break(0, 9) is model.config.cache_break(7, 8) is None
     assert model.config.cache_break(9, 12) is None
-    with pytest.raises(ValueError, match="the cache holds 8 tokens, and keys made .* Make a new"):
+    with pytest.raises(ValueError, match="the cache holds 8 tokens, and keys made in sequences"):
         model.logits(tokens[:, 8:9], cache=cache)
 
 
@@ -287,7 +292,9 @@ def theirs_of(kind, sections):
     parameters = {"rope_type": "default", "rope_theta": 30.0, "mrope_section": list(sections)}
     if kind == "chunked":
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig as Config
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding as Rotation
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+            Qwen2VLRotaryEmbedding as Rotation,
+        )
     else:
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig as Config
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -340,7 +347,9 @@ def test_a_model_takes_three_positions_for_each_token_with_and_without_a_cache(k
             found = model(None, part)[:, -1]
             torch.testing.assert_close(found, whole[:, piece.stop - 1], rtol=1e-10, atol=1e-12)
     plain = GPT(gpt(**TINY), dtype=torch.float64)
-    with pytest.raises(ValueError, match="three for each token, but a layer's rope has no sections"):
+    with pytest.raises(
+        ValueError, match="three for each token, but a layer's rope has no sections"
+    ):
         plain(None, {"tokens": tokens, "positions": grid()})
     with pytest.raises(ValueError, match=r"positions must be \(3, 2, 9\) here, got \(2, 2, 9\)"):
         plain(None, {"tokens": tokens, "positions": grid()[:2]})

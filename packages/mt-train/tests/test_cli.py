@@ -124,7 +124,14 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
         assert code == 0
         model = yaml.safe_load(out)["model"]
         missing = {name for name, value in model.items() if value is None}
-        off = {"rope_theta", "rope", "window", "softcap", "attention_scale"}  # null says that there is none
+        off = {
+            "rope_theta",
+            "rope",
+            "window",
+            "softcap",
+            "attention_scale",
+            "score_bias",
+        }  # null says that there is none
         assert missing <= {"preset", "vocab_size", *off}
         again = tmp_path / "again.yaml"
         again.write_text(out)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mt_model import RopeConfig
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import main
 
@@ -257,6 +258,31 @@ def test_all_problems_are_reported_in_one_pass(tmp_path: Path) -> None:
         "optimizer.lr",
         "optimizer.epss",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.rope={thete: 1.0}", "model.rope.thete: unknown key. Did you mean model.rope.theta"),
+        ("model.rope.fraction=2", "model.rope.fraction: 2.0 is too large; use 1 or less"),
+        ("model.rope.scaling={factor: 2.0}", "model.rope.scaling.type: missing; add `type:`"),
+        ("model.rope={sections: [1, 2, 3]}", "model.head_dim: 16: rope.sections (1, 2, 3) are"),
+        ("model.score_bias={type: alibbi}", "model.score_bias.type: 'alibbi' is not known here"),
+        ("model.score_bias={type: relative, buckets: 1}", "model.score_bias.buckets: 1 is too sm"),
+    ],
+)
+def test_positions_are_checked_by_their_paths(override: str, expected: str, tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, MINIMAL, [override])
+    assert expected in found
+
+
+def test_the_short_form_of_rope_and_the_long_one_are_alike(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    short = load_config(path, ["model.rope_theta=5000"]).model(512)
+    assert load_config(path, ["model.rope={theta: 5000}"]).model(512) == short
+    assert short.layers[0].mixer.rope == RopeConfig(theta=5000.0)
+    (found,) = problems(tmp_path, MINIMAL, ["model.rope_theta=5000", "model.rope={}"])
+    assert "its theta is 10000.0, but rope_theta is 5000.0; say rope.theta" in found
 
 
 def test_scientific_notation_is_a_float_and_no_is_not_a_bool(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -163,14 +164,17 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
             which waits for the device once a call.
         sinks: A logit per query head that takes part in the softmax and has no value. Its gradient
             is this rank's part of a sum over the group.
+        bias: Added to the scores by the distance of query and key, after a cap: the score of the
+            pair (i, j) of the whole sequence of L tokens gets `bias[:, i - j + L - 1]`. Equal on
+            every rank; its gradient is this rank's part of a sum over the group.
         dropout: Of the attention weights.
         scale: Of the scores; 1 / sqrt(D) where None.
         softcap: Scores become `softcap * tanh(score / softcap)`, before the mask; None leaves them.
         kernels: To choose from, the first that can compute a tile; `default_kernels` if None.
 
     Shape:
-        q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V]. Heads
-        come after tokens, unlike in torch's `scaled_dot_product_attention`.
+        q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]; bias: [H, 2 * L - 1]. Returns
+        [B, S, H, V]. Heads come after tokens, unlike in torch's `scaled_dot_product_attention`.
 
     Raises:
         TypeError: A dtype is wrong or differs, `cu_seqlens` are no integers, or `group` is of
@@ -191,6 +195,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         raise ValueError(f"scale={scale} must be finite, or None for 1 / sqrt(head_dim)")
     length = q.shape[1] * ranks
     _check(q, mask=mask, length=length, sinks=sinks, dropout=dropout)
+    _check_bias(q, bias, length)
     # torch's kernels for the CPU read other strides of queries wrongly, without an error.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bounds = document_bounds(length, cu_seqlens)  # once: a CUDA tensor is read back for it
@@ -206,29 +211,29 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         dropout=dropout,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
+        bias=None if bias is None else bias.detach(),
+        trains_bias=bias is not None and bias.requires_grad,
     )
     chosen = default_kernels(q.device) if kernels is None else kernels
     if inner is not None:
-        return _over_heads(q, k, v, sinks, (inner, outer), (whole, runs, chosen))
+        return _over_heads((q, k, v), (sinks, bias), (inner, outer), (whole, runs, chosen))
     gather = outer is not None and algorithm == "all_gather"
     shards = [sorted_runs(runs)] if gather else runs
     return SplitAttention(
         local=LocalAttention(whole=whole, q_runs=runs[own], shards=shards, kernels=chosen),
         group=outer,
         order=order_of(runs, q.device) if gather else None,
-    )(q, k, v, sinks)
+    )(q, k, v, sinks, bias)
 
 
 def _over_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    of_heads: tuple[Tensor | None, Tensor | None],
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup | None],
     work: tuple[Tile, list[list[Segment]], tuple[Kernel, ...]],
 ) -> Tensor:
     """Swap tokens for heads in the inner group, and ring over the outer one if there is one."""
-    inner, outer = levels
+    (q, k, v), (inner, outer) = qkv, levels
     whole, runs, kernels = work
     size, heads = inner.size(), q.shape[2]
     if heads % size or (k.shape[2] % size and size % k.shape[2]):
@@ -242,6 +247,8 @@ def _over_heads(
         k, v = (x.repeat_interleave(size // k.shape[2], dim=2) for x in (k, v))
     count = heads // size
     first = inner.rank() * count
+    sinks, bias = (None if x is None else x[first : first + count] for x in of_heads)
+    whole = replace(whole, bias=None if bias is None else bias.detach())
     if whole.dropout is not None:
         whole = replace(whole, dropout=whole.dropout.of_heads(first, heads))
     blocks = [runs[start : start + size] for start in range(0, len(runs), size)]
@@ -256,7 +263,7 @@ def _over_heads(
             whole=whole, q_runs=shards[group_rank(outer)], shards=shards, kernels=kernels
         ),
         group=outer,
-    )(q, k, v, None if sinks is None else sinks[first : first + count])
+    )(q, k, v, sinks, bias)
     return all_to_all(out.index_select(1, order.argsort()), inner, split_dim=1, concat_dim=2)
 
 
@@ -328,6 +335,21 @@ def _check(
             f"dropout.first_head={dropout.first_head} and the {heads} query heads here do not fit "
             f"{total} heads in all; give the global index of the first one, and dropout.num_heads"
         )
+
+
+def _check_bias(q: Tensor, bias: Tensor | None, length: int) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise TypeError(f"bias must be a tensor of floating point, or None, got {bias!r:.80}")
+    expected = (q.shape[2], 2 * length - 1)
+    if tuple(bias.shape) != expected:
+        raise ValueError(
+            f"bias is {tuple(bias.shape)}, but must be {expected}: a number for each query head "
+            f"and each distance from {1 - length} to {length - 1}"
+        )
+    if bias.device != q.device:
+        raise ValueError(f"bias is on {bias.device}, but q on {q.device}; use one device")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -49,6 +49,8 @@ class FlexKernel:
             return f"head_dim {min(q.shape[-1], v.shape[-1])}, below 16"
         if tile.softcap is not None:
             return f"a soft cap of {tile.softcap}"
+        if tile.bias is not None:
+            return "a bias of the scores"
         if tile.dropout is not None and tile.dropout.probability:
             return "dropout by global index"
         return None

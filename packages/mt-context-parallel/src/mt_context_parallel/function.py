@@ -36,13 +36,16 @@ class SplitAttention:
     group: dist.ProcessGroup | None
     order: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """The attention output.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """The attention output; `bias` is that of the tiles, for its gradient.
 
         Shape:
-            q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]. Returns [B, S, H, V].
+            q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]; bias: [H, 2 * whole - 1].
+            Returns [B, S, H, V].
         """
-        return cast(Tensor, _Function.apply(q, k, v, sinks, self))
+        return cast(Tensor, _Function.apply(q, k, v, sinks, bias, self))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, without sinks."""
@@ -52,17 +55,23 @@ class SplitAttention:
         self.local.forward(partial, q, self._whole(k), self._whole(v), 0)
         return partial.result()
 
-    def backward(self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]) -> Triple:
-        """Gradients of queries, keys and values from (dout, out, lse, delta).
+    def backward(
+        self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of queries, keys, values and a trained bias from (dout, out, lse, delta).
 
         Keys are gathered again rather than kept.
         """
-        if self.group is not None and self.order is None:
-            return ring_backward(self.local, qkv, of_queries, self.group)
         q, k, v = qkv
         dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        dk, dv = self.local.backward((q, self._whole(k), self._whole(v)), 0, of_queries, dq)
-        return dq, self._own(dk), self._own(dv)
+        tile, dbias = self.local.whole, None
+        if tile.bias is not None and tile.trains_bias:
+            dbias = torch.zeros_like(tile.bias, dtype=dq.dtype)
+        into = dq, dbias
+        if self.group is not None and self.order is None:
+            return dq, *ring_backward(self.local, qkv, of_queries, into, self.group), dbias
+        dk, dv = self.local.backward((q, self._whole(k), self._whole(v)), 0, of_queries, into)
+        return dq, self._own(dk), self._own(dv), dbias
 
     def _whole(self, x: Tensor) -> Tensor:
         """Gather the shards, in the order of the sequence. [B, S, ...] -> [B, ranks * S, ...]."""
@@ -81,8 +90,15 @@ class SplitAttention:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SplitAttention
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        attention: SplitAttention,
     ) -> Tensor:
+        del bias  # the tiles have it
         out, lse = attention.forward(q, k, v)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -101,10 +117,12 @@ class _Function(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dout = grads[0]
         delta = (dout.to(lse.dtype) * out).sum(dim=-1).transpose(1, 2)
-        dq, dk, dv = ctx.attention.backward((q, k, v), (dout, out, lse, delta))
+        dq, dk, dv, dbias = ctx.attention.backward((q, k, v), (dout, out, lse, delta))
         dsinks = None
         if sinks is not None:
             # A sink is a key with the value 0: its weight exp(sink - lse) times (0 - delta).
             weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp_()
             dsinks = (weight * delta).sum(dim=(0, 2)).neg_().to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+        if dbias is not None:
+            dbias = dbias.to(ctx.attention.local.whole.bias.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, dbias, None

@@ -15,11 +15,12 @@ from mt_context_parallel.tiles import Tile
 
 
 class TileGrads(NamedTuple):
-    """Gradients of one tile's queries, keys and values."""
+    """Gradients of one tile's queries, keys and values, and of the whole bias if it has one."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    bias: Tensor | None = None
 
 
 class Kernel(Protocol):
@@ -81,7 +82,10 @@ class ReferenceKernel:
         groups = k.shape[2]
         scores = _scores(q, k, tile)
         # Of the cap: 1 - tanh^2; a masked score is -inf, and its weight is 0 whatever this is.
-        slope = None if tile.softcap is None else 1 - (scores / tile.softcap).clamp_(-1).square_()
+        slope = None
+        if tile.softcap is not None:
+            capped = scores if tile.bias is None else scores - _spread(tile.bias, tile, scores)
+            slope = 1 - (capped / tile.softcap).clamp_(-1).square_()
         weights = scores.sub_(_finite(lse)[..., None]).exp_()
         kept = tile.kept(q.shape[2], weights.dtype, q.device)
         dropped = weights if kept is None else weights * kept
@@ -90,11 +94,13 @@ class ReferenceKernel:
         dweights = (dout_rows @ _heads_first(v, weights.dtype).transpose(-1, -2)).view_as(weights)
         if kept is not None:
             dweights *= kept
-        dweights.sub_(delta[..., None]).mul_(weights).mul_(tile.scale)
+        dweights.sub_(delta[..., None]).mul_(weights)
+        dbias = _bias_grad(tile, dweights) if tile.trains_bias else None
+        dweights.mul_(tile.scale)
         dscores = _grouped(dweights if slope is None else dweights.mul_(slope), groups)
         dq = dscores @ _heads_first(k, weights.dtype)
         dk = dscores.transpose(-1, -2) @ _grouped(_heads_first(q, weights.dtype), groups)
-        return TileGrads(_heads_last(dq, q), dk.transpose(1, 2), dv.transpose(1, 2))
+        return TileGrads(_heads_last(dq, q), dk.transpose(1, 2), dv.transpose(1, 2), dbias)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,8 +131,21 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     scores = scores.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if tile.softcap is not None:
         scores.div_(tile.softcap).tanh_().mul_(tile.softcap)
+    if tile.bias is not None:
+        scores += _spread(tile.bias, tile, scores)
     allowed = tile.allowed(q.device)
     return scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
+
+
+def _spread(bias: Tensor, tile: Tile, scores: Tensor) -> Tensor:
+    """What is added to the score of each pair. [H, 2 length - 1] -> [H, q, kv]."""
+    return bias.to(scores.dtype)[:, tile.distances(scores.device)]
+
+
+def _bias_grad(tile: Tile, dscores: Tensor) -> Tensor:
+    """The sums of [B, H, q, kv] over samples and over pairs of one distance. [H, 2 length - 1]."""
+    sums = dscores.new_zeros(dscores.shape[1], 2 * tile.length - 1)
+    return sums.index_add_(1, tile.distances(dscores.device).flatten(), dscores.sum(0).flatten(1))
 
 
 def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
@@ -137,6 +156,8 @@ def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
         return "dropout by global index"
     if tile.softcap is not None:
         return f"a soft cap of {tile.softcap}"
+    if tile.bias is not None:
+        return "a bias of the scores"
     if tile.documents is not None:
         return "document ids"
     if tile.window is not None:

@@ -93,14 +93,20 @@ class LocalAttention:
         qkv: tuple[Tensor, Tensor, Tensor],
         shard: int,
         of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
-        dq: Tensor,
+        into: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Add to `dq`, and return the gradients of the keys and values in its dtype.
+        """Add to dq and dbias, and return the gradients of keys and values in the dtype of dq.
+
+        Args:
+            qkv: Queries, and keys and values of the shard.
+            shard: Which one.
+            of_queries: dout, out, lse and delta.
+            into: dq, and dbias where the bias is trained.
 
         Shape:
             q, dout, out, dq: [B, S, H, D]; k, v: [B, K, G, D]; lse, delta: [B, H, S].
         """
-        q, k, v = qkv
+        (q, k, v), (dq, dbias) = qkv, into
         dout, out, lse, delta = of_queries
         dkv: tuple[Tensor, Tensor] | None = None
 
@@ -117,6 +123,8 @@ class LocalAttention:
                 (dout[:, rows], out[:, rows], lse[:, :, rows], delta[:, :, rows]),
             )
             dq[:, rows] += grads.q
+            if dbias is not None and grads.bias is not None:
+                dbias += grads.bias
             if dkv is None and tile.kv.length == k.shape[1]:
                 dkv = grads.k.to(dq.dtype), grads.v.to(dq.dtype)
                 continue

@@ -70,24 +70,26 @@ def ring_backward(
     local: LocalAttention,
     qkv: tuple[Tensor, Tensor, Tensor],
     of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    into: tuple[Tensor, Tensor | None],
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values.
+) -> tuple[Tensor, Tensor]:
+    """Add to the gradients of queries and bias; return those of keys and values.
 
     Keys go round once more, and their gradients follow one step behind, so that both messages are
     under way while the next tile is computed. After the last hop the gradients are at home.
     """
     q, k, v = qkv
     rank, ranks = group.rank(), group.size()
-    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     message, gradients = _packed(k, v), list[_Hop]()
     for step in range(ranks):
         hop = _Hop(message, group) if step < ranks - 1 else None
-        dkv = local.backward((q, *_unpacked(message, k, v)), (rank - step) % ranks, of_queries, dq)
+        dkv = local.backward(
+            (q, *_unpacked(message, k, v)), (rank - step) % ranks, of_queries, into
+        )
         gradient = _packed(*dkv)
         if gradients:
             gradient += gradients.pop().wait()
         gradients.append(_Hop(gradient, group))
         if hop is not None:
             message = hop.wait()
-    return (dq, *_unpacked(gradients.pop().wait(), k, v))
+    return _unpacked(gradients.pop().wait(), k, v)

@@ -103,6 +103,11 @@ class Tile:
         dropout: of the weights.
         scale: of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
+        bias: added to the scores of a head by `query - key + length - 1`; None for none.
+        trains_bias: whether the bias has a gradient.
+
+    Shape:
+        bias: [H, 2 * length - 1].
     """
 
     q: Segment
@@ -114,6 +119,8 @@ class Tile:
     dropout: AttentionDropout | None
     scale: float
     softcap: float | None = None
+    bias: Tensor | None = None
+    trains_bias: bool = False
 
     @property
     def is_square(self) -> bool:
@@ -148,6 +155,11 @@ class Tile:
             same = (q[:, :, None] == kv[:, None, :])[:, None]
             result = same if result is None else result & same
         return result
+
+    def distances(self, device: torch.device) -> Tensor:
+        """Where the bias of each pair stands: `query - key + length - 1`. [q, kv]."""
+        q = torch.arange(self.q.length, device=device) + self.q.start + self.length - 1
+        return q[:, None] - (torch.arange(self.kv.length, device=device) + self.kv.start)
 
     def kept(self, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """0 for dropped weights and 1 / (1 - probability) for the others. [B, H, q, kv]."""

@@ -56,7 +56,9 @@ def keys_of(
 
 def is_shared(param: Tensor) -> bool:
     """Tell whether another pipeline stage holds a copy of the parameter."""
-    return isinstance(param, nn.Parameter) and "embedding" in sharding_of(param).partial_grad
+    if not isinstance(param, nn.Parameter):
+        return False
+    return not {"embedding", "pp"}.isdisjoint(sharding_of(param).partial_grad)
 
 
 def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:

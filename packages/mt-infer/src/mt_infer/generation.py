@@ -121,6 +121,7 @@ class Generator:
             waiting = choose(allowed, sampling, position)
             fed = waiting[:, None]
             whole.append(fed)
+            # Keys made with other rotary factors don't serve a longer sequence.
             if self.config.cache_break(cache.length, position + 1) is not None:
                 cache = self.model.new_cache(batch_size=1, max_length=length)
                 fed = torch.cat(whole, dim=1)

@@ -19,7 +19,7 @@ from mt_model.config import (
 )
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
-from mt_model.rope import RopeConfig
+from mt_model.rope import RopeConfig, Rotary
 from mt_model.rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -28,6 +28,7 @@ from mt_model.rope_scaling import (
     RopeScaling,
     YarnScaling,
 )
+from mt_model.score_bias import AlibiConfig, RelativeConfig, ScoreBias
 
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
@@ -43,6 +44,7 @@ __all__ = [
     "GPT",
     "PRESETS",
     "Activation",
+    "AlibiConfig",
     "AttentionConfig",
     "DynamicScaling",
     "EntryConfig",
@@ -59,8 +61,11 @@ __all__ = [
     "NormConfig",
     "Positions",
     "Recompute",
+    "RelativeConfig",
     "RopeConfig",
     "RopeScaling",
+    "Rotary",
+    "ScoreBias",
     "YarnScaling",
     "export_lora",
     "gpt",

@@ -22,9 +22,12 @@ from mt_parallel_state import ParallelState, group_rank
 from torch import Tensor
 
 from mt_model.cache import KVCache
+from mt_model.distance import spread
 from mt_model.reference_attention import reference_attention
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable
+
+BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
 
 
 class AttendingLayer(Protocol):
@@ -46,6 +49,14 @@ class AttendingLayer(Protocol):
 
     def weight_dropout(self, shared: Pass) -> AttentionDropout | None:
         """Make the dropout of attention weights in a pass."""
+        ...
+
+    def bias_by_distance(self, shared: Pass, length: int) -> Tensor | None:
+        """Return what is added to scores, for distances below a length, or None.
+
+        Shape:
+            Returns [heads of this rank, 2 * length - 1].
+        """
         ...
 
 
@@ -135,13 +146,29 @@ class SequenceAttend:
         """Attend; see `Attend`."""
         dropout, length = layer.weight_dropout(shared), query.shape[1] * self.size
         window = layer.window if layer.window is not None and layer.window < length else None
-        special = (dropout, window, shared.documents, layer.sinks, layer.softcap)
+        bias = layer.bias_by_distance(shared, length)
+        rare = (dropout, layer.sinks, layer.softcap)
+        special = (*rare, window, shared.documents, bias)
         if self.is_whole and all(item is None for item in special):
             out = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
                 is_causal=query.shape[1] > 1,
+                scale=layer.scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+            return out.transpose(1, 2)
+        small = self.is_whole and length <= BIAS_MAX_LENGTH
+        if bias is not None and small and all(item is None for item in rare):
+            allowed = shared.mask(window, length, query.device)
+            places = torch.arange(length, device=query.device)
+            allowed = _seen(places, places, None) if allowed is None else allowed
+            out = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=_masked(spread(bias, places, places), allowed, query.dtype),
                 scale=layer.scale,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
@@ -155,6 +182,7 @@ class SequenceAttend:
             algorithm=algorithm,
             mask=AttentionMask(window=window, documents=shared.documents),
             sinks=layer.sinks,
+            bias=bias,
             dropout=dropout,
             scale=layer.scale,
             softcap=layer.softcap,
@@ -192,6 +220,9 @@ class CachedAttend:
         key, value = held["key"], held["value"]
         places = torch.arange(key.shape[2], device=key.device)
         allowed = _seen(self.positions, places, layer.window)
+        bias = layer.bias_by_distance(shared, key.shape[2])
+        if bias is not None:
+            bias = spread(bias, self.positions, places).to(query.dtype)
         if layer.sinks is not None or layer.softcap is not None:
             out = reference_attention(
                 query,
@@ -201,6 +232,7 @@ class CachedAttend:
                 scale=layer.scale,
                 softcap=layer.softcap,
                 sinks=layer.sinks,
+                bias=bias,
             )
             return out.transpose(1, 2)
         with steady_kernels(query):
@@ -208,11 +240,17 @@ class CachedAttend:
                 query,
                 key,
                 value,
-                attn_mask=allowed,
+                attn_mask=allowed if bias is None else _masked(bias, allowed, query.dtype),
                 scale=layer.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         return out.transpose(1, 2)
+
+
+def _masked(bias: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias where a query sees a key, and minus infinity elsewhere. [..., H, S, T]."""
+    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+    return bias.to(dtype).masked_fill(~allowed, float("-inf"))
 
 
 def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -244,6 +282,7 @@ class Pass:
     Attributes:
         attend: who attends to whom, and by what means.
         tables: rotary tables of this rank's tokens, by the mixers' `rotary`.
+        score_tables: weights of the tables of biases that layers share, by name.
         documents: ids of the packed documents of whole sequences, which do not see each other.
         sample_ids: for the dropout of attention weights; None without dropout.
         hidden_index: global index of each element of the hidden states; None without dropout.
@@ -254,11 +293,14 @@ class Pass:
 
     attend: Attend
     tables: Mapping[Rotary, RotaryTable] = field(default_factory=dict)
+    score_tables: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None
 
-    def mask(self, window: int | None, length: int) -> Tensor | None:
+    def mask(
+        self, window: int | None, length: int, device: torch.device | None = None
+    ) -> Tensor | None:
         """Which keys each query of whole sequences sees; None where that is all before it.
 
         Shape:
@@ -267,7 +309,7 @@ class Pass:
         window = window if window is not None and window < length else None
         if window is None and self.documents is None:
             return None
-        places = torch.arange(length)
+        places = torch.arange(length, device=device)
         allowed = _seen(places, places, window)
         if self.documents is None:
             return allowed

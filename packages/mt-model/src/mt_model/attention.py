@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mt_model.attend import Pass
 from mt_model.config import ModelConfig
+from mt_model.distance import bias_by_distance
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
 from mt_model.kinds import AttentionConfig
@@ -18,6 +19,7 @@ from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm
 from mt_model.placement import Placement
 from mt_model.rotary import RotaryTable, rotate
+from mt_model.score_table import ScoreTable
 
 MATMUL_MAX_LENGTH = 512
 
@@ -38,6 +40,8 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return "dropout of attention weights"
     if layer.sinks is not None or layer.softcap is not None:
         return "sinks or a soft cap of the scores"
+    if layer.score_bias is not None:
+        return "a bias of the scores"
     return None
 
 
@@ -48,7 +52,8 @@ class Attention(nn.Module):
     first dim: in a group the queries come first, then the key, then the value. With fewer kv_heads
     than ranks it is split in its third, and an all-to-all brings each rank's heads together
     (`exchange_kv_groups`). `out.weight` [hidden, num_heads, head_dim], split in its second. Norm
-    weights [head_dim] are whole on each rank with partial gradients, `sinks` [num_heads] split.
+    weights [head_dim] are whole on each rank with partial gradients, `sinks` [num_heads] and the
+    heads of `score_table.weight` [buckets, num_heads] are split.
     Other collectives are those of the two linear layers, and of `Pass.attend`.
 
     Args:
@@ -108,6 +113,9 @@ class Attention(nn.Module):
             spec = PartitionSpec() if placement.group is None else PartitionSpec("tp")
             sinks = self.sinks = shard_param(nn.Parameter(empty), spec)
             start_from(sinks, "zeros")
+        self.score_bias, self.score_table = config.score_bias, None
+        if config.own_buckets:
+            self.score_table = ScoreTable(config.own_buckets, config.num_heads, placement=placement)
         self.total_kv_heads, self.tp_index = groups, placement.tp_index
         self.context = placement.context
         self.max_logits: Tensor | None = None
@@ -140,6 +148,27 @@ class Attention(nn.Module):
             sample_ids=shared.sample_ids,
             first_head=self.first_head,
             num_heads=self.num_heads,
+        )
+
+    def bias_by_distance(self, shared: Pass, length: int) -> Tensor | None:
+        """Return what is added to the scores of this rank's heads, by distance; None for nothing.
+
+        Shape:
+            Returns [heads, 2 * length - 1]; see `mt_model.distance.bias_by_distance`.
+        """
+        if self.score_bias is None:
+            return None
+        name = self.score_bias.shared_table
+        weight = None if name is None else shared.score_tables[name]
+        if self.score_table is not None:
+            weight = self.score_table.weight
+        return bias_by_distance(
+            self.score_bias,
+            weight,
+            range(self.first_head, self.first_head + self.num_kv_heads * self.queries_per_group),
+            num_heads=self.num_heads,
+            length=length,
+            device=self.out.weight.device,
         )
 
     def watch_logits(self) -> None:

@@ -106,6 +106,11 @@ class MixerConfig(EntryConfig):
         return None
 
     @property
+    def shared_table(self) -> tuple[str, int, int] | None:
+        """Name, buckets and heads of the table of biases that it shares with others, if any."""
+        return None
+
+    @property
     def drops(self) -> bool:
         """Whether it drops anything in training, and so needs sample ids."""
         return False
@@ -245,6 +250,30 @@ class ModelConfig:
             )
         checks.done()
         self._check_losses()
+        self._check_tables()
+
+    def _check_tables(self) -> None:
+        sizes = self.score_tables
+        for index, layer in enumerate(self.layers):
+            shared = layer.mixer.shared_table
+            if shared is not None and shared[1:] != sizes[shared[0]]:
+                (name, buckets, heads), (others, other_heads) = shared, sizes[shared[0]]
+                text = (
+                    f"layer {index} has {buckets} buckets and {heads} heads in the table {name!r} "
+                    f"of score_bias, and a layer before it {others} and {other_heads}; give it "
+                    "another name, or null for a table of its own"
+                )
+                raise FieldError({"layers": text}, "ModelConfig")
+
+    @property
+    def score_tables(self) -> dict[str, tuple[int, int]]:
+        """Buckets and heads of the tables of biases that layers share, by name."""
+        tables: dict[str, tuple[int, int]] = {}
+        for layer, _ in runs(self.layers):
+            shared = layer.mixer.shared_table
+            if shared is not None:
+                tables.setdefault(shared[0], shared[1:])
+        return tables
 
     def _check_losses(self) -> None:
         weights: dict[str, float] = {}
@@ -282,6 +311,7 @@ class ModelConfig:
         total = self.vocab_size * hidden * (1 if self.tied else 2) + norm
         if self.positions == "learned":
             total += self.max_sequence_length * hidden
+        total += sum(buckets * heads for buckets, heads in self.score_tables.values())
         for layer, repeats in runs(self.layers):
             each = sum(norm + entry.num_parameters(hidden) for entry in layer.entries)
             total += repeats * each

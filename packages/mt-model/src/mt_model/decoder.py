@@ -46,6 +46,7 @@ from mt_model.norm import build_norm
 from mt_model.placement import Placement
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable, rotary_table
+from mt_model.score_table import ScoreTable
 
 Batch: TypeAlias = Mapping[str, Any]
 
@@ -59,7 +60,9 @@ class GPT(nn.Module):
     `final_norm.weight`, `head.weight`. Initial values depend on name, seed and global index
     only. The stage that starts at layer 0 has the embedding, the one that ends at the last layer
     the final norm and the head. A tied head on another stage than the embedding is a second
-    `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
+    `embedding.weight` (`is_copy`); both then have partial gradients over "embedding". A table of
+    biases that layers share, `score_tables.NAME.weight`, is on every stage, copies but for the
+    first, with partial gradients over "pp".
 
     Args:
         config: the model.
@@ -303,6 +306,12 @@ class GPT(nn.Module):
             x = self.embed(batch, positions, shared)
         elif x is None:
             raise ValueError("x is None, and only the first stage starts from tokens")
+        if self.training and torch.is_grad_enabled():
+            used = {self.config.layers[i].mixer.shared_table for i in self.layer_range}
+            names = {table[0] for table in used if table is not None}
+            for name, weight in shared.score_tables.items():
+                if name not in names:  # each backward of a stage gives its parameters a gradient
+                    x = x + 0 * weight.sum()
         return x, shared
 
     def embed(self, batch: Batch, positions: Tensor, shared: Pass) -> Tensor:
@@ -442,6 +451,14 @@ class GPT(nn.Module):
                 for i in self.layer_range
             }
         )
+        self.score_tables = nn.ModuleDict(
+            {
+                name: ScoreTable(buckets, heads, placement=placement)
+                for name, (buckets, heads) in config.score_tables.items()
+            }
+        )
+        for table in self.score_tables.values():
+            self._mark_shared(cast("ScoreTable", table).weight)
         if self.has_head:
             self.final_norm = build_norm(config.norm, config.hidden_size, dtype=placement.dtype)
             placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
@@ -462,6 +479,12 @@ class GPT(nn.Module):
         if self.config.tied and not (self.has_embedding and self.has_head):
             spec = sharding_of(weight).spec
             shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
+
+    def _mark_shared(self, weight: nn.Parameter) -> None:
+        """Every stage has the parameter, the first one owns it, and all give it gradients."""
+        if not (self.has_embedding and self.has_head):
+            spec = sharding_of(weight).spec
+            shard_param(weight, spec, partial_grad=("pp",), is_copy=not self.has_embedding)
 
     def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
         """Check the length, and return the positions of this rank's tokens."""
@@ -514,6 +537,7 @@ class GPT(nn.Module):
             attend = CachedAttend(cache=cache, positions=places)
         return Pass(
             attend=attend,
+            score_tables=self._score_weights(),
             tables=self._tables(positions, length if cache is None else cache.length + length),
             documents=documents,
             sample_ids=sample_ids,
@@ -531,6 +555,9 @@ class GPT(nn.Module):
         kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
         make = partial(rotary_table, positions, length=length, dtype=self.placement.dtype)
         return {kind: make(kind) for kind in kinds if kind}
+
+    def _score_weights(self) -> dict[str, Tensor]:
+        return {name: cast("ScoreTable", table).weight for name, table in self.score_tables.items()}
 
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
@@ -617,6 +644,16 @@ def _batch_of(tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor |
     return {name: x for name, x in batch.items() if x is not None}
 
 
+def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    if name == "sample_ids":
+        return shape[:1]
+    if name == "positions" and x.dim() == 3:
+        return (3, *shape)
+    if name == "documents":  # of whole sequences, however many ranks share them
+        return shape[:1] + x.shape[1:2]
+    return shape
+
+
 def check_batch(batch: Batch) -> None:
     """Check the dtypes and shapes of a batch.
 
@@ -643,11 +680,7 @@ def check_batch(batch: Batch) -> None:
         shape = x.shape if shape is None else shape
         if len(shape) != 2 or not shape.numel():
             raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
-        expected = shape[:1] if name == "sample_ids" else shape
-        if name == "positions" and x.dim() == 3:
-            expected = (3, *shape)
-        if name == "documents":  # of whole sequences, however many ranks share them
-            expected = shape[:1] + x.shape[1:2]
+        expected = _expected_shape(name, x, shape)
         if x.shape != expected:
             raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
     cache = batch.get("cache")

@@ -20,6 +20,7 @@ from mt_model.config import (
     Sizes,
 )
 from mt_model.rope import RopeConfig, Rotary
+from mt_model.score_bias import ScoreBias
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,7 @@ class AttentionConfig(MixerConfig):
         sinks: a learned logit per query head takes part in the softmax, and has no value.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
         scale: of the scores; `head_dim ** -0.5` where None.
+        score_bias: added to the scores by distance, after a soft cap: `alibi` or `relative` (T5).
     """
 
     num_heads: int
@@ -58,6 +60,7 @@ class AttentionConfig(MixerConfig):
     sinks: bool = False
     softcap: float | None = None
     scale: float | None = None
+    score_bias: ScoreBias | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -96,6 +99,20 @@ class AttentionConfig(MixerConfig):
         return None if self.rope is None else Rotary(self.rope, self.head_dim)
 
     @property
+    def shared_table(self) -> tuple[str, int, int] | None:
+        """Name, buckets and heads of the table of biases that it has in common with others."""
+        if self.score_bias is None or self.score_bias.shared_table is None:
+            return None
+        return self.score_bias.shared_table, self.score_bias.num_buckets, self.num_heads
+
+    @property
+    def own_buckets(self) -> int:
+        """Rows of the layer's own table of biases."""
+        if self.score_bias is None or self.score_bias.shared_table is not None:
+            return 0
+        return self.score_bias.num_buckets
+
+    @property
     def drops(self) -> bool:
         """Whether attention weights are dropped."""
         return self.dropout > 0
@@ -106,11 +123,11 @@ class AttentionConfig(MixerConfig):
         return attention.Attention(self, model, layer=layer, placement=placement)
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Count weights, biases, norms and sinks."""
+        """Count weights, biases, norms, sinks and a table of its own."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         total = (query + 2 * key) * (hidden_size + self.qkv_bias)
         total += hidden_size * (query + self.out_bias) + 2 * self.head_dim * self.qk_norm
-        return total + self.num_heads * self.sinks
+        return total + self.num_heads * (self.sinks + self.own_buckets)
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
         """Count `6 h (q + 2 kv) + 6 q h`, and the products with the keys that are seen."""

@@ -18,6 +18,7 @@ from mt_model.config import (
 )
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.rope import RopeConfig
+from mt_model.score_bias import ScoreBias
 
 _DEFAULT_THETA = RopeConfig().theta
 
@@ -49,6 +50,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     sinks: bool = False,
     softcap: float | None = None,
     attention_scale: float | None = None,
+    score_bias: ScoreBias | Mapping[str, Any] | None = None,
     init_std: float = 0.02,
 ) -> ModelConfig:
     """A decoder of `num_layers` equal layers, or of a list of them.
@@ -81,6 +83,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         sinks: a learned logit per head in the softmax of attention.
         softcap: scores of attention become `softcap * tanh(score / softcap)`.
         attention_scale: of the scores; `head_dim ** -0.5` where None.
+        score_bias: what is added to the scores by distance: AlibiConfig() or RelativeConfig(), or
+            their fields as a mapping with the `type`, `alibi` or `relative`.
         init_std: standard deviation of the initial weights.
 
     Raises:
@@ -124,6 +128,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             sinks=sinks,
             softcap=softcap,
             scale=attention_scale,
+            score_bias=_score_bias(score_bias),
         ),
         feed_forward=MLPConfig(ffn_size=ffn_size, activation=activation, gated=gated, bias=bias),
     )
@@ -164,6 +169,12 @@ def _rope(
     return whole
 
 
+def _score_bias(given: ScoreBias | Mapping[str, Any] | None) -> ScoreBias | None:
+    if given is None or isinstance(given, ScoreBias):
+        return given
+    return build(ScoreBias, given, "score_bias")
+
+
 def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
     """Build a config of listed layers from the arguments of `gpt`."""
     for name in ("num_layers", "num_heads", *_OF_ONE_LAYER):
@@ -194,6 +205,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
         shared |= _rope_arguments(mixer.rope)
         shared |= {"bias": mixer.out_bias, "attention_dropout": mixer.dropout}
         shared["attention_scale"] = mixer.scale
+        shared["score_bias"] = to_plain(mixer)["score_bias"]
         shared |= {name: getattr(mlp, name) for name in _OF_MLP}
         if gpt(**whole, **shared) == config:
             return {**whole, **shared}
@@ -214,7 +226,16 @@ _OF_ATTENTION = (
     *("window", "sinks", "softcap"),
 )
 _OF_MLP = ("ffn_size", "activation", "gated")
-_OF_ONE_LAYER = (*_OF_ATTENTION[1:], *_OF_MLP, "rope_theta", "rope", "bias", "attention_dropout", "attention_scale")
+_OF_ONE_LAYER = (
+    *_OF_ATTENTION[1:],
+    *_OF_MLP,
+    "rope_theta",
+    "rope",
+    "bias",
+    "attention_dropout",
+    "attention_scale",
+    "score_bias",
+)
 
 _GPT2: Mapping[str, Any] = MappingProxyType(
     {

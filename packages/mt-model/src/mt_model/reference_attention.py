@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def reference_attention(
+def reference_attention(  # noqa: PLR0913 - the options of one operation, by keyword
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -15,6 +15,7 @@ def reference_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention in plain operations.
 
@@ -26,16 +27,19 @@ def reference_attention(
         scale: of the scores; 1 / sqrt(D) where None.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: a logit per query head in the softmax, without a value.
+        bias: added to the scores, after the cap.
 
     Shape:
         query: [B, N, S, D]; key, value: [B, G, T, D]; allowed: broadcast to [B, N, S, T];
-        sinks: [N]. Returns [B, N, S, D].
+        sinks: [N]; bias: broadcast to [B, N, S, T]. Returns [B, N, S, D].
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     if allowed is None:
         allowed = causal_mask(query.shape[2], key.shape[2], query.device)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))

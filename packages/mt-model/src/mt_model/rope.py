@@ -49,9 +49,10 @@ class RopeConfig:
         checks.done()
 
     def _check_interleaved(self) -> dict[str, str]:
-        """Of the first pairs of three, H and W take one each as long as they have some."""
+        """Of each three pairs height takes the second and width the third, from the first on."""
         time, height, width = self.sections or (0, 0, 0)
-        if max(height, width) * 3 <= time + height + width:
+        pairs = time + height + width
+        if 3 * height <= pairs + 1 and 3 * width <= pairs:
             return {}
         text = (
             f"{self.sections}: interleaved, height and width can have at most a third of the pairs "

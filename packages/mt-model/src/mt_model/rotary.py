@@ -120,7 +120,8 @@ def _broadcast(values: Tensor, dims: int) -> tuple[Tensor, Tensor]:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *table: Any) -> Tensor:
+        values, interleaved = table
         ctx.save_for_backward(values)
         ctx.interleaved = interleaved
         return turn(x, *_broadcast(values, x.dim()), interleaved=interleaved)

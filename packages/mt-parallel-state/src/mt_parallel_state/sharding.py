@@ -27,6 +27,7 @@ class ParamSharding:
         partial_grad: Axes over which the gradient arrives as a partial sum and must be SUMmed
             before use: `("tp",)` for a replicated norm weight applied to sequence shards,
             `("embedding",)` for a tied embedding on the first and last pipeline stage,
+            `("pp",)` for what every stage has a copy of,
             `("mirror",)` for a stage that a bidirectional schedule has on two ranks.
             Data-parallel reduction is not listed; every parameter needs it.
         is_copy: Another pipeline rank owns this parameter (the head's copy of a tied embedding,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, FieldError, did_you_mean, divisors, multiples_near, shorten
-from mt_model import Activation, LayerConfig, Positions, Recompute, RopeConfig
+from mt_model import Activation, LayerConfig, Positions, Recompute, RopeConfig, ScoreBias
 from mt_schedule import SCHEDULES
 
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
@@ -30,7 +30,7 @@ _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 _UNIFORM += ("activation", "gated", "rope_theta", "rope", "qk_norm", "bias", "attention_dropout")
-_UNIFORM += ("window", "sinks", "softcap", "attention_scale")
+_UNIFORM += ("window", "sinks", "softcap", "attention_scale", "score_bias")
 
 _SCALES = ("lr_scale", "wd_scale", "eps_scale")  # of an override
 
@@ -92,6 +92,8 @@ class ModelSection:
         sinks: A learned logit per head in the softmax of attention; false by default.
         softcap: Scores of attention become `softcap * tanh(score / softcap)`; not by default.
         attention_scale: Of the scores of attention; `head_dim ** -0.5` by default.
+        score_bias: Added to the scores of attention by distance: `{type: alibi}`, or T5's
+            `{type: relative}` with mt-model's `RelativeConfig`; none by default.
         init_std: Standard deviation of the initial weights; 0.02 by default.
         layers: Layers that differ, in order, instead of `num_layers` equal ones: a list of
             `{mixer: {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's
@@ -123,6 +125,7 @@ class ModelSection:
     sinks: bool | None = None
     softcap: float | None = None
     attention_scale: float | None = None
+    score_bias: ScoreBias | None = None
     init_std: float | None = None
     layers: tuple[LayerConfig, ...] = ()
 

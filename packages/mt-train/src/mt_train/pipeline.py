@@ -101,7 +101,8 @@ def build_stages(
 ) -> list[GPT]:
     """Build the stages that the schedule gives this rank, in its order.
 
-    A tied embedding whose two ends are on one rank is one parameter. With two directions every
+    A tied embedding whose two ends are on one rank is one parameter, and so are the tables that
+    all stages hold. With two directions every
     stage is on two ranks: the second is a copy, and both have partial gradients over "mirror".
     Parameters are on the meta device, for `shard` to give them memory.
 
@@ -124,6 +125,7 @@ def build_stages(
                 _mark(param, (*sorted(partial), "mirror"), is_copy=number >= schedule.depth)
     if config.tied:
         _share_embedding(stages)
+    _share_tables(stages, owns=0 in held)
     return stages
 
 
@@ -147,6 +149,17 @@ def _share_embedding(stages: Sequence[GPT]) -> None:
     partial = set(sharding_of(first.embedding.weight).partial_grad) - {"embedding"}
     is_copy = sharding_of(first.embedding.weight).is_copy
     _mark(first.embedding.weight, tuple(sorted(partial)), is_copy=is_copy)
+
+
+def _share_tables(stages: Sequence[GPT], *, owns: bool) -> None:
+    """Make the tables that all stages hold one parameter on this rank."""
+    if stages[0].config.num_layers == len(stages[0].layer_range):
+        return
+    for name, table in stages[0].score_tables.items():
+        for stage in stages[1:]:
+            stage.score_tables[name] = table
+        weight = cast("nn.Parameter", table.weight)
+        _mark(weight, ("pp",), is_copy=not owns)
 
 
 def _mark(param: nn.Parameter, partial: tuple[str, ...], *, is_copy: bool) -> None:
