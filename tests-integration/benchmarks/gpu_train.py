@@ -17,8 +17,9 @@ import torch
 from environment import environment
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
+from mt_train.config import DataSection, ModelSection, RunConfig, TrainingSection
 from mt_train.loading import build_model
+from mt_train.optimizer_section import OptimizerSection
 from mt_train.trainer import Trainer
 
 VOCAB = {"1.3b": 50304, "smoke": 512}

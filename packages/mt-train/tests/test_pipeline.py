@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mt_files import FieldError
-from mt_train.config import PipelineSection
+from mt_train.parallel_section import PipelineSection
 from mt_train.pipeline import plan_pipeline
 
 

@@ -12,7 +12,7 @@ from mt_parallel_state import ParallelState
 from torch import Tensor
 
 from mt_train.agreement import WORLD
-from mt_train.config import QKClipEntry
+from mt_train.optimizer_section import QKClipEntry
 
 
 class LogitClip:

@@ -8,7 +8,8 @@ from mt_data_parallel import Reduction
 from mt_model import DTYPES
 from mt_parallel_state import ParallelState
 
-from mt_train.config import DataParallelSection, RunConfig
+from mt_train.config import RunConfig
+from mt_train.parallel_section import DataParallelSection
 
 AXES = "dp-cp"
 

@@ -33,8 +33,10 @@ from mt_model import (
     validate_split,
 )
 
-from mt_train.config import ModelSection, ParallelSection, RunConfig, listed
+from mt_train.config import ModelSection, RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
+from mt_train.limits import listed
+from mt_train.parallel_section import ParallelSection
 from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:  # checking a file takes no torch

@@ -21,8 +21,9 @@ from mt_optim import (
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 
-from mt_train.config import OptimizerSection, RunConfig
+from mt_train.config import RunConfig
 from mt_train.loading import LoadedConfig
+from mt_train.optimizer_section import OptimizerSection
 
 _OF_MATRICES = ("muon", "adaptive_muon", "soap")
 _ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has

@@ -13,7 +13,7 @@ from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule, make_schedule, parse_layout, split_layers
 from torch import Tensor, nn
 
-from mt_train.config import PipelineSection
+from mt_train.parallel_section import PipelineSection
 
 _MAX_MICROBATCHES = 1 << 16
 

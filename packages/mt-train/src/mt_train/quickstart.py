@@ -17,9 +17,9 @@ import torch
 from mt_files import divisors, write_file
 from mt_parallel_state import DistributedEnv
 
-from mt_train.config import listed
 from mt_train.corpus import split_corpus
 from mt_train.document import COMMAND_LINE
+from mt_train.limits import listed
 from mt_train.loading import LoadedConfig, load_config
 from mt_train.problem import ConfigError
 from mt_train.session import Outcome, run

@@ -1,0 +1,18 @@
+"""What several sections of a run's configuration have in common: largest values, and dtypes.
+
+Sizes have largest values, so that nothing is built from a slip of the keyboard.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
+
+# Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
+MAX_STEPS, MAX_RANKS = 10**9, 1 << 20
+
+
+def listed(numbers: list[int]) -> str:
+    """Write numbers for a message, the twelve smallest if there are more."""
+    return ", ".join(map(str, numbers[:12])) + (" ..." if len(numbers) > 12 else "")
