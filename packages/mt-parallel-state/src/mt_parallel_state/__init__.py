@@ -48,6 +48,7 @@ from mt_parallel_state.sharding import (
     sharding_of,
     shardings,
 )
+from mt_parallel_state.share import share_json
 from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
 
@@ -116,6 +117,7 @@ __all__ = [
     "shard_size",
     "sharding_of",
     "shardings",
+    "share_json",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -372,10 +371,7 @@ class Executor(Generic[M]):
         if self._spans is None:
             raise ValueError("no times were recorded: call run(..., record=True) first")
         spans = [[*span.action, span.start, span.end] for span in self._spans]
-        shared = share(
-            json.dumps(spans).encode(), group=self._place.group, device=self._place.device
-        )
-        ranks = [json.loads(text) for text in shared]
+        ranks = share(spans, group=self._place.group, device=self._place.device)
         origin = min((span[3] for spans in ranks for span in spans), default=0.0)
         return tuple(
             tuple(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from mt_parallel_state import share_json
 from mt_schedule import Action, Op, Schedule, simulate
 
 from mt_pipeline.stage import StageError
@@ -40,10 +41,9 @@ def share_failure(
         consequences, as what a failed stage hands on is zeros. On its own rank it is the error
         itself, with its cause. None where no rank failed.
     """
-    note = b""
+    note = None
     if error is not None:
-        fields = [*error.action, error.rank, error.reason[:_LONGEST]]
-        note = json.dumps(fields).encode()
+        note = [*error.action, error.rank, error.reason[:_LONGEST]]
     failures = [_read(note) for note in share(note, group=group, device=device) if note]
     if not failures:
         return None
@@ -99,26 +99,17 @@ def share_start(
     return share_failure(error, schedule=None, group=group, device=device)
 
 
-def _read(note: bytes) -> StageError:
-    op, stage, microbatch, rank, reason = json.loads(note)
+def _read(note: list[Any]) -> StageError:
+    op, stage, microbatch, rank, reason = note
     return StageError(Action(Op(op), stage, microbatch), rank, reason)
 
 
-def share(text: bytes, *, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """Give every rank the texts of all: one all-reduce, and an all-gather unless all are empty."""
+def share(value: Any, *, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Give every rank the values of all; a failure to meet says what it means."""
     if group is None:
-        return [text]
+        return share_json(value, None)
     with _together(group):
-        length = torch.tensor([len(text)], device=device)
-        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
-        size = dist.get_world_size(group)
-        if not int(length):
-            return [b""] * size
-        mine = torch.zeros(int(length), dtype=torch.uint8)
-        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)  # JSON has no zero bytes
-        texts = [torch.empty_like(mine, device=device) for _ in range(size)]
-        dist.all_gather(texts, mine.to(device), group=group)
-        return [bytes(text.tolist()).rstrip(b"\0") for text in texts]
+        return share_json(value, group, device=device)
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Small values that every rank of a group gets from every rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mt_parallel_state.collectives import Group
+
+
+def share_json(value: Any, group: Group, *, device: torch.device | str = "cpu") -> list[Any]:
+    """Give every rank the values of all; every rank of the group calls it.
+
+    Values travel as JSON text: `all_gather_object` unpickles what it gets. It costs one all-reduce,
+    and one all-gather unless all values are None.
+
+    Args:
+        value: What JSON can hold; a tuple arrives as a list.
+        group: The ranks; None is one rank.
+        device: Where the backend of the group takes tensors from.
+
+    Returns:
+        The values by rank in the group.
+
+    Raises:
+        TypeError: The value is none that JSON has.
+    """
+    text = b"" if value is None else json.dumps(value).encode()
+    if group is None:
+        return [json.loads(text) if text else None]
+    longest = torch.tensor([len(text)], device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    ranks = dist.get_world_size(group)
+    if not int(longest):
+        return [None] * ranks
+    padded = bytearray(text.ljust(int(longest)))  # JSON takes spaces at its end
+    own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    found = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(found, own, group=group)
+    texts = [one.cpu().numpy().tobytes().strip() for one in found]
+    return [json.loads(text) if text else None for text in texts]
