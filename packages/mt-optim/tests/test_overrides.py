@@ -185,6 +185,16 @@ def test_an_override_of_what_a_rule_does_not_have_is_named():
             )
 
 
+def test_a_scale_of_an_eps_that_is_no_number_is_named():
+    overrides = (GroupOverride(names="up.*", eps_scale=2.0),)
+    config = OptimizerConfig(
+        name="torch.optim.Adafactor", lr=0.1, weight_decay=0.0, overrides=overrides
+    )
+    text = r"eps_scale multiplies eps, and that is \(None, 0.001\), which is no number; leave"
+    with pytest.raises(ValueError, match=text):
+        build_optimizer(make_model(), config, STATE)
+
+
 def test_betas_and_eps_of_a_group_are_its_own():
     overrides = (GroupOverride(names="head.*", betas=(0.5, 0.6), eps_scale=10.0),)
     config = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-7, overrides=overrides)

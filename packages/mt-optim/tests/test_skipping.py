@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from mt_data_parallel import GradBuffer, Reduction
+from mt_data_parallel import Reduction, reduce_partial_grads, shard
 from mt_optim import DistributedOptimizer, LossScale, OptimizerConfig, build_optimizer
 from mt_parallel_state import ParallelLayout, ParallelState, PartitionSpec, shard_param
 from torch import nn
@@ -24,7 +24,9 @@ LAYOUTS = (
     {"dp": 4, "ep": 2},
     {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
 )
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+STRATEGIES = ("none", "optimizer", "optimizer_gradients", "full")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES |= {"fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,18 @@ class Place:
     """Where and when a gradient is spoilt."""
 
     sizes: dict
-    sharded: bool
+    strategy: str
     optimizer: str
     dtype: str
     poison: float
     rank: int
     step: int
+    microbatch: int  # in which it is spoilt
+    num_microbatches: int
     reduced: bool  # whether the gradients are reduced already
     pick: float  # from 0 to 1, which parameter and element
+    bf16_sum: bool
+    local_sum: bool
 
     @property
     def layout(self):
@@ -49,31 +55,65 @@ class Place:
 def draw(number):
     source = random.Random(number)
     sizes = source.choice(LAYOUTS)
+    num_microbatches = source.randrange(1, 4)
     return Place(
         sizes=sizes,
-        sharded=source.random() < 0.5,
+        strategy=source.choice(STRATEGIES),
         optimizer=source.choice(("adamw", "sgd", "lion")),
-        dtype=source.choice(("fp16", "fp16", "fp32", "fp64")),
+        dtype=source.choice(("fp16", "fp16", "bf16", "fp32", "fp64")),
         poison=source.choice((math.nan, math.inf, -math.inf)),
         rank=source.randrange(ParallelLayout(**sizes).world_size),
         step=source.randrange(STEPS),
-        reduced=source.random() < 0.5,
+        microbatch=source.randrange(num_microbatches),
+        num_microbatches=num_microbatches,
+        reduced=source.random() < 0.25,
         pick=source.random(),
+        bf16_sum=source.random() < 0.25,
+        local_sum=source.random() < 0.25,
     )
 
 
 def held(state):
-    """The parameters of a rank's stage: name, global shape, spec, whether it is a tied copy."""
+    """The parameters of a rank's stage: name, global shape, spec, axes of partial gradients."""
     stage, last = state.index("pp"), state.size("pp") - 1
     params = [
-        (f"{stage}.column", (8, 5), PartitionSpec("tp"), False),
-        (f"{stage}.row", (5, 8), PartitionSpec(None, "tp"), False),
-        (f"{stage}.norm", (5,), PartitionSpec(), False),
-        (f"{stage}.experts", (4, 3, 2), PartitionSpec("ep"), False),
+        (f"{stage}.column", (8, 5), PartitionSpec("tp"), ()),
+        (f"{stage}.row", (5, 8), PartitionSpec(None, "tp"), ()),
+        (f"{stage}.norm", (5,), PartitionSpec(), ("tp",)),
+        (f"{stage}.experts", (4, 3, 2), PartitionSpec("ep"), ()),
     ]
     if stage in (0, last):
-        params.append(("embedding", (8, 3), PartitionSpec("tp"), stage > 0))
+        params.append(("embedding", (8, 3), PartitionSpec("tp"), ("embedding",)))
     return params
+
+
+class Part(nn.Module):
+    """Parameters whose gradients are what the forward is given."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.names = list(params)
+        self.params = nn.ParameterList(params.values())
+
+    def forward(self, grads):
+        """Return the sum of all products."""
+        pairs = zip(self.names, self.params, strict=True)
+        return sum((param * grads[name]).sum() for name, param in pairs)
+
+
+class Stage(nn.Module):
+    """Two parts that are fetched and released alone, and what is in neither."""
+
+    def __init__(self, params):
+        super().__init__()
+        names = list(params)
+        split = [{name: params[name] for name in part} for part in (names[:2], names[2:4])]
+        self.parts = nn.ModuleList(map(Part, split))
+        self.rest = Part({name: params[name] for name in names[4:]})
+
+    def forward(self, grads):
+        """Return the sum of all parts."""
+        return sum(part(grads) for part in (*self.parts, self.rest))
 
 
 class Run:
@@ -82,7 +122,7 @@ class Run:
     def __init__(self, place, state):
         self.place, self.state, self.dtype = place, state, DTYPES[place.dtype]
         self.boxes, params = {}, {}
-        for name, shape, spec, is_copy in held(state):
+        for name, shape, spec, partial_grad in held(state):
             coordinates = state.layout.coordinates(state.rank)
             offsets = spec.offsets(shape, state.layout, coordinates)
             local = spec.local_shape(shape, state.layout)
@@ -90,9 +130,20 @@ class Run:
                 shape,
                 tuple(slice(o, o + n) for o, n in zip(offsets, local, strict=True)),
             )
-            params[name] = shard_param(nn.Parameter(self.drawn(name, 0)), spec, is_copy=is_copy)
-        self.params = params
-        self.buffer = GradBuffer(params.items(), group=self.group, bucket_size=40)
+            params[name] = shard_param(
+                nn.Parameter(self.drawn(name, 0)),
+                spec,
+                partial_grad=partial_grad,
+                is_copy=name == "embedding" and state.index("pp") > 0,
+            )
+        self.params, self.model = params, Stage(params)
+        self.buffer = shard(
+            self.model,
+            place.strategy,
+            group=self.group,
+            named_params=params.items(),
+            bucket_size=40,
+        )
         how = LossScale(initial=2.0**6, growth_interval=2, hysteresis=1, minimum=2.0**6)
         config = OptimizerConfig(
             name=place.optimizer,
@@ -109,8 +160,16 @@ class Run:
         return "edp" if "experts" in name else "dp-cp"
 
     def group(self, name, _):
-        found = self.state.group(self.axes(name))
-        return Reduction(shards=found) if self.place.sharded else Reduction(replicas=found)
+        return Reduction(
+            replicas=self.state.group(self.axes(name)),
+            reduce_dtype=torch.bfloat16 if self.place.bf16_sum else None,
+            local_sum=self.place.local_sum,
+        )
+
+    def is_noted(self, name):
+        """Whether the gradient is known from before the sum: there are ranks, or partial sums."""
+        partial = "norm" in name or name == "embedding"
+        return partial or self.state.size(self.axes(name)) > 1
 
     def drawn(self, name, step):
         shape, box = self.boxes[name]
@@ -119,18 +178,20 @@ class Run:
         return whole[box].to(self.dtype)
 
     def backward(self, step, poisoned):
-        """Give every parameter its gradient, one of which may be spoilt on this rank."""
-        grads = {
-            name: self.drawn(name, step + 1) / self.state.size(self.axes(name))
-            for name in self.params
-        }
-        if poisoned in grads:
-            flat = grads[poisoned].view(-1)
-            flat[int(self.place.pick * flat.numel())] = self.place.poison
-        self.buffer.start(1)
-        total = sum((self.params[name] * grad).sum() for name, grad in grads.items())
-        (total * self.optimizer.loss_scale).backward()
+        """Give every parameter its gradients, one of which may be spoilt on this rank."""
+        num = self.place.num_microbatches
+        self.buffer.start(num)
+        for microbatch in range(num):
+            grads = {
+                name: self.drawn(name, step + 1) / (self.state.size(self.axes(name)) * num)
+                for name in self.params
+            }
+            if poisoned in grads and microbatch == self.place.microbatch:
+                flat = grads[poisoned].view(-1)
+                flat[int(self.place.pick * flat.numel())] = self.place.poison
+            (self.model(grads) * self.optimizer.loss_scale).backward()
         self.buffer.finish()
+        reduce_partial_grads(self.buffer.pieces(), self.state)
 
     def spoil(self):
         """Put the poison into a reduced gradient of this rank; return whose it is."""
@@ -144,7 +205,8 @@ class Run:
 
     def snapshot(self):
         inner = self.optimizer.inner
-        values = [p.detach() for p in self.params.values()]
+        with self.buffer.gathered():
+            values = [p.detach().clone() for p in self.params.values()]
         for piece in self.optimizer.pieces:
             values.append(inner.master(piece.name))
             values += [inner.moment(piece.name, key) for key in inner.moments(piece.name)]
@@ -171,7 +233,8 @@ class Run:
             taken += result.stepped
             if bad:
                 report, untouched = result, same(left, self.snapshot())
-        return self.snapshot(), scales, report, name, untouched
+        in_sum = name is not None and place.reduced and self.is_noted(name)
+        return self.snapshot(), scales, report, (name, in_sum), untouched
 
 
 def same(one, other):
@@ -212,9 +275,9 @@ def test_a_spoilt_gradient_changes_nothing_anywhere_and_is_named(ranks, number):
     world = place.layout.world_size
     results = ranks(world, trained, place, True)
     without = ranks(world, trained, place, False)
-    spoilt = next((name for *_, name, _ in results if name), None)
+    spoilt, in_sum = next((found for *_, found, _ in results if found[0]), (None, False))
     if spoilt is None:  # this rank steps nothing: nothing was spoilt
-        assert place.sharded
+        assert place.strategy != "none"
         assert place.reduced
         return
     first = results[0][2]
@@ -226,17 +289,71 @@ def test_a_spoilt_gradient_changes_nothing_anywhere_and_is_named(ranks, number):
         assert report.step == place.step + 1
         assert report.why_skipped() == first.why_skipped()
         assert list(map(str, report.bad)) == list(map(str, first.bad))
-    named = {(bad.rank, bad.name, bad.what) for bad in first.bad}
     what = "nan" if math.isnan(place.poison) else "inf"
-    layout = place.layout
-    axes = "edp" if "experts" in spoilt else "dp-cp"
-    if place.reduced:
-        assert named == {(place.rank, spoilt, what)}
-    elif place.sharded:  # the rank that sums this range
-        ((rank, *rest),) = named
-        assert rest == [spoilt, what]
-        assert rank in layout.group_of(axes, place.rank)
-    else:
-        assert named == {(rank, spoilt, what) for rank in layout.group_of(axes, place.rank)}
+    # The rank that was spoilt, whoever steps that part and wherever the sum went.
+    assert [(bad.rank, bad.name, bad.what, bad.in_sum) for bad in first.bad] == [
+        (place.rank, spoilt, what, in_sum)
+    ]
+    assert first.num_bad == 1
     assert f"step {place.step + 1}: gradient norm" in first.why_skipped()
-    assert f"rank {first.bad[0].rank} {spoilt} {what}" in first.why_skipped()
+    assert f"rank {place.rank} {spoilt} {what}" in first.why_skipped()
+    assert ("in the sum" in first.why_skipped()) == in_sum
+
+
+def reported(strategy, own, options):
+    """Give each of two ranks a gradient of its own; return what the skipped step says."""
+    with ParallelState(ParallelLayout(dp=2)) as state:
+        model = nn.ModuleDict({name: nn.Linear(6, 1, bias=False) for name in own[0]})
+        group = Reduction(replicas=state.group("dp"), **options)
+        buffer = shard(model, strategy, group=group, units=list(model.values()))
+        config = OptimizerConfig(lr=1e-2, skip_above=5.0)
+        make = lambda pieces: build_optimizer(pieces, config, state)  # noqa: E731
+        optimizer = DistributedOptimizer(buffer, make)
+        with buffer:
+            buffer.start(1)
+            rows = {name: torch.tensor([values]) for name, values in own[state.rank].items()}
+            sum(model[name](row).sum() for name, row in rows.items()).backward()
+            buffer.finish(scale=0.5)
+            added = buffer.addends()
+            return optimizer.step(), added
+
+
+def row(*first):
+    return [*first, *([0.0] * (6 - len(first)))]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_infinities_of_opposite_sign_are_named_as_what_they_were(ranks, strategy):
+    own = [{"a": row(math.inf), "b": row(1.0)}, {"a": row(-math.inf), "b": row(0.0, math.nan)}]
+    (result, added), (other, _) = ranks(2, reported, strategy, own, {})
+    assert list(map(str, result.bad)) == [
+        "rank 0 a.weight inf",
+        "rank 1 a.weight inf",
+        "rank 1 b.weight nan",
+    ]
+    assert other.why_skipped() == result.why_skipped()
+    assert added == {"a.weight": math.inf, "b.weight": 0.5}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("large", "options"),
+    [(3e38, {}), (3e38, {"local_sum": True}), (4e4, {"reduce_dtype": torch.float16})],
+)
+def test_a_sum_that_overflows_of_itself_is_nobodys_gradient(ranks, strategy, large, options):
+    own = [{"a": row(1.0), "b": row(large)}, {"a": row(2.0), "b": row(large)}]
+    (result, _), _ = ranks(2, reported, strategy, own, options)
+    assert {(bad.name, bad.what, bad.in_sum) for bad in result.bad} == {("b.weight", "inf", True)}
+    assert "in the sum, of gradients that were finite on all ranks" in result.why_skipped()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_too_large_is_named_with_the_rank_that_added_it(ranks, strategy):
+    own = [{"a": row(1.0), "b": row(0.0, 0.5)}, {"a": row(0.0, -60.0), "b": row(0.25)}]
+    (result, _), _ = ranks(2, reported, strategy, own, {"average": True})
+    assert result.is_finite
+    assert not result.stepped
+    assert [(bad.rank, bad.name, bad.largest) for bad in result.bad[:2]] == [
+        (1, "a.weight", 15.0),  # half of it is the average's, half of that finish's
+        (0, "a.weight", 0.25),
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mt_data_parallel.bucket import Bucket, BufferKey, Release, Residency, Slot, resize
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
+from mt_data_parallel.partial import is_partial
 from mt_data_parallel.piece import Phase, Piece
 
 
@@ -60,7 +61,7 @@ def allocate(
     for index, bounds in enumerate(layout.buckets):
         places = [place for place in layout.params if place.bucket == index]
         device = params[places[0].name].device
-        bucket = _empty_bucket(key, bounds.end - bounds.start, device, residency)
+        bucket = _empty_bucket(key, bounds.end - bounds.start, device, residency, phase)
         whole = bucket.params
         if whole is not None and key.shard_dtype != key.param_dtype:
             whole = torch.zeros_like(whole, dtype=key.shard_dtype)
@@ -75,6 +76,8 @@ def allocate(
             if bucket.release == "nothing":
                 setattr(param, MAIN_GRAD, slot.main_grad)
             bucket.slots.append(slot)
+            if key.reduction.is_sum or is_partial(param):
+                phase.addends.watch(place.name, key.reduction.addend_scale)
         if whole is not None:
             _cut(bucket, whole, phase)
         if bucket.release != "nothing":
@@ -83,7 +86,9 @@ def allocate(
     return buckets
 
 
-def _empty_bucket(key: BufferKey, numel: int, device: torch.device, residency: Residency) -> Bucket:
+def _empty_bucket(
+    key: BufferKey, numel: int, device: torch.device, residency: Residency, phase: Phase
+) -> Bucket:
     sharded = key.param_dtype is not None
     release: Release = residency.release if sharded else "nothing"
     offload = residency.offload and sharded
@@ -100,7 +105,8 @@ def _empty_bucket(key: BufferKey, numel: int, device: torch.device, residency: R
         own_params = torch.zeros(size, dtype=key.shard_dtype, device=home, pin_memory=pin)
     shards = key.reduction.shards
     gathers_over = twin_group(shards) if shards is not None and release == "all" else shards
-    return Bucket(key, grads, params, own_grads, own_params, release, offload, gathers_over)
+    parts = (grads, params, own_grads, own_params)
+    return Bucket(key, *parts, release, offload, phase.addends, gathers_over)
 
 
 def _fill(name: str, param: Tensor, init: Callable[[str, Tensor], None] | None) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_data_parallel.addend import Addends
 from mt_data_parallel.piece import Piece
 from mt_data_parallel.reduction import Reduction
 from mt_data_parallel.sum import Sum
@@ -78,6 +79,7 @@ class Bucket:
         own_params: This rank's part of the parameters, likewise.
         release: What is whole only while it is needed.
         offload: Whether this rank's parts are in the host's memory.
+        addends: Told of every gradient before it is summed.
         gathers_over: Who has the other parts. Where gathering and summing take turns it has
             connections of its own: ranks may differ in which of the two comes first.
         slots: The parameters, in buffer order.
@@ -97,6 +99,7 @@ class Bucket:
     own_params: Tensor | None
     release: Release
     offload: bool
+    addends: Addends
     gathers_over: dist.ProcessGroup | None = None
     at_once: bool = False
     slots: list[Slot] = field(default_factory=list)
@@ -158,6 +161,7 @@ class Bucket:
     def launch(self) -> None:
         """Start to sum the gradients; `settle` waits for it."""
         self.receive()
+        self.addends.note({slot.name: self.grads[slot.inside] for slot in self.slots if slot.fresh})
         for slot in self.slots:
             if slot.fresh == 0:
                 slot.main_grad.zero_()
@@ -269,3 +273,8 @@ class Slot:
     accumulated: int = 0
     fresh: int = 0
     expected: int = 1
+
+    @property
+    def inside(self) -> slice:
+        """Where it lies in the bucket."""
+        return slice(self.start, self.start + self.param.numel())

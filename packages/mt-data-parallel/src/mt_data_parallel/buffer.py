@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from mt_parallel_state import GradSink
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_data_parallel.allocation import allocate, plan
+from mt_data_parallel.arrival import Sink, Unused, announced, missing_gradients
 from mt_data_parallel.assemble import assemble_bucket
 from mt_data_parallel.bucket import Bucket, BufferKey, Residency, Slot
 from mt_data_parallel.grad import MAIN_GRAD
@@ -22,31 +23,6 @@ from mt_data_parallel.reduction import GroupChoice
 
 # 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.
 DEFAULT_BUCKET_SIZE = 25 * 2**20 // 4
-_NAMED = 8  # of the parameters that a message is about
-
-Unused = Literal["error", "zero"]
-
-
-class _Sink:
-    """Takes one parameter's gradients from whoever computes them (`mt_parallel_state.GradSink`).
-
-    Every gradient counts as one of the backwards that `start` announced.
-    """
-
-    def __init__(self, buffer: GradBuffer, slot: Slot) -> None:
-        self._buffer, self._slot = buffer, slot
-
-    def begin(self) -> tuple[Tensor, bool]:
-        """Return where the gradient goes, and whether to add it there.
-
-        Raises:
-            RuntimeError: Not between `start` and `finish`, or more gradients than announced.
-        """
-        return self._buffer._begin(self._slot)
-
-    def end(self) -> None:
-        """Say that it is there; buckets that are complete with it are launched."""
-        self._buffer._end(self._slot)
 
 
 class GradBuffer:
@@ -128,7 +104,8 @@ class GradBuffer:
         if unused not in ("error", "zero"):
             raise ValueError(f"unused must be 'error' or 'zero', got {unused!r:.60}")
         params = checked(named_params)
-        self._unused, self._pads = unused, pad_for_bandwidth
+        self._unused: Unused = unused
+        self._pads = pad_for_bandwidth
         self._layouts: dict[BufferKey, BufferLayout] = {}
         residency = residency or Residency()
         self._release = residency.release
@@ -141,6 +118,7 @@ class GradBuffer:
         self._overlap = overlap and not at_once
         slots = {slot.name: slot for bucket in self._buckets for slot in bucket.slots}
         self._slots = {name: slots[name] for name in params}
+        self._phase.addends.sort(list(params))
         self._closed = self._agreed = False
         self._is_gathered, self._waits = True, True
         self._next = 0
@@ -173,6 +151,24 @@ class GradBuffer:
     def pieces(self) -> list[Piece]:
         """Return what this rank steps, in model order; under shards it may be nothing at all."""
         return [piece for slot in self._slots.values() if (piece := slot.piece)]
+
+    def empty_piece(self) -> Piece:
+        """Return a piece without elements, for the optimizer of a rank that has no others."""
+        empty = nn.Parameter(torch.zeros(0))
+        return Piece(name="", source=empty, param=empty, start=0, end=0, phase=self._phase)
+
+    def addends(self) -> dict[str, float]:
+        """Return by parameter the greatest magnitude of the gradients that this rank has added.
+
+        Of what is summed over ranks (also by `reduce_partial_grads`) it is that before the sum, in
+        the scale of the sum: NaN where there was a NaN, so it tells whose gradient spoilt a sum. It
+        waits for the device and does not communicate; `StepResult.bad` of mt-optim is made of it.
+
+        Raises:
+            RuntimeError: Gradients are still coming.
+        """
+        self.check_finished()
+        return self._phase.addends.magnitudes()
 
     def gather_params(self) -> None:
         """Fetch the parts of the parameters that other ranks stepped; every rank calls it.
@@ -273,7 +269,7 @@ class GradBuffer:
                 f"the buffer has no such parameter (of shape {tuple(param.shape)}, requires_grad="
                 f"{param.requires_grad}); it has {len(self._slots)} trained ones"
             )
-        return _Sink(self, slot)
+        return Sink(partial(self._begin, slot), partial(self._end, slot))
 
     def start(self, num_backwards: int | Mapping[str, int]) -> None:
         """Forget the gradients and expect `num_backwards` backward passes before `finish`.
@@ -298,19 +294,10 @@ class GradBuffer:
                 "GradBuffer.start() without gather_params() since the last finish(): ranks have "
                 "stepped their own pieces only; call gather_params() after the optimizer's step"
             )
-        expected = (
-            num_backwards
-            if isinstance(num_backwards, Mapping)
-            else dict.fromkeys(self._slots, num_backwards)
-        )
-        missing = [name for name in self._slots if name not in expected]
-        if missing:
-            raise ValueError(f"num_backwards has no entry for {missing[0]!r}; name every parameter")
-        fewest = min((expected[name] for name in self._slots), default=1)
-        if fewest < 1:
-            raise ValueError(f"num_backwards must be at least 1, got {fewest}")
+        expected = announced(num_backwards, self._slots)
         self._agree()
         self._phase.reducing = True
+        self._phase.addends.forget()
         self._next = 0
         for bucket in self._buckets:
             bucket.expect(expected)
@@ -333,7 +320,7 @@ class GradBuffer:
         """
         if not self._phase.reducing:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
-        missing = self._missing()
+        missing = missing_gradients(list(self._slots.values()), self._unused)
         while self._next < len(self._sequence):
             self._launch()
         for bucket in self._buckets:
@@ -352,6 +339,7 @@ class GradBuffer:
             raise RuntimeError(missing)
         if scale != 1:
             torch._foreach_mul_([bucket.own_grads for bucket in self._buckets], scale)
+            self._phase.addends.factor = scale
         for slot in self._slots.values():
             piece = slot.piece
             if piece is not None and slot.main_grad.dtype == piece.param.dtype:
@@ -488,25 +476,3 @@ class GradBuffer:
             before.advance() if self._release == "nothing" else before.settle()
         self._sequence[self._next].launch()
         self._next += 1
-
-    def _missing(self) -> str:
-        """Say which gradients did not come; nothing if all is well."""
-        slots = self._slots.values()
-        if slots and all(0 < slot.accumulated < slot.expected for slot in slots):
-            most = max(slots, key=lambda slot: slot.accumulated)
-            return (
-                f"start() was told to expect {most.expected} backward passes, and finish() came "
-                f"after {most.accumulated}; call finish() after the last one, or give start() the "
-                "true number"
-            )
-        names = [slot.name for slot in slots if slot.accumulated == 0]
-        if self._unused == "zero" or not names:
-            return ""
-        if len(names) == len(slots):
-            return "finish() came before any gradient; call it after the step's last backward"
-        listed = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
-        return (
-            f"{len(names)} of {len(slots)} parameters got no gradient on this rank: {listed}. The "
-            "loss does not depend on them: freeze them with requires_grad_(False) before the "
-            "GradBuffer is made, or, where only some samples use them, make it with unused='zero'"
-        )

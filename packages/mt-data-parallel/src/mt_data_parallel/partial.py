@@ -59,6 +59,11 @@ def reduce_partial_grads(
             _all_reduce_coalesced(grads, group, state.device)
 
 
+def is_partial(param: Tensor) -> bool:
+    """Tell whether a parameter's gradient is summed over model axes."""
+    return isinstance(param, nn.Parameter) and bool(sharding_of(param).partial_grad)
+
+
 def _reductions(param: nn.Parameter, state: ParallelState) -> list[str]:
     """Return the axes strings to sum over, those of size 1 left out."""
     axes = sharding_of(param).partial_grad

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mt_data_parallel.addend import Addends
 from mt_data_parallel.grad import grad_of
 
 
@@ -16,9 +17,11 @@ class Phase:
 
     Attributes:
         reducing: Whether gradients are still coming: between `start` and `finish`.
+        addends: How large this rank's own gradients were, of all parameters of the buffer.
     """
 
     reducing: bool = False
+    addends: Addends = field(default_factory=Addends)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -76,6 +76,17 @@ class Reduction:
         return () if self.shards is None else tuple(dist.get_process_group_ranks(self.shards))
 
     @property
+    def is_sum(self) -> bool:
+        """Whether there are several ranks."""
+        return self.shards is not None or self.replicas is not None
+
+    @property
+    def addend_scale(self) -> float:
+        """What a gradient is multiplied with on its way into the sum."""
+        copies = 1 if self.replicas is None else self.replicas.size()
+        return self.scale / (self.num_shards * copies) if self.average else self.scale
+
+    @property
     def replica(self) -> int:
         """This rank's place among those that keep the same part."""
         return 0 if self.replicas is None else self.replicas.rank()

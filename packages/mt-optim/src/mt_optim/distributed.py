@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from mt_data_parallel import GradBuffer, Piece, pieces_of
-from torch import nn
+from mt_data_parallel import GradBuffer, Piece
 
 from mt_optim.host import Traffic
 from mt_optim.optimizer import NamedOptimizer
@@ -60,7 +58,7 @@ class DistributedOptimizer:
         self.buffer = buffer
         self.pieces: list[Piece] = buffer.pieces()
         # A rank may have none where the others have more than one each; all run the same steps.
-        self.inner = make(self.pieces or pieces_of([("", nn.Parameter(torch.zeros(0)))]))
+        self.inner = make(self.pieces or [buffer.empty_piece()])
 
     @property
     def step_count(self) -> int:

@@ -16,7 +16,7 @@ from mt_optim.ema import EMA
 from mt_optim.group import default_decay_filter
 from mt_optim.guard import StepGuard
 from mt_optim.lion import LionRule
-from mt_optim.matrix import is_hidden_matrix
+from mt_optim.matrix import by_matrix
 from mt_optim.muon import AdaptiveMuonRule, MuonRule
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.override import override_groups
@@ -64,11 +64,7 @@ def build_optimizer(
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     _check_scale(named, config)
     rules = _rules(config, state)
-    first, *others = rules
-
-    def rule_of(name: str, param: Tensor) -> str:
-        return first.name if not others or is_hidden_matrix(name, param) else others[0].name
-
+    rule_of = by_matrix(rules[0].name, rules[-1].name)
     groups = override_groups(named, config.overrides)
     _check_settings(groups, {rule.name: rule for rule in rules}, rule_of)
     optimizer = NamedOptimizer(

@@ -134,6 +134,22 @@ def check_options(group: Mapping[str, Any]) -> None:
         check_size(key, group.get(key, 1.0))
 
 
+def apply_scales(group: dict[str, Any], *, given: Mapping[str, Any]) -> None:
+    """Multiply the options of a group that it has from the optimizer by the group's own scales.
+
+    Raises:
+        ValueError: What is to be multiplied is no number.
+    """
+    for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
+        if key in group and key not in given and scale in group:
+            if not isinstance(group[key], int | float | Tensor):
+                raise ValueError(
+                    f"{scale} multiplies {key}, and that is {group[key]}, which is no number; "
+                    f"leave {scale} out for these parameters, or give them an {key} of their own"
+                )
+            group[key] = group[key] * group[scale]
+
+
 def check_size(what: str, value: Any) -> float:
     """Return a number that is 0 or more.
 

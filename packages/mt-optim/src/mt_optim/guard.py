@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from mt_data_parallel import Piece, grad_of, pieces_of
 from mt_files import check_type
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelState, share_json
 from torch import Tensor, nn
 
-from mt_optim.agreement import gathered
 from mt_optim.bad import find_bad
 from mt_optim.clip import REST, NormGroup, check_once, check_positive, clip_factor, norm_group_of
 from mt_optim.result import StepResult
 from mt_optim.scaler import GradScaler
-from mt_optim.statistics import GradMeter, GradStatistics, Measured, joined
+from mt_optim.statistics import WORLD, GradMeter, GradStatistics, Measured, joined
 
 _Key = tuple[str, str]  # norm group, group of the statistics
 
@@ -174,7 +173,8 @@ class StepGuard:
         if self._by is None:
             keys = [(group, "") for group in self._of]
         else:
-            every = gathered([list(key) for key in parts], self._state)
+            group, device = self._state.group(WORLD), self._state.device
+            every = share_json([list(key) for key in parts], group, device=device)
             keys = list(dict.fromkeys((group, name) for own in every for group, name in own))
         described = self._by is not None
         meter = GradMeter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch.distributed as dist
@@ -66,6 +66,11 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
     words = name.split(".")
     is_table = any("embed" in word or word in _TABLES for word in words)
     return param.dim() == 2 and not is_table and not words[-1].endswith("bias")
+
+
+def by_matrix(matrices: str, others: str) -> Callable[[str, Tensor], str]:
+    """Return what gives the rule of a parameter: one for hidden matrices, one for all others."""
+    return lambda name, param: matrices if is_hidden_matrix(name, param) else others
 
 
 class Shards:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from mt_optim.ema import EMA
 from mt_optim.group import (
-    SCALES,
     DecayFilter,
+    apply_scales,
     check_options,
     check_size,
     read_group,
@@ -23,6 +22,7 @@ from mt_optim.group import (
 )
 from mt_optim.guard import StepGuard
 from mt_optim.host import Traffic
+from mt_optim.named_state import NamedState
 from mt_optim.result import StepResult
 from mt_optim.rule import Rule
 from mt_optim.saved import read_options, read_state
@@ -33,7 +33,7 @@ from mt_optim.update import portions, update
 RuleFilter = Callable[[str, Tensor], str]
 
 
-class NamedOptimizer(torch.optim.Optimizer):
+class NamedOptimizer(NamedState):
     """A torch.optim.Optimizer that runs rules over masters, with state that has names.
 
     bf16 and fp16 parameters have an fp32 master copy that is updated and rounded back; fp32 and
@@ -141,107 +141,6 @@ class NamedOptimizer(torch.optim.Optimizer):
             group = self._new_group(rule, given, parts[rule, decays], is_named=is_named)
             self.param_groups.append(group)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters' names, in the order of the groups."""
-        return tuple(self._pieces)
-
-    def piece(self, name: str) -> Piece:
-        """Return what is stepped under a name.
-
-        Raises:
-            KeyError: There is no such parameter.
-        """
-        return self._piece(name)
-
-    @property
-    def step_count(self) -> int:
-        """Steps taken; set it after loading the moments of a checkpoint."""
-        return max(int(self.state[param]["step"]) for param in self._tensors())
-
-    @step_count.setter
-    def step_count(self, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"step_count must be a whole number, got {value!r:.60}")
-        if value < 0:
-            raise ValueError(f"step_count must be 0 or more, got {value}")
-        for param in self._tensors():
-            self.state[param]["step"].fill_(float(value))
-
-    def master(self, name: str) -> Tensor:
-        """Return the full-precision parameter: the parameter itself, or its fp32 copy for 16 bits.
-
-        Shape:
-            The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
-            remainders are kept it comes as a copy, and `set_master` changes it.
-        """
-        piece = self._piece(name)
-        return self._storage.master(piece, self.state[piece.param]).detach()
-
-    @torch.no_grad()
-    def set_master(self, name: str, value: Tensor) -> None:
-        """Set what `master` gives; call `sync_params` afterwards.
-
-        Raises:
-            KeyError: There is no such parameter.
-            ValueError: It has another shape.
-        """
-        piece = self._piece(name)
-        if value.shape != piece.param.shape:
-            raise ValueError(
-                f"the master of parameter {name!r} has shape {tuple(piece.param.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
-        self._storage.set_master(piece, self.state[piece.param], value)
-
-    @property
-    def moment_keys(self) -> tuple[str, ...]:
-        """The names of the moments of all rules, whether or not a parameter here has them."""
-        return tuple(dict.fromkeys(key for rule in self._rules.values() for key in rule.moments))
-
-    def moments(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors of the parameter's shape that its rule keeps."""
-        return self._rule_of_param(name).moments
-
-    def moment(self, name: str, key: str) -> Tensor:
-        """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
-
-        Shape:
-            The parameter's. Writing into it changes the state, except where moments are kept with
-            scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
-        """
-        piece = self._piece(name)
-        if key not in self.moments(name):
-            raise KeyError(
-                f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
-            )
-        return self._storage.moment(piece, self.state[piece.param], key)
-
-    def factors(self, name: str) -> dict[str, Tensor]:
-        """Return what the rule keeps for a parameter in shapes of their own, such as SOAP's bases.
-
-        They are of the whole parameter, also where tensor parallelism splits it: every rank that
-        steps a part of it has all of them. Writing into them changes the state.
-        """
-        state = self.state[self._piece(name).param]
-        return {key: state[key] for key in self._rule_of_param(name).factors(state)}
-
-    @torch.no_grad()
-    def set_moment(self, name: str, key: str, value: Tensor) -> None:
-        """Set what `moment` gives.
-
-        Raises:
-            KeyError: There is no such parameter or moment.
-            ValueError: It has another shape.
-        """
-        own = self.moment(name, key)
-        if value.shape != own.shape:
-            raise ValueError(
-                f"{key} of parameter {name!r} has shape {tuple(own.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
-        self._storage.set_moment(self.state[self._piece(name).param], key, value)
-
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has overloads)
         self,
@@ -329,19 +228,6 @@ class NamedOptimizer(torch.optim.Optimizer):
         """What to multiply the next loss with before its backward; 1 where there is no scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    @torch.no_grad()
-    def offload_state(self) -> None:
-        """Move masters and moments to the host, so that the device has room for something else.
-
-        Parameters stay. Until `restore_state` no step can be taken; everything else works.
-        """
-        self._move_state(away=True)
-
-    @torch.no_grad()
-    def restore_state(self) -> None:
-        """Move back what `offload_state` moved."""
-        self._move_state(away=False)
-
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state, as torch has it.
 
@@ -407,41 +293,6 @@ class NamedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    @torch.no_grad()
-    def non_finite(self) -> list[str]:
-        """Name the parameters whose weights or moments are not all finite.
-
-        Weights that an absurd learning rate made infinite give a loss that is not finite, whatever
-        comes later: ask before they are written to disk. It reads the state once and waits for the
-        device. It does not communicate: each rank answers for what it holds.
-
-        Returns:
-            The names, in order; empty where all is well.
-        """
-        found: list[tuple[str, Tensor]] = []
-        for name, piece in self._pieces.items():
-            if piece.param.numel():
-                moments = [self.moment(name, key) for key in self.moments(name)]
-                values = [self.master(name), *moments, *self.factors(name).values()]
-                # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
-                found += [(name, torch.linalg.vector_norm(v, math.inf).double()) for v in values]
-        if not found:
-            return []
-        largest = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
-        pairs = zip(found, largest, strict=True)
-        return list(dict.fromkeys(name for (name, _), value in pairs if not math.isfinite(value)))
-
-    @torch.no_grad()
-    def sync_params(self) -> None:
-        """Set parameters of 16 bits to their masters, rounded to nearest even."""
-        self._sync(self._pieces.values())
-
-    @torch.no_grad()
-    def sync_masters(self) -> None:
-        """Set masters to their parameters of 16 bits, after weights were loaded into the model."""
-        for piece in self._pieces.values():
-            self._storage.set_master(piece, self.state[piece.param], piece.param.detach())
-
     def __getstate__(self) -> dict[str, Any]:
         own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
         own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
@@ -464,9 +315,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         group: dict[str, Any] = {"params": [piece.param for piece in pieces]}
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
-        for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
-            if key in group and key not in options and scale in group:
-                group[key] = group[key] * group[scale]
+        apply_scales(group, given=options)
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:
@@ -475,17 +324,6 @@ class NamedOptimizer(torch.optim.Optimizer):
             self._pieces[piece.name] = piece
             self.state[piece.param] = self._new_state(piece, rule)
         return group
-
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return self._rules[group["rule"]] if "rule" in group else next(iter(self._rules.values()))
-
-    def _rule_of_param(self, name: str) -> Rule:
-        param = self._piece(name).param
-        return next(
-            self._rule(group)
-            for group in self.param_groups
-            if any(param is own for own in group["params"])
-        )
 
     def _check_group(self, rule: Rule, group: Mapping[str, Any]) -> None:
         check_options(group)
@@ -520,38 +358,6 @@ class NamedOptimizer(torch.optim.Optimizer):
             master = self._storage.master(piece, state)
             self._storage.set_master(piece, state, master.mul_(own.to(master)))
         self._sync(changed)
-
-    def _sync(self, pieces: Iterable[Piece]) -> None:
-        """Set parameters that are not their own masters to these."""
-        held = [piece.param for piece in pieces if "master" in self.state[piece.param]]
-        if held:
-            torch._foreach_copy_(held, [self.state[param]["master"] for param in held])
-
-    def _move_state(self, *, away: bool) -> None:
-        if away == self._is_away:
-            raise RuntimeError(
-                "the state is on the host already; call restore_state() first"
-                if away
-                else "the state was not moved; call offload_state() first"
-            )
-        for piece in self._pieces.values():
-            if not self._storage.is_offloaded(piece):
-                self._storage.move(piece, self.state[piece.param], away=away)
-        self._is_away = away
-
-    def _tensors(self) -> list[Tensor]:
-        return [piece.param for piece in self._pieces.values()]
-
-    def _by_param(self) -> dict[Tensor, Piece]:
-        return {piece.param: piece for piece in self._pieces.values()}
-
-    def _piece(self, name: str) -> Piece:
-        try:
-            return self._pieces[name]
-        except (KeyError, TypeError):
-            raise KeyError(
-                f"no parameter {name!r} in this optimizer; it has {', '.join(self._pieces)}"
-            ) from None
 
     def _check_new(self, pieces: list[Piece]) -> None:
         params = {name: piece.param for name, piece in self._pieces.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_optim.adamw import AdamWRule
 from mt_optim.group import DecayFilter, check_count, check_size
-from mt_optim.matrix import Shards, check_whole, is_hidden_matrix, matrix_spec
+from mt_optim.matrix import Shards, by_matrix, check_whole, matrix_spec
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_betas
 
@@ -201,5 +201,5 @@ class SOAP(NamedOptimizer):
             lr=lr,
             weight_decay=weight_decay,
             decay_filter=decay_filter,
-            rule_filter=lambda name, param: "soap" if is_hidden_matrix(name, param) else "adamw",
+            rule_filter=by_matrix("soap", "adamw"),
         )

@@ -1,0 +1,215 @@
+"""What an optimizer keeps of each parameter, found and changed by the parameter's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from mt_data_parallel import Piece
+from torch import Tensor
+
+from mt_optim.rule import Rule
+from mt_optim.storage import StateStorage
+
+
+class NamedState(torch.optim.Optimizer):
+    """A torch.optim.Optimizer whose masters, moments and factors have names; others step it."""
+
+    _pieces: dict[str, Piece]
+    _rules: dict[str, Rule]
+    _storage: StateStorage
+    _is_away: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names, in the order of the groups."""
+        return tuple(self._pieces)
+
+    def piece(self, name: str) -> Piece:
+        """Return what is stepped under a name.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
+        return self._piece(name)
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; set it after loading the moments of a checkpoint."""
+        return max(int(self.state[param]["step"]) for param in self._tensors())
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"step_count must be a whole number, got {value!r:.60}")
+        if value < 0:
+            raise ValueError(f"step_count must be 0 or more, got {value}")
+        for param in self._tensors():
+            self.state[param]["step"].fill_(float(value))
+
+    def master(self, name: str) -> Tensor:
+        """Return the full-precision parameter: the parameter itself, or its fp32 copy for 16 bits.
+
+        Shape:
+            The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
+            remainders are kept it comes as a copy, and `set_master` changes it.
+        """
+        piece = self._piece(name)
+        return self._storage.master(piece, self.state[piece.param]).detach()
+
+    @torch.no_grad()
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Set what `master` gives; call `sync_params` afterwards.
+
+        Raises:
+            KeyError: There is no such parameter.
+            ValueError: It has another shape.
+        """
+        piece = self._piece(name)
+        if value.shape != piece.param.shape:
+            raise ValueError(
+                f"the master of parameter {name!r} has shape {tuple(piece.param.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        self._storage.set_master(piece, self.state[piece.param], value)
+
+    @property
+    def moment_keys(self) -> tuple[str, ...]:
+        """The names of the moments of all rules, whether or not a parameter here has them."""
+        return tuple(dict.fromkeys(key for rule in self._rules.values() for key in rule.moments))
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors of the parameter's shape that its rule keeps."""
+        return self._rule_of_param(name).moments
+
+    def moment(self, name: str, key: str) -> Tensor:
+        """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
+
+        Shape:
+            The parameter's. Writing into it changes the state, except where moments are kept with
+            scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
+        """
+        piece = self._piece(name)
+        if key not in self.moments(name):
+            raise KeyError(
+                f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
+            )
+        return self._storage.moment(piece, self.state[piece.param], key)
+
+    def factors(self, name: str) -> dict[str, Tensor]:
+        """Return what the rule keeps for a parameter in shapes of their own, such as SOAP's bases.
+
+        They are of the whole parameter, also where tensor parallelism splits it: every rank that
+        steps a part of it has all of them. Writing into them changes the state.
+        """
+        state = self.state[self._piece(name).param]
+        return {key: state[key] for key in self._rule_of_param(name).factors(state)}
+
+    @torch.no_grad()
+    def set_moment(self, name: str, key: str, value: Tensor) -> None:
+        """Set what `moment` gives.
+
+        Raises:
+            KeyError: There is no such parameter or moment.
+            ValueError: It has another shape.
+        """
+        own = self.moment(name, key)
+        if value.shape != own.shape:
+            raise ValueError(
+                f"{key} of parameter {name!r} has shape {tuple(own.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        self._storage.set_moment(self.state[self._piece(name).param], key, value)
+
+    @torch.no_grad()
+    def non_finite(self) -> list[str]:
+        """Name the parameters whose weights or moments are not all finite.
+
+        Weights that an absurd learning rate made infinite give a loss that is not finite, whatever
+        comes later: ask before they are written to disk. It reads the state once and waits for the
+        device. It does not communicate: each rank answers for what it holds.
+
+        Returns:
+            The names, in order; empty where all is well.
+        """
+        found: list[tuple[str, Tensor]] = []
+        for name, piece in self._pieces.items():
+            if piece.param.numel():
+                moments = [self.moment(name, key) for key in self.moments(name)]
+                values = [self.master(name), *moments, *self.factors(name).values()]
+                # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
+                found += [(name, torch.linalg.vector_norm(v, math.inf).double()) for v in values]
+        if not found:
+            return []
+        largest = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
+        pairs = zip(found, largest, strict=True)
+        return list(dict.fromkeys(name for (name, _), value in pairs if not math.isfinite(value)))
+
+    @torch.no_grad()
+    def sync_params(self) -> None:
+        """Set parameters of 16 bits to their masters, rounded to nearest even."""
+        self._sync(self._pieces.values())
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Set masters to their parameters of 16 bits, after weights were loaded into the model."""
+        for piece in self._pieces.values():
+            self._storage.set_master(piece, self.state[piece.param], piece.param.detach())
+
+    @torch.no_grad()
+    def offload_state(self) -> None:
+        """Move masters and moments to the host, so that the device has room for something else.
+
+        Parameters stay. Until `restore_state` no step can be taken; everything else works.
+        """
+        self._move_state(away=True)
+
+    @torch.no_grad()
+    def restore_state(self) -> None:
+        """Move back what `offload_state` moved."""
+        self._move_state(away=False)
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return self._rules[group["rule"]] if "rule" in group else next(iter(self._rules.values()))
+
+    def _rule_of_param(self, name: str) -> Rule:
+        param = self._piece(name).param
+        return next(
+            self._rule(group)
+            for group in self.param_groups
+            if any(param is own for own in group["params"])
+        )
+
+    def _sync(self, pieces: Iterable[Piece]) -> None:
+        """Set parameters that are not their own masters to these."""
+        held = [piece.param for piece in pieces if "master" in self.state[piece.param]]
+        if held:
+            torch._foreach_copy_(held, [self.state[param]["master"] for param in held])
+
+    def _move_state(self, *, away: bool) -> None:
+        if away == self._is_away:
+            raise RuntimeError(
+                "the state is on the host already; call restore_state() first"
+                if away
+                else "the state was not moved; call offload_state() first"
+            )
+        for piece in self._pieces.values():
+            if not self._storage.is_offloaded(piece):
+                self._storage.move(piece, self.state[piece.param], away=away)
+        self._is_away = away
+
+    def _tensors(self) -> list[Tensor]:
+        return [piece.param for piece in self._pieces.values()]
+
+    def _by_param(self) -> dict[Tensor, Piece]:
+        return {piece.param: piece for piece in self._pieces.values()}
+
+    def _piece(self, name: str) -> Piece:
+        try:
+            return self._pieces[name]
+        except (KeyError, TypeError):
+            raise KeyError(
+                f"no parameter {name!r} in this optimizer; it has {', '.join(self._pieces)}"
+            ) from None
