@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_context_parallel import shard
-from mt_model import GPT, DynamicScaling, RopeConfig, gpt
+from mt_model import GPT, DynamicScaling, GatedDeltaNetConfig, Mamba2Config, RopeConfig, gpt
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -51,15 +51,31 @@ ROPES = (
     None,
     RopeConfig(fraction=0.5, interleaved=True),
 )
+_MAMBA = Mamba2Config(num_heads=4, head_dim=4, state_size=4, num_groups=2, chunk_size=4)
+# Mixers of the second and third of three layers.
+RECURRENT = {
+    "mamba2": (_MAMBA, replace(_MAMBA, num_groups=4, norm_before_gate=True)),
+    "shared_groups": (replace(_MAMBA, num_groups=1, bias=True), _MAMBA),
+    "delta_net": (
+        GatedDeltaNetConfig(num_key_heads=4, num_value_heads=4, key_dim=3, value_dim=4),
+        GatedDeltaNetConfig(
+            num_key_heads=4, num_value_heads=8, key_dim=3, value_dim=2, chunk_size=4
+        ),
+    ),
+}
 
 
 def config_of(variant):
     """With "losses" the second and third of three layers return losses, with "ropes" all differ."""
-    config = gpt(**{**TINY, **VARIANTS[variant]})
+    config = gpt(**{**TINY, **VARIANTS.get(variant, {})})
     if variant == "ropes":
         pairs = zip(config.layers, ROPES, strict=True)
         layers = [replace(a, mixer=replace(a.mixer, rope=rope)) for a, rope in pairs]
         return replace(config, layers=tuple(layers))
+    if variant in RECURRENT:
+        first, *others = config.layers
+        each = zip(others, RECURRENT[variant], strict=True)
+        return replace(config, layers=(first, *(replace(x, mixer=mixer) for x, mixer in each)))
     if variant != "losses":
         return config
     first, *others = config.layers
@@ -79,7 +95,7 @@ def spread(model, layout, rank):
     """Give norms and biases values that depend on the global index alone, for any layout."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith(("bias", "A_log", ".D")) or "norm" in name:
                 shape, starts = global_shape_of(param, layout), offsets_of(param, layout, rank)
                 index = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
                 for dim, (start, size) in enumerate(zip(starts, param.shape, strict=True)):
@@ -180,7 +196,7 @@ def assert_equal_to_one_rank(results, variant):
             assert (grad - expected).norm() <= 1e-10 * expected.norm(), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *RECURRENT])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
@@ -188,7 +204,7 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses"])
+@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses", *RECURRENT])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):
@@ -219,13 +235,20 @@ def compiled_differences(variant, sequence_parallel):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     ("variant", "sequence_parallel"),
-    [("gqa", False), ("gqa", True), ("one_kv_head", True), ("losses", True)],
+    [
+        ("gqa", False),
+        ("gqa", True),
+        ("one_kv_head", True),
+        ("losses", True),
+        ("shared_groups", True),
+        ("delta_net", False),
+    ],
 )
 def test_compiled_ranks_compute_what_eager_ones_compute(ranks, variant, sequence_parallel):
     assert max(ranks(2, compiled_differences, variant, sequence_parallel, timeout=300)) < 1e-12
 
 
-@pytest.mark.parametrize("variant", ["gqa", "one_kv_head"])
+@pytest.mark.parametrize("variant", ["gqa", "one_kv_head", *RECURRENT])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence_parallel):
     results = ranks(4, on_rank, variant, 4, [range(3)], sequence_parallel)
@@ -303,7 +326,7 @@ def test_context_parallel_misuse_is_refused(ranks):
     assert "got 'star'" in name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *RECURRENT])
 @pytest.mark.parametrize("cuts", [(0, 2, 3), (0, 1, 2, 3)])
 def test_stages_match_the_whole_model(variant, cuts):
     stages = [range(a, b) for a, b in pairwise(cuts)]
@@ -353,6 +376,39 @@ def test_adapters_go_on_a_model_with_more_ranks_than_key_value_heads(ranks):
     expected = loss(1)
     for got in ranks(4, loss, 4):
         assert torch.allclose(got, expected, rtol=1e-10, atol=0)
+
+
+def adapters(variant, tp, sequence_parallel):
+    """Gradients of adapters on every linear layer, summed where the records say so."""
+    state = ParallelState(ParallelLayout(tp=tp))
+    model = build(config_of(variant), state, sequence_parallel=sequence_parallel)
+    add_lora(model, rank=2)
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, LoraLinear):
+                layer.b.fill_(0.05)
+    model(None, batch())["lm"].backward()
+    grads = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            grads[name] = param.grad
+            if "tp" in sharding_of(param).partial_grad and tp > 1:
+                dist.all_reduce(grads[name], group=state.group("tp"))
+    params = {name: param for name, param in model.named_parameters() if name in grads}
+    return grads, {n: offsets_of(p, state.layout, state.rank) for n, p in params.items()}
+
+
+@pytest.mark.parametrize("variant", ["gqa", *RECURRENT])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_of_a_split_model_match_one_rank(ranks, variant, sequence_parallel):
+    expected, _ = adapters(variant, 1, False)
+    assert len(expected) > 20
+    for grads, offsets in ranks(2, adapters, variant, 2, sequence_parallel):
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            box = tuple(slice(o, o + s) for o, s in zip(offsets[name], grad.shape, strict=True))
+            want = expected[name][box]
+            assert (grad - want).norm() <= 1e-9 * want.norm(), name
 
 
 def sequence_error():

@@ -277,8 +277,8 @@ def test_what_does_not_fit_is_named() -> None:
             add_lora(layer, 2)
     with pytest.raises(ValueError, match=r"rank=0 must be at least 1 and dropout=0.0 in \[0, 1\)"):
         LoraLinear(ColumnParallelLinear(4, 4), 0)
-    with pytest.raises(ValueError, match="LoRA needs a base with communicate=True"):
-        LoraLinear(ColumnParallelLinear(4, 4, communicate=False), 2)
+    with pytest.raises(ValueError, match="LoRA needs a row-parallel base with communicate=True"):
+        LoraLinear(RowParallelLinear(4, 4, communicate=False, bias=False), 2)
     with pytest.raises(ValueError, match="no ColumnParallelLinear or RowParallelLinear"):
         add_lora(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match="the module has no adapter"):

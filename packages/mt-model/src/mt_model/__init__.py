@@ -17,7 +17,9 @@ from mt_model.config import (
     validate_context,
     validate_split,
 )
+from mt_model.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.mamba2_config import Mamba2Config
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rope_scaling import (
@@ -49,6 +51,7 @@ __all__ = [
     "DynamicScaling",
     "EntryConfig",
     "FeedForwardConfig",
+    "GatedDeltaNetConfig",
     "KVCache",
     "LayerConfig",
     "LinearScaling",
@@ -56,6 +59,7 @@ __all__ = [
     "LongropeScaling",
     "Losses",
     "MLPConfig",
+    "Mamba2Config",
     "MixerConfig",
     "ModelConfig",
     "NormConfig",

@@ -286,6 +286,7 @@ class Pass:
         documents: ids of the packed documents of whole sequences, which do not see each other.
         sample_ids: for the dropout of attention weights; None without dropout.
         hidden_index: global index of each element of the hidden states; None without dropout.
+        cache: of what this stage's layers keep in generation.
 
     Shape:
         documents: [B, S]; sample_ids: [B].
@@ -297,6 +298,17 @@ class Pass:
     documents: Tensor | None = None
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None
+    cache: KVCache | None = None
+
+    def kept(self, layer: int) -> Mapping[str, Tensor] | None:
+        """What a layer keeps in generation; zeros before the first token of a sequence."""
+        if self.cache is None:
+            return None
+        held = self.cache.layers[layer]
+        if self.cache.length == 0:
+            for tensor in held.values():
+                tensor.zero_()
+        return held
 
     def mask(
         self, window: int | None, length: int, device: torch.device | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from math import isfinite
@@ -120,6 +120,11 @@ class MixerConfig(EntryConfig):
         """Length of a sequence past which what a cache held before doesn't serve, if there is."""
         scaling = None if self.rotary is None else self.rotary.rope.scaling
         return None if scaling is None else scaling.cache_break
+
+    @property
+    def wide_cache(self) -> Collection[str]:
+        """Names of what is kept in fp32 even of a model in fewer bits, as sums over tokens are."""
+        return ()
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give the shapes of what one rank keeps of tokens it has seen, by name.

@@ -411,16 +411,18 @@ class GPT(nn.Module):
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
-        where = {"dtype": self.placement.dtype, "device": self.placement.device}
         mixers = {index: self.config.layers[index].mixer for index in self.layer_range}
-        shapes = {
-            index: mixer.cache_shapes(batch_size, max_length, self.placement.tp)
-            for index, mixer in mixers.items()
-        }
+        tp, dtype, device = self.placement.tp, self.placement.dtype, self.placement.device
+        wide = torch.promote_types(dtype, torch.float32)
         return KVCache(
             layers={
-                index: {name: torch.zeros(shape, **where) for name, shape in named.items()}
-                for index, named in shapes.items()
+                index: {
+                    name: torch.zeros(
+                        shape, dtype=wide if name in mixer.wide_cache else dtype, device=device
+                    )
+                    for name, shape in mixer.cache_shapes(batch_size, max_length, tp).items()
+                }
+                for index, mixer in mixers.items()
             },
             max_length=max_length,
         )
@@ -542,6 +544,7 @@ class GPT(nn.Module):
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,
+            cache=cache,
         )
 
     def _between(self, x: Tensor, *, dim: int) -> Tensor:

@@ -4,23 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
+    global_shape_of,
+    hash_key,
     initialize_,
     mark_matrix,
+    offsets_of,
+    random_uniform,
     shard_param,
     sharding_of,
     shardings,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from mt_model.config import ModelConfig
 
-Initial: TypeAlias = Literal["normal", "residual", "ones", "zeros"]
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Values drawn evenly from an interval, of which a function may be taken.
+
+    Every rank makes all values of the parameter and keeps its own, as library functions may round
+    an element differently in another place: it is for small parameters.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        then: Makes the initial values of those drawn, in fp64.
+    """
+
+    low: float
+    high: float
+    then: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def fill_(self, param: nn.Parameter, *, key: int, layout: ParallelLayout, rank: int) -> None:
+        """Give a rank's part of a parameter its values."""
+        shape = global_shape_of(param, layout)
+        index = torch.arange(math.prod(shape))
+        values = random_uniform(key, index, dtype=torch.float64)
+        values = self.low + (self.high - self.low) * values
+        values = (values if self.then is None else self.then(values)).view(shape)
+        for dim, (start, size) in enumerate(
+            zip(offsets_of(param, layout, rank), param.shape, strict=True)
+        ):
+            values = values.narrow(dim, start, size)
+        param.copy_(values)
+
+
+Initial: TypeAlias = Literal["normal", "residual", "ones", "zeros"] | Uniform
 _ATTRIBUTE = "_mt_initial"
 
 
@@ -30,7 +68,8 @@ def start_from(param: nn.Parameter, initial: Initial) -> None:
     Args:
         param: Of a module under construction.
         initial: `normal` has the config's `init_std`, and `residual`, for what writes to the
-            residual stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+            residual stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019); or the
+            interval that values are drawn from.
     """
     setattr(param, _ATTRIBUTE, initial)
 
@@ -106,10 +145,13 @@ def _initializer(
     }
 
     def fill(name: str, param: nn.Parameter) -> None:
-        if known[name] in std:
-            at = {"layout": state.layout, "rank": state.rank, "std": std[known[name]]}
+        initial, layout, rank = known[name], state.layout, state.rank
+        if isinstance(initial, Uniform):
+            initial.fill_(param, key=hash_key("init", seed, name), layout=layout, rank=rank)
+        elif initial in std:
+            at = {"layout": layout, "rank": rank, "std": std[initial]}
             initialize_(param, seed=seed, name=name, **at)
         else:
-            nn.init.constant_(param, float(known[name] == "ones"))
+            nn.init.constant_(param, float(initial == "ones"))
 
     return fill

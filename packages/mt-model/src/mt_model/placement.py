@@ -8,9 +8,9 @@ from typing import TypedDict, get_args
 import torch
 import torch.distributed as dist
 from mt_files import multiples_near
-from mt_parallel_state import PartitionSpec, shard_param
+from mt_parallel_state import PartitionSpec, all_gather, copy_to_group, shard_param
 from mt_tensor_parallel import Gemm
-from torch import nn
+from torch import Tensor, nn
 
 from mt_model.attend import SequenceAttend
 from mt_model.choice import Recompute
@@ -90,3 +90,19 @@ class Placement:
         """
         for param in module.parameters():
             shard_param(param, PartitionSpec(), partial_grad=("tp",) if partial else ())
+
+    def mark_split(self, owner: nn.Module | nn.Parameter, *, dim: int) -> None:
+        """Record on the module's parameters, or on one, that a rank holds its part of a dim."""
+        axes = () if self.group is None else (*(None,) * dim, "tp")
+        for param in [owner] if isinstance(owner, nn.Parameter) else owner.parameters():
+            shard_param(param, PartitionSpec(*axes))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Bring a module's input to all ranks once, for several layers with `communicate=False`.
+
+        All-gather along the sequence under sequence parallelism (backward reduce-scatter), else
+        nothing (backward all-reduce).
+        """
+        if self.sequence_parallel:
+            return all_gather(x, self.group, dim=1)
+        return copy_to_group(x, self.group)

@@ -254,6 +254,19 @@ def _shape(vocab: int, hidden: int, layers: int, heads: int, **rest: Any) -> Map
     return MappingProxyType({**sizes, **rest})
 
 
+def _mamba2(hidden: int, layers: int) -> Mapping[str, Any]:
+    """Shapes of Dao & Gu (2024): twice as wide inside, heads of 64, one group."""
+    mixer = {"type": "mamba2", "num_heads": hidden // 32, "head_dim": 64, "state_size": 128}
+    return MappingProxyType(
+        {
+            "vocab_size": 50288,
+            "hidden_size": hidden,
+            "positions": "none",
+            "layers": ({"mixer": mixer, "repeat": layers},),
+        }
+    )
+
+
 _LLAMA3: Mapping[str, Any] = MappingProxyType(
     {"num_kv_heads": 8, "rope_theta": 500000.0, "max_sequence_length": 8192}
 )
@@ -285,6 +298,11 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             norm_eps=1e-6,
             max_sequence_length=32768,
         ),
+        "mamba2-130m": _mamba2(768, 24),
+        "mamba2-370m": _mamba2(1024, 48),
+        "mamba2-780m": _mamba2(1536, 48),
+        "mamba2-1.3b": _mamba2(2048, 48),
+        "mamba2-2.7b": _mamba2(2560, 64),
     }
 )
 

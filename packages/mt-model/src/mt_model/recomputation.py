@@ -13,19 +13,19 @@ Output = TypeVar("Output", bound=Tensor | tuple[Tensor, Mapping[str, Tensor]])
 
 
 def discard_between(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Output], x: Tensor
+    first: Callable[..., Tensor], second: Callable[[Tensor], Output], *inputs: Tensor
 ) -> Output:
-    """`second(first(x))` that frees the output of `first` and makes it again in backward.
+    """`second(first(*inputs))` that frees the output of `first` and makes it again in backward.
 
     Args:
         first: cheap, such as a norm or an activation.
         second: keeps its input for backward, as a linear layer does; may return losses too.
-        x: input of `first`.
+        inputs: of `first`.
     """
     if not torch.is_grad_enabled():
-        return second(first(x))
+        return second(first(*inputs))
     between = DiscardedOutput()
-    y = second(between.run(first, x))
+    y = second(between.run(first, *inputs))
     if isinstance(y, Tensor):
         between.discard(y)
     else:

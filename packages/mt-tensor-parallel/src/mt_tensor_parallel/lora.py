@@ -47,7 +47,8 @@ class LoraLinear(nn.Module):
     B is split like the base's output; for a row-parallel base A is split like the base's input and
     B is whole. B starts at zero, so the layer starts as its base. What travels is `A x`: rank
     numbers a token. Under sequence parallelism the gradient of the whole matrix is a partial sum
-    over the sequence shards, which its sharding record says (`partial_grad`).
+    over the sequence shards, which its sharding record says (`partial_grad`); for a column-parallel
+    base with `communicate=False` it is one over the ranks' features.
 
     A depends on `seed`, `name` and the global index of the element alone, never on the group or
     a generator. So does the dropout's mask, together with one number that each call in training
@@ -70,7 +71,8 @@ class LoraLinear(nn.Module):
         As of the base.
 
     Raises:
-        ValueError: `rank` or `dropout` is out of range, or the base does not communicate.
+        ValueError: `rank` or `dropout` is out of range, or the base is row-parallel and leaves its
+            sum to the caller.
     """
 
     def __init__(
@@ -90,8 +92,8 @@ class LoraLinear(nn.Module):
             check_number(alpha, "alpha")
         if rank < 1 or not 0 <= dropout < 1:
             raise ValueError(f"rank={rank} must be at least 1 and dropout={dropout} in [0, 1)")
-        if not base.communicate:
-            raise ValueError("LoRA needs a base with communicate=True")
+        if isinstance(base, RowParallelLinear) and not base.communicate:
+            raise ValueError("LoRA needs a row-parallel base with communicate=True")
         check_volume((rank, base.weight.shape.numel()), "an adapter")
         self.base = base.requires_grad_(requires_grad=False)
         self.rank, self.alpha = rank, float(rank if alpha is None else alpha)
@@ -102,9 +104,10 @@ class LoraLinear(nn.Module):
         make = {"dtype": base.weight.dtype, "device": base.weight.device}
         self.a = nn.Parameter(torch.empty(rank, *base.weight.shape[cut:], **make))
         self.b = nn.Parameter(torch.zeros(*base.weight.shape[:cut], rank, **make))
-        sequence = base.sequence_parallel and group_size(base.group) > 1
+        partial = base.sequence_parallel or not base.communicate
         whole, split = (self.a, self.b) if column else (self.b, self.a)
-        shard_param(whole, PartitionSpec(), partial_grad=(base.axis,) if sequence else ())
+        shared = partial and group_size(base.group) > 1
+        shard_param(whole, PartitionSpec(), partial_grad=(base.axis,) if shared else ())
         shard_param(split, sharding_of(base.weight).spec)  # which has the split dim in that place
         mark_matrix(self.a, MatrixSpec(in_dims=self.a.dim() - 1))
         mark_matrix(self.b, MatrixSpec())
@@ -156,7 +159,7 @@ class LoraLinear(nn.Module):
             thin = nn.functional.linear(x, a)
             if sequence:
                 thin = all_gather(thin, group, dim=SEQUENCE_DIM)
-            else:
+            elif self.base.communicate:
                 thin = copy_to_group(thin, group)
             return nn.functional.linear(thin, b).unflatten(-1, self.b.shape[:-1])
         thin = nn.functional.linear(x.flatten(1 - self.a.dim()), a)

@@ -70,8 +70,10 @@ class ModelSection:
         init_std: Standard deviation of the initial weights; 0.02 by default.
         layers: Layers that differ, in order, instead of `num_layers` equal ones: a list of
             `{mixer: {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's
-            `AttentionConfig` and `MLPConfig`. Only `hidden_size`, `vocab_size`, `norm`,
-            `norm_eps`, `positions`, `tied`, `dropout` and `init_std` go with it.
+            `AttentionConfig` and `MLPConfig`, or with `type: mamba2` or `type: gateddeltanet` in
+            the mixer those of `Mamba2Config` or `GatedDeltaNetConfig`. Only `hidden_size`,
+            `vocab_size`, `norm`, `norm_eps`, `positions`, `tied`, `dropout` and `init_std` go
+            with it.
     """
 
     preset: str | None = None

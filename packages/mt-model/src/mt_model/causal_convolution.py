@@ -1,0 +1,104 @@
+"""Depthwise convolution of each channel with its last few tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mt_model.initialization import Uniform, start_from
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    before: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """`y_t = bias + sum over j < K of weight_j x_(t - K + 1 + j)`, in each channel.
+
+    Summed in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        x: the tokens.
+        weight: of the last K tokens, the current one last.
+        bias: of each channel.
+        before: the K - 1 tokens before the first; zeros if None.
+        segments: as of `segments_of`; tokens of an earlier one count as zeros.
+
+    Shape:
+        x: [B, S, C]; weight: [C, K]; bias: [C]; before: [B, K - 1, C]; segments: [B, S].
+        Returns [B, S, C].
+    """
+    length, taps = x.shape[1], weight.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    known, factors = with_tail(x, before, taps).to(wide), weight.to(wide)
+    y = x.to(wide) * factors[:, -1]
+    for back in range(1, taps):
+        part = known[:, taps - 1 - back : taps - 1 - back + length]
+        if segments is not None:
+            part = part * _same(segments, back)
+        y = torch.addcmul(y, part, factors[:, -1 - back])
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def with_tail(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
+    """Put the last `taps - 1` tokens before the first in front; zeros if None.
+
+    What is after the first S of the result are the last `taps - 1` tokens then.
+
+    Shape:
+        x: [B, S, C]; before: [B, taps - 1, C]. Returns [B, taps - 1 + S, C].
+    """
+    return F.pad(x, (0, 0, taps - 1, 0)) if before is None else torch.cat((before, x), 1)
+
+
+def _same(segments: Tensor, back: int) -> Tensor:
+    """Whether the token so many places before is of the same document; what is before all is."""
+    same = torch.ones_like(segments, dtype=torch.bool)
+    same[:, back:] = segments[:, back:] == segments[:, : max(0, segments.shape[1] - back)]
+    return same[..., None]
+
+
+class CausalConvolution(nn.Module):
+    """`causal_convolution` and then SiLU, of channels that may have several dims.
+
+    Args:
+        channels: of this rank, in as many dims as the sharding record needs.
+        taps: tokens that the output depends on.
+        bias: add one.
+        dtype: of the parameters.
+
+    Shape:
+        weight: [*channels, taps]; bias: [*channels]; forward(x): [B, S, product of channels] ->
+        the same.
+    """
+
+    def __init__(
+        self, channels: tuple[int, ...], taps: int, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        like = {"dtype": dtype, "device": torch.device("meta")}
+        initial = Uniform(low=-(taps**-0.5), high=taps**-0.5)  # as torch's Conv1d
+        self.taps = taps
+        self.weight = nn.Parameter(torch.empty(*channels, taps, **like))
+        self.bias = nn.Parameter(torch.empty(*channels, **like)) if bias else None
+        for param in self.parameters():
+            start_from(param, initial)
+
+    def forward(self, x: Tensor, *, tail: Tensor | None, segments: Tensor | None) -> Tensor:
+        """Convolve.
+
+        Args:
+            x: the tokens.
+            tail: the tokens before; what is to be kept for the next ones is written there.
+            segments: as of `segments_of`.
+        """
+        weight = self.weight.flatten(0, -2)
+        bias = None if self.bias is None else self.bias.flatten()
+        y = causal_convolution(x, weight, bias, before=tail, segments=segments)
+        if tail is not None:
+            tail.copy_(with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :])
+        return F.silu(y)
