@@ -55,7 +55,7 @@ _MAMBA = Mamba2Config(num_heads=4, head_dim=4, state_size=4, num_groups=2, chunk
 # Mixers of the second and third of three layers.
 RECURRENT = {
     "mamba2": (_MAMBA, replace(_MAMBA, num_groups=4, norm_before_gate=True)),
-    "shared_groups": (replace(_MAMBA, num_groups=1, bias=True), _MAMBA),
+    "shared_groups": (_MAMBA, replace(_MAMBA, num_groups=1, bias=True)),
     "delta_net": (
         GatedDeltaNetConfig(num_key_heads=4, num_value_heads=4, key_dim=3, value_dim=4),
         GatedDeltaNetConfig(
@@ -216,7 +216,9 @@ def compiled_differences(variant, sequence_parallel):
     """Of the compiled model's loss and gradients from the eager one's, relative to the largest."""
     state = ParallelState(ParallelLayout(tp=2))
     config = config_of(variant)
-    config = replace(config, layers=config.layers[-1:])
+    last = config.layers[-1]
+    positions = "none" if variant in RECURRENT else config.positions
+    config = replace(config, layers=(last,), positions=positions)
     model = build(config, state, sequence_parallel=sequence_parallel)
     results = []
     for module in (model, torch.compile(model, backend="aot_eager")):

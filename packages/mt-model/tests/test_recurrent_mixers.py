@@ -128,6 +128,7 @@ def test_packed_documents_do_not_reach_each_other(name):
         assert (param.grad - grads[key]).norm() <= 1e-9 * param.grad.norm(), key
 
 
+@torch.no_grad()
 def test_initial_values_are_those_published():
     mixer = replace(MAMBA, num_heads=64, head_dim=8)
     model = GPT(config_of((mixer, replace(DELTA, num_value_heads=64))), seed=1)
