@@ -103,8 +103,8 @@ def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is
     """
     length, keys = key.shape[1:3]
     wide = torch.promote_types(key.dtype, torch.float32)
-    state = _zeros(key, value) if state is None else state.to(wide)
-    state = state.unflatten(1, (keys, -1))
+    memory = _zeros(key, value) if state is None else state.to(wide)
+    memory = memory.unflatten(1, (keys, -1))
     size = min(chunk_size, length)
     # b batch, c chunk, k key head, r value head of it, l and s places in the chunk.
     q, k, v, log_decay, beta = (
@@ -124,13 +124,13 @@ def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is
     writes = (k_own * leaving[..., None]).mT
     starts, written = [], []
     for chunk in range(k.shape[1]):
-        starts.append(state)
-        written.append(alone[:, chunk] - reads[:, chunk] @ state)
-        state = state * through[:, chunk, ..., None, None] + writes[:, chunk] @ written[-1]
+        starts.append(memory)
+        written.append(alone[:, chunk] - reads[:, chunk] @ memory)
+        memory = memory * through[:, chunk, ..., None, None] + writes[:, chunk] @ written[-1]
     before, u = torch.stack(starts, 1), torch.stack(written, 1)
     y = (within * (q @ k.mT)[:, :, :, None]) @ u + (q_own * entering[..., None]) @ before
     y = y.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :length]
-    return y, state.flatten(1, 2)
+    return y, memory.flatten(1, 2)
 
 
 def _zeros(key: Tensor, value: Tensor) -> Tensor:
