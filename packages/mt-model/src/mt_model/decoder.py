@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -49,6 +50,8 @@ from mt_model.rotary import RotaryTable, rotary_table
 from mt_model.score_table import ScoreTable
 
 Batch: TypeAlias = Mapping[str, Any]
+# What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
+_Parted: TypeAlias = tuple[Tensor, Losses, dict[str, Tensor], Pass]
 
 
 class GPT(nn.Module):
@@ -271,25 +274,26 @@ class GPT(nn.Module):
         """The same pass in parts, for overlapped pairs (`mt_pipeline.SplitStage`).
 
         The embedding, the mixer and the feed-forward of each layer, and the head. Modules are
-        called below the layers, so hook and compile mixers and feed-forwards.
+        called below the layers, so hook and compile mixers and feed-forwards. Tables that layers
+        share are handed on too, so that one gradient comes back of all parts.
         """
         check_batch(batch)
 
-        def begin(x: Tensor | None) -> tuple[Tensor, Losses, Pass]:
+        def begin(x: Tensor | None) -> _Parted:
             x, shared = self.begin(x, batch)
-            return x, {}, shared
+            tables = {name: weight.view_as(weight) for name, weight in shared.score_tables.items()}
+            return x, {}, tables, shared
 
         def through(step: Step) -> Callable[[Any], Any]:
-            def part(state: tuple[Tensor, Losses, Pass]) -> tuple[Tensor, Losses, Pass]:
-                x, losses, shared = state
-                x, more = step(x, shared)
-                return x, add_losses(losses, more), shared
+            def part(state: _Parted) -> _Parted:
+                x, losses, tables, shared = state
+                x, more = step(x, replace(shared, score_tables=tables))
+                return x, add_losses(losses, more), tables, shared
 
             return part
 
-        def finish(state: tuple[Tensor, Losses, Pass]) -> Any:
-            x, losses, _ = state
-            return self.finish(x, self._whole(losses), batch)
+        def finish(state: _Parted) -> Any:
+            return self.finish(state[0], self._whole(state[1]), batch)
 
         steps = [step for layer in self.stage_layers() for step in layer.parts()]
         return [begin, *map(through, steps), finish]
