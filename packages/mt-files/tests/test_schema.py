@@ -272,3 +272,26 @@ def test_a_kind_may_say_what_it_is_called() -> None:
         SchemaError, match=r"line.type: 'bend' is not known here. Did you mean bent"
     ):
         build(Sketch, {"line": {"type": "bend"}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sender:
+    from_: str
+    to: str = "me"
+
+    def __post_init__(self) -> None:
+        if self.from_ == self.to:
+            raise FieldError({"from_": "is who gets it"})
+
+
+def test_a_key_that_python_reserves_has_no_underscore() -> None:
+    assert build(Sender, {"from": "you"}) == Sender(from_="you")
+    assert to_plain(Sender(from_="you")) == {"from": "you", "to": "me"}
+    for given, says in (
+        ({"from": "me"}, "from: is who gets it"),
+        ({}, "from: missing; add `from:` with"),
+        ({"from_": "you"}, "from_: unknown key. Did you mean from?"),
+    ):
+        with pytest.raises(SchemaError) as caught:
+            build(Sender, given)
+        assert says in str(caught.value)

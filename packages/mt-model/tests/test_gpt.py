@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -519,3 +520,25 @@ def test_weights_that_are_loaded_cost_no_initial_values(monkeypatch):
     assert torch.equal(loaded(tokens), seeded(tokens))
     for (name, ours), theirs in zip(loaded.named_parameters(), seeded.parameters(), strict=True):
         assert sharding_of(ours) == sharding_of(theirs), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_of_the_vocabulary_takes_part_in_nothing(tied):
+    plain = gpt(**{**TINY, "vocab_size": 49, "tied": tied})
+    padded = replace(plain, vocab_multiple=8)
+    assert (padded.vocab_rows, plain.vocab_rows) == (56, 49)
+    first, second = double(plain), double(padded)
+    assert padded.num_parameters == sum(p.numel() for p in second.parameters())
+    data = batch()
+    assert torch.equal(first(data["tokens"]), second(data["tokens"]))
+    losses = [model(None, data)["lm"] for model in (first, second)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for name, param in second.named_parameters():
+        rows = first.get_parameter(name)
+        assert torch.equal(param.grad[: rows.shape[0]], rows.grad), name
+        assert not param.grad[rows.shape[0] :].any()
+        assert not param[rows.shape[0] :].any()
+    with pytest.raises(ValueError, match="token id 49 is outside the vocabulary"):
+        second(torch.tensor([[49]]))

@@ -43,6 +43,7 @@ VARIANTS = {
         "dropout": 0.1,
     },
     "losses": {"num_kv_heads": 2},
+    "padded": {"vocab_size": 49, "vocab_multiple": 4, "tied": False},
     "ropes": {"num_kv_heads": 2},
     "relative": {"score_bias": {"type": "relative", "buckets": 4, "max_distance": 5}},
 }

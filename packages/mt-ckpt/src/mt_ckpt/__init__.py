@@ -4,7 +4,13 @@ from mt_ckpt.array import ArraySpec
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box
 from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.load import inspect_checkpoint, load_checkpoint, verify_checkpoint
+from mt_ckpt.load import (
+    ArrayReader,
+    inspect_checkpoint,
+    load_checkpoint,
+    open_arrays,
+    verify_checkpoint,
+)
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
 from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
@@ -13,6 +19,7 @@ from mt_ckpt.shard import TensorShard, param_shards, range_boxes
 from mt_ckpt.state import load, save
 
 __all__ = [
+    "ArrayReader",
     "ArraySpec",
     "Box",
     "CheckpointError",
@@ -28,6 +35,7 @@ __all__ = [
     "latest_checkpoint",
     "load",
     "load_checkpoint",
+    "open_arrays",
     "param_shards",
     "range_boxes",
     "save",

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,53 @@ def load_checkpoint(
         ranks.phase(lambda: load.match(stack), load.compare)
         ranks.phase(load.read, lambda _: None)
     return load.manifest.metadata
+
+
+@dataclass(frozen=True)
+class ArrayReader:
+    """An open checkpoint, of which arrays are read one after the other.
+
+    Attributes:
+        path: The step directory.
+        manifest: What it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    def fill(self, shard: TensorShard) -> None:
+        """Fill the tensor of a shard, which may be of another floating-point dtype.
+
+        Raises:
+            CheckpointError: There is no such array, or it has another shape, or it is damaged.
+        """
+        spec = self.manifest.arrays.get(shard.name)
+        if spec is None:
+            near = _near(shard.name, list(self.manifest.arrays))
+            raise CheckpointError(f"{self.path}: has no {shard.name}{near}", tensor=shard.name)
+        if shard.global_shape != spec.shape:
+            raise CheckpointError(
+                f"{self.path}: {shard.name} has the shape {spec.shape}, and {shard.global_shape} "
+                "is asked for",
+                tensor=shard.name,
+            )
+        read_shard(self.path, self.manifest, shard)
+
+
+@contextlib.contextmanager
+def open_arrays(path: str | Path) -> Iterator[ArrayReader]:
+    """Open a checkpoint to read arrays one by one, in memory for one of them.
+
+    `load_checkpoint` is for whole models: it checks that nothing is left out.
+
+    Args:
+        path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    with hold_checkpoint(path) as found:
+        yield ArrayReader(found, open_checkpoint(found))
 
 
 def inspect_checkpoint(path: str | Path) -> Manifest:

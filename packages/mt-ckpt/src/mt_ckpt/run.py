@@ -42,6 +42,11 @@ class RunFolder:
         """The tokenizer of the data."""
         return self.path / "tokenizer.json"
 
+    @property
+    def hugging_face(self) -> Path:
+        """Folder of what stood beside the weights of a Hugging Face model, where they are one's."""
+        return self.path / "hugging_face"
+
     @classmethod
     def of(cls, path: Path) -> RunFolder:
         """Return the run of a step directory; any other folder is taken as a run's."""
@@ -76,8 +81,8 @@ class SavedModel:
 
     Attributes:
         model: The model, as `mt_model.ModelConfig.to_dict` gives it.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer; None for weights that came without one.
     """
 
     model: Mapping[str, Any]
-    tokenizer: SavedTokenizer
+    tokenizer: SavedTokenizer | None

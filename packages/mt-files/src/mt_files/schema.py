@@ -101,7 +101,8 @@ def build(cls: type[T], value: object, path: str = "") -> T:
     Args:
         cls: The dataclass; its fields may be scalars, Literals, tuples, mappings, dataclasses and
             unions of them. Of several dataclasses, or of the kinds of a base class, the key `type`
-            names the one; a base class may have a `default_kind`.
+            names the one; a base class may have a `default_kind`. The key of a field is its name,
+            without an underscore at the end (`from_`).
         value: A mapping, as YAML or JSON gives it.
         path: Prefix of the paths in messages.
 
@@ -138,7 +139,7 @@ def _plain(hint: Any, value: Any) -> Any:
         name = next((name for name, cls in kinds.items() if cls is type(value)), None)
         alone = len(kinds) == 1 and type(value) in options_of(hint)
         tag = {} if name is None or alone else {"type": name}
-        return tag | {name: _plain(hints[name], getattr(value, name)) for name in hints}
+        return tag | {_key(name): _plain(hints[name], getattr(value, name)) for name in hints}
     if isinstance(value, tuple | list):
         inner = [typing.get_args(o) for o in options_of(hint) if typing.get_origin(o) is tuple]
         return [_plain(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
@@ -177,6 +178,11 @@ def kind_name(cls: type) -> str:
     That is its own `type_name`, or else its name without Config, in small.
     """
     return vars(cls).get("type_name") or cls.__name__.removesuffix("Config").lower()
+
+
+def _key(name: str) -> str:
+    """Return what a field is called in plain values: `from` where Python needs `from_`."""
+    return name.removesuffix("_")
 
 
 class _Binder:
@@ -237,27 +243,28 @@ class _Binder:
     def _dataclass(self, cls: type, given: Mapping[Any, Any], path: str) -> Any:
         hints, before = hints_of(cls), self.count
         prefix = f"{path}." if path else ""
+        names = {_key(name): name for name in hints}
         values = {}
         for key, child in given.items():
-            if key in hints:
-                values[key] = self.bind(hints[key], child, f"{prefix}{key}")
+            if key in names:
+                values[names[key]] = self.bind(hints[names[key]], child, f"{prefix}{key}")
             elif len(self.problems) < MAX_PROBLEMS:
-                text = f"unknown key. {did_you_mean(str(key), hints, path)}"
+                text = f"unknown key. {did_you_mean(str(key), names, path)}"
                 self.add(f"{prefix}{_short_key(key)}", text)
             else:
                 self.count += 1  # a hint for each of very many keys takes long
         for item in dataclasses.fields(cls):
-            optional = item.default, item.default_factory
-            if item.init and item.name not in given and set(optional) == {dataclasses.MISSING}:
+            optional, key = (item.default, item.default_factory), _key(item.name)
+            if item.init and key not in given and set(optional) == {dataclasses.MISSING}:
                 expected = describe(hints[item.name])
-                self.add(f"{prefix}{item.name}", f"missing; add `{item.name}:` with {expected}")
+                self.add(f"{prefix}{key}", f"missing; add `{key}:` with {expected}")
         if self.count > before:
             return None
         try:
             result = cls(**values)
         except FieldError as error:
             for name, text in error.errors.items():
-                self.add(f"{prefix}{name}", text)
+                self.add(f"{prefix}{_key(name)}", text)
             return None
         except (ValueError, TypeError) as error:
             self.add(path, str(error))

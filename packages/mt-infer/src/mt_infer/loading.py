@@ -14,6 +14,7 @@ from mt_ckpt import (
     Manifest,
     RunFolder,
     SavedModel,
+    SavedTokenizer,
     hold_checkpoint,
     inspect_checkpoint,
     latest_checkpoint,
@@ -78,8 +79,10 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
         manifest = inspect_checkpoint(path)
         saved = manifest.metadata_as(SavedModel)
         config = _model(saved, manifest, path)
+        if saved.tokenizer is None:
+            raise RunError(f"{path} came without a tokenizer; import it from a folder that has one")
         tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
-        _check_tokenizer(run, saved, tokenizer, config)
+        _check_tokenizer(run, saved.tokenizer, tokenizer, config)
         yield Run(
             folder=run, checkpoint=path, step=manifest.step, config=config, tokenizer=tokenizer
         )
@@ -107,9 +110,9 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
 
 
 def _check_tokenizer(
-    run: RunFolder, saved: SavedModel, tokenizer: Tokenizer, config: ModelConfig
+    run: RunFolder, saved: SavedTokenizer, tokenizer: Tokenizer, config: ModelConfig
 ) -> None:
-    expected = saved.tokenizer.sha256
+    expected = saved.sha256
     if tokenizer.sha256 != expected:
         raise RunError(
             f"{run.tokenizer} is not the tokenizer with which the model was trained: its sha256 is "

@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
     from mt_model.dtype import DTYPES
+    from mt_model.hugging_face.checkpoint import export_checkpoint, import_pretrained
+    from mt_model.hugging_face.description import Description, describe_pretrained
+    from mt_model.hugging_face.error import ExchangeError
+    from mt_model.hugging_face.family import Family
+    from mt_model.hugging_face.folder import Pretrained, open_pretrained
+    from mt_model.hugging_face.link import Link
+    from mt_model.hugging_face.loading import from_pretrained
+    from mt_model.hugging_face.registry import find_family, known_families
+    from mt_model.hugging_face.saving import save_pretrained
     from mt_model.initialization import initializer
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
@@ -48,13 +57,17 @@ __all__ = [
     "Activation",
     "AlibiConfig",
     "AttentionConfig",
+    "Description",
     "DynamicScaling",
     "EntryConfig",
+    "ExchangeError",
+    "Family",
     "FeedForwardConfig",
     "GatedDeltaNetConfig",
     "KVCache",
     "LayerConfig",
     "LinearScaling",
+    "Link",
     "Llama3Scaling",
     "LongropeScaling",
     "Losses",
@@ -64,6 +77,7 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "Positions",
+    "Pretrained",
     "Recompute",
     "RelativeConfig",
     "RopeConfig",
@@ -71,12 +85,20 @@ __all__ = [
     "Rotary",
     "ScoreBias",
     "YarnScaling",
+    "describe_pretrained",
+    "export_checkpoint",
     "export_lora",
+    "find_family",
+    "from_pretrained",
     "gpt",
     "gpt_arguments",
+    "import_pretrained",
     "initializer",
     "keep_freed_memory",
+    "known_families",
+    "open_pretrained",
     "preset",
+    "save_pretrained",
     "validate_context",
     "validate_split",
 ]
@@ -91,4 +113,15 @@ __getattr__ = resolve_later(
     initialization="initializer",
     lora="export_lora",
     losses="Losses",
+    **{
+        "hugging_face.checkpoint": "export_checkpoint import_pretrained",
+        "hugging_face.description": "Description describe_pretrained",
+        "hugging_face.error": "ExchangeError",
+        "hugging_face.family": "Family",
+        "hugging_face.folder": "Pretrained open_pretrained",
+        "hugging_face.link": "Link",
+        "hugging_face.loading": "from_pretrained",
+        "hugging_face.registry": "find_family known_families",
+        "hugging_face.saving": "save_pretrained",
+    },
 )

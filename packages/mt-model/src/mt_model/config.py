@@ -200,7 +200,7 @@ class ModelConfig:
     """A decoder language model: embeddings, layers in order, final norm and head.
 
     Attributes:
-        vocab_size: rows of the embedding and of the head (padded as the tokenizer's user likes).
+        vocab_size: tokens that the model knows.
         hidden_size: width of the residual stream.
         max_sequence_length: longest sequence; also the rows of a learned position table.
         layers: one entry per layer; they may differ. What is given with a `repeat` becomes as many.
@@ -212,6 +212,9 @@ class ModelConfig:
             output in training.
         init_std: standard deviation of the initial weights; projections that write to the
             residual stream use `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+        vocab_multiple: the embedding and the head have rows for a multiple of it, so that ranks
+            can share a vocabulary that does not divide. Rows beyond `vocab_size` are zeros, no
+            part of the softmax, and have no logits.
     """
 
     vocab_size: int
@@ -223,11 +226,12 @@ class ModelConfig:
     tied: bool = True
     dropout: float = 0.0
     init_std: float = 0.02
+    vocab_multiple: int = 1
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.at_least(1, "vocab_size", "hidden_size", "max_sequence_length")
-        checks.at_most(MAX_VOCAB, "vocab_size")
+        checks.at_least(1, "vocab_size", "hidden_size", "max_sequence_length", "vocab_multiple")
+        checks.at_most(MAX_VOCAB, "vocab_size", "vocab_multiple")
         checks.at_most(MAX_WIDTH, "hidden_size")
         checks.at_most(MAX_LENGTH, "max_sequence_length")
         checks.above(0, "init_std")
@@ -304,16 +308,26 @@ class ModelConfig:
         return weights
 
     @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head: the vocabulary with its padding."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def usual_vocab_multiple(self) -> int:
+        """A `vocab_multiple` with which most layouts can share the vocabulary."""
+        return 128 if self.vocab_size >= 1024 else 8
+
+    @property
     def num_layers(self) -> int:
         """Length of the layer list."""
         return len(self.layers)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, from the sizes alone; a tied head counts once."""
+        """Parameters of the whole model with padding, from the sizes; a tied head counts once."""
         hidden = self.hidden_size
         norm = hidden * (2 if self.norm.kind == "layer" else 1)
-        total = self.vocab_size * hidden * (1 if self.tied else 2) + norm
+        total = self.vocab_rows * hidden * (1 if self.tied else 2) + norm
         if self.positions == "learned":
             total += self.max_sequence_length * hidden
         total += sum(buckets * heads for buckets, heads in self.score_tables.values())
@@ -386,8 +400,9 @@ def validate_split(config: ModelConfig, tp: int) -> None:
     check_type("config", config, ModelConfig)
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a whole number of ranks, 1 or more; got {tp!r:.80}")
-    if config.vocab_size % tp:
-        raise ValueError(_indivisible("vocab_size", config.vocab_size, tp))
+    if config.vocab_rows % tp:
+        text = _indivisible("vocab_size", config.vocab_rows, tp)
+        raise ValueError(f"{text}; or pad it with vocab_multiple={tp}")
     for index, layer in enumerate(config.layers):
         for entry in layer.entries:
             for name, size in entry.split_sizes(tp):

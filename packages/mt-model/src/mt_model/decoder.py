@@ -85,6 +85,10 @@ class GPT(nn.Module):
         device: of parameters; the state's by default. On "meta" they have no memory yet, and the
             model runs on the state's once they have (`initializer`).
 
+    Attributes:
+        state: this rank's place.
+        origin: the `Pretrained` that the values were read from, or None.
+
     Raises:
         ValueError: heads, FFN width or vocabulary do not divide by tp; `layers` is no range of
             the model's; or it is None and the layout has several pipeline stages.
@@ -118,6 +122,8 @@ class GPT(nn.Module):
         state = ParallelState(ParallelLayout()) if state is None else state
         check_type("state", state, ParallelState)
         self.config, self.layer_range = config, _stage_range(config, state, layers)
+        self.state = state
+        self.origin: object | None = None
         tp = state.size("tp")
         validate_split(config, tp)
         where = state.device if device is None else torch.device(device)
@@ -473,8 +479,9 @@ class GPT(nn.Module):
 
     def _vocab_matrix(self) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(
-            self.config.vocab_size,
+            self.config.vocab_rows,
             self.config.hidden_size,
+            num_tokens=self.config.vocab_size,
             group=self.placement.group,
             sequence_parallel=self.placement.sequence_parallel,
             dtype=self.placement.dtype,
@@ -583,7 +590,7 @@ class GPT(nn.Module):
             gemm=self.placement.gemm,
             sequence_parallel=self.placement.sequence_parallel,
         )
-        return gather_from_group(scores, group, dim=-1)
+        return gather_from_group(scores, group, dim=-1)[..., : self.config.vocab_size]
 
     def loss(self, x: Tensor, labels: Tensor) -> Losses:
         """Norm the last layer's output, and sum its cross entropies with this rank's labels.
@@ -602,6 +609,7 @@ class GPT(nn.Module):
             labels.flatten(),
             group=group,
             gemm=self.placement.gemm,
+            vocab_size=self.config.vocab_size,
         )
         return {"lm": total, "tokens": (labels != IGNORE_INDEX).sum()}
 

@@ -151,7 +151,23 @@ def _initializer(
         elif initial in std:
             at = {"layout": layout, "rank": rank, "std": std[initial]}
             initialize_(param, seed=seed, name=name, **at)
+            if name in ("embedding.weight", "head.weight"):
+                blank_padding(param, config, first=offsets_of(param, state.layout, state.rank)[0])
         else:
             nn.init.constant_(param, float(initial == "ones"))
 
     return fill
+
+
+@torch.no_grad()
+def blank_padding(rows: torch.Tensor, config: ModelConfig, *, first: int) -> None:
+    """Set the rows of a vocabulary's matrix that are padding to zero.
+
+    Args:
+        rows: A range of the matrix's rows.
+        config: Of the model.
+        first: Index of the first one.
+    """
+    start = max(0, config.vocab_size - first)
+    if start < rows.shape[0]:
+        rows[start:] = 0

@@ -52,11 +52,12 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     attention_scale: float | None = None,
     score_bias: ScoreBias | Mapping[str, Any] | None = None,
     init_std: float = 0.02,
+    vocab_multiple: int = 1,
 ) -> ModelConfig:
     """A decoder of `num_layers` equal layers, or of a list of them.
 
     Args:
-        vocab_size: rows of the embedding.
+        vocab_size: tokens that the model knows.
         hidden_size: width of the residual stream.
         num_layers: number of equal layers.
         num_heads: query heads.
@@ -86,6 +87,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         score_bias: what is added to the scores by distance: AlibiConfig() or RelativeConfig(), or
             their fields as a mapping with the `type`, `alibi` or `relative`.
         init_std: standard deviation of the initial weights.
+        vocab_multiple: embedding and head are padded to rows for a multiple of it.
 
     Raises:
         FieldError: sizes that do not fit each other; it names the argument.
@@ -142,6 +144,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         tied=tied,
         dropout=dropout,
         init_std=init_std,
+        vocab_multiple=vocab_multiple,
     )
 
 
@@ -182,7 +185,7 @@ def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
             text = f"{shorten(given[name])}; say it in the entries of layers, or leave layers out"
             raise FieldError({name: text}, "gpt")
     same = ("vocab_size", "hidden_size", "max_sequence_length", "positions", "tied", "dropout")
-    plain = {name: given[name] for name in (*same, "init_std")}
+    plain = {name: given[name] for name in (*same, "init_std", "vocab_multiple")}
     plain["norm"] = {"kind": given["norm"], "eps": given["norm_eps"]}
     plain["layers"] = [to_plain(item) for item in layers]
     return ModelConfig.from_dict(plain)
@@ -199,6 +202,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     }
     whole |= {"positions": config.positions, "norm": config.norm.kind, "norm_eps": config.norm.eps}
     whole |= {"tied": config.tied, "dropout": config.dropout, "init_std": config.init_std}
+    whole["vocab_multiple"] = config.vocab_multiple
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
     if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
         shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}

@@ -71,6 +71,8 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: Whether the output is a sequence shard.
         deterministic: Whether the table's gradient has the same bits in every run, on CUDA too,
             where that is slower. It always has on a CPU.
+        num_tokens: Real tokens; further rows are padding, and their ids are refused. `None` means
+            all.
         dtype: Of the table; `None` is torch's default.
         device: Of the table; `"meta"` draws no values.
 
@@ -92,6 +94,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: str = "tp",
         sequence_parallel: bool = False,
         deterministic: bool = False,
+        num_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -99,6 +102,9 @@ class VocabParallelEmbedding(nn.Module):
         positive_int(hidden_size, "hidden_size")
         rows = shard_size(positive_int(vocab_size, "vocab_size"), group, what="vocab_size")
         self.vocab_size = vocab_size
+        self.num_tokens = vocab_size if num_tokens is None else num_tokens
+        if not 1 <= self.num_tokens <= vocab_size:
+            raise ValueError(f"num_tokens={num_tokens} is not from 1 to vocab_size={vocab_size}")
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.deterministic = deterministic
@@ -157,7 +163,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`; see the class for shapes."""
         check_labels(ids, "ids")
-        check_range(ids, self.vocab_size, what="token id")
+        check_range(ids, self.num_tokens, what="token id")
         if self.group is None or self.group.size() == 1:
             return _lookup(ids, self.weight, deterministic=self.deterministic)
         local = ids - self.first

@@ -1,0 +1,269 @@
+"""What families of decoders with Llama's tensor names share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+from mt_files import Checks, shorten
+
+from mt_model.choice import Activation
+from mt_model.config import LayerConfig, ModelConfig, NormConfig
+from mt_model.hugging_face.link import Link
+from mt_model.kinds import AttentionConfig, MLPConfig
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu2": "relu2",
+    }
+)
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFields:
+    """The fields of config.json that Llama, Mistral and Qwen have in common.
+
+    The defaults are those of transformers, as a config.json may leave them out.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_dropout: float = 0.0
+    rope_theta: float | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        checks.at_least(1, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
+        if not checks.errors:
+            check_rope(self, checks)
+        checks.done()
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key and value heads, and the width of a head."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        return heads, self.num_key_value_heads or heads, self.head_dim or hidden // heads
+
+
+FieldsT = TypeVar("FieldsT", bound=DecoderFields)
+
+
+def rope_fields(given: DecoderFields) -> dict[str, Any]:
+    """Return the rotary embedding as one mapping, wherever its parts are written.
+
+    `rope_parameters` is how transformers writes it from version 5 on; before it were `rope_theta`
+    and `rope_scaling`, with `type` where it now is `rope_type`.
+    """
+    found = dict(given.rope_scaling or given.rope_parameters or {})
+    old = found.pop("type", None)
+    found.setdefault("rope_type", old or "default")
+    found.setdefault("rope_theta", 10000.0 if given.rope_theta is None else given.rope_theta)
+    return found
+
+
+def check_rope(given: DecoderFields, checks: Checks) -> None:
+    """Note what of the rotary embedding is not built."""
+    name = "rope_scaling" if given.rope_scaling else "rope_parameters"
+    found = rope_fields(given)
+    kind, theta = found.pop("rope_type"), found.pop("rope_theta")
+    if kind != "default":
+        checks.add(name, f"the rope_type {shorten(kind)} is not known; known is default")
+    elif found:
+        checks.add(name, f"{shorten(found)} is not known beside rope_type and rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        checks.add(name, f"rope_theta is {shorten(theta)}; a number above 0 is needed")
+
+
+def decoder_config(
+    given: DecoderFields,
+    *,
+    windows: Iterable[int | None],
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+) -> ModelConfig:
+    """Return the model of a config.json; `windows` has one for each layer."""
+    heads, groups, width = given.heads
+    mlp = MLPConfig(
+        ffn_size=given.intermediate_size, activation=ACTIVATIONS[given.hidden_act], bias=mlp_bias
+    )
+    layers = tuple(
+        LayerConfig(
+            mixer=AttentionConfig(
+                num_heads=heads,
+                num_kv_heads=groups,
+                head_dim=width,
+                rope_theta=float(rope_fields(given)["rope_theta"]),
+                qk_norm=qk_norm,
+                qkv_bias=qkv_bias,
+                out_bias=out_bias,
+                dropout=given.attention_dropout,
+                window=window,
+            ),
+            feed_forward=mlp,
+        )
+        for window in windows
+    )
+    return ModelConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        max_sequence_length=given.max_position_embeddings,
+        layers=layers,
+        norm=NormConfig(kind="rms", eps=given.rms_norm_eps),
+        tied=given.tie_word_embeddings,
+        init_std=given.initializer_range or ModelConfig.init_std,
+    )
+
+
+def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
+    """Return the fields of a model whose layers are as the first one; the engine compares all.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        rest: What the family has beside those that all have.
+
+    Raises:
+        ValueError: The first layer is not attention and an MLP.
+    """
+    mixer, mlp = first_layer(config)
+    known = {item.name for item in fields(kind)}
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "hidden_act": _NAMES[mlp.activation],
+        "max_position_embeddings": config.max_sequence_length,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm.eps,
+        "tie_word_embeddings": config.tied,
+        "attention_dropout": mixer.dropout,
+        "rope_theta": mixer.rope_theta,
+    }
+    return kind(**{name: value for name, value in common.items() if name in known}, **rest)
+
+
+def first_layer(config: ModelConfig) -> tuple[AttentionConfig, MLPConfig]:
+    """Return the mixer and the feed-forward of the first layer.
+
+    Raises:
+        ValueError: They are not attention and an MLP.
+    """
+    mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
+    if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
+        found = " and ".join(type(entry).__name__ for entry in config.layers[0].entries)
+        raise ValueError(f"layer 0 is {found}, and not attention and an MLP")  # noqa: TRY004
+    return mixer, mlp
+
+
+def decoder_links(config: ModelConfig) -> Iterator[Link]:
+    """Yield what Llama, Mistral and Qwen call each parameter."""
+    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
+    yield Link(source="model.embed_tokens.weight", shape=rows, target="embedding.weight")
+    for index, layer in enumerate(config.layers):
+        source, target = f"model.layers.{index}", f"layers.{index}"
+        mixer, mlp = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
+        for norm, ours in (
+            ("input_layernorm", "mixer_norm"),
+            ("post_attention_layernorm", "feed_forward_norm"),
+        ):
+            name = f"{source}.{norm}.weight"
+            yield Link(source=name, shape=(hidden,), target=f"{target}.{ours}.weight")
+        yield from attention_links(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
+        yield from mlp_links(f"{source}.mlp", f"{target}.feed_forward", mlp, hidden)
+    yield Link(source="model.norm.weight", shape=(hidden,), target="final_norm.weight")
+    if not config.tied:
+        yield Link(source="lm_head.weight", shape=rows, target="head.weight")
+
+
+def attention_links(
+    source: str, target: str, mixer: AttentionConfig, hidden: int, *, out: str = "o_proj"
+) -> Iterator[Link]:
+    """Yield separate projections of queries, keys and values, and the one back, with norms.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        mixer: The attention.
+        hidden: Width of the residual stream.
+        out: Name of the projection back.
+    """
+    queries = mixer.queries_per_group
+    width = {"q": mixer.num_heads * mixer.head_dim}
+    width["k"] = width["v"] = mixer.num_kv_heads * mixer.head_dim
+    places = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+    leaves = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
+    for leaf, rest in leaves.items():
+        for part, place in places.items():
+            yield Link(
+                source=f"{source}.{part}_proj.{leaf}",
+                shape=(width[part], *rest),
+                target=f"{target}.qkv.{leaf}",
+                box={1: place},
+            )
+    name, shape = f"{source}.{out}.weight", (hidden, width["q"])
+    yield Link(source=name, shape=shape, target=f"{target}.out.weight")
+    if mixer.out_bias:
+        yield Link(source=f"{source}.{out}.bias", shape=(hidden,), target=f"{target}.out.bias")
+    if mixer.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            name, ours = f"{source}.{norm}.weight", f"{target}.{norm}.weight"
+            yield Link(source=name, shape=(mixer.head_dim,), target=ours)
+
+
+def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
+    """Yield gate, up and down projections.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        mlp: The feed-forward.
+        hidden: Width of the residual stream.
+    """
+    ffn, parts = mlp.ffn_size, {"gate_proj": (0, 1), "up_proj": (1, 2)}
+    for name, place in parts.items() if mlp.gated else [("up_proj", None)]:
+        box = {} if place is None else {0: place}
+        for leaf, shape in (("weight", (ffn, hidden)), ("bias", (ffn,))):
+            if leaf == "weight" or mlp.bias:
+                yield Link(
+                    source=f"{source}.{name}.{leaf}",
+                    shape=shape,
+                    target=f"{target}.up.{leaf}",
+                    box=box,
+                )
+    for leaf, shape in (("weight", (hidden, ffn)), ("bias", (hidden,))):
+        if leaf == "weight" or mlp.bias:
+            name = f"{source}.down_proj.{leaf}"
+            yield Link(source=name, shape=shape, target=f"{target}.down.{leaf}")

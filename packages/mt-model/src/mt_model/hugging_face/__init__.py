@@ -1,0 +1,1 @@
+"""Weights and configurations in the folders of Hugging Face transformers."""

@@ -1,0 +1,189 @@
+"""A folder of Hugging Face transformers, checked before any weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from mt_parallel_state import ParallelState, offsets_of
+from torch import Tensor, nn
+
+from mt_model.config import ModelConfig, Sizes
+from mt_model.decoder import GPT
+from mt_model.dtype import DTYPES
+from mt_model.hugging_face.description import CONFIG, Description, describe_pretrained
+from mt_model.hugging_face.error import ExchangeError
+from mt_model.hugging_face.family import Family
+from mt_model.hugging_face.link import Link, check_links, common, inside
+from mt_model.hugging_face.tensors import StoredTensor, open_tensors
+from mt_model.initialization import blank_padding
+
+VOCABULARY = ("embedding.weight", "head.weight")  # whose rows may be padded
+_SHOWN = 5  # tensors in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(Description):
+    """What a folder of Hugging Face holds, checked, before any weight is read.
+
+    Attributes:
+        tensors: The tensors that are linked, by name.
+        links: Which of them are which of the model's parameters, by parameter.
+        shapes: Of the model's parameters.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    links: Mapping[str, Sequence[Link]]
+    shapes: Mapping[str, Sizes]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most elements."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += prod(tensor.shape)
+        return sizes.most_common(1)[0][0]
+
+    @torch.no_grad()
+    def fill(self, name: str, into: Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Copy a box of a parameter's values into a tensor, which gets them in its own dtype.
+
+        Only pages of the files that hold the box are read.
+
+        Args:
+            name: Of the parameter in the whole model.
+            into: The box.
+            offsets: Its first index in the whole parameter; None for the start.
+        """
+        starts = (0,) * into.dim() if offsets is None else offsets
+        own = tuple((start, start + n) for start, n in zip(starts, into.shape, strict=True))
+        shape = self.shapes[name]
+        if name in VOCABULARY:
+            blank_padding(into, self.config, first=own[0][0])
+        for link in self.links[name]:
+            area = link.area(shape)
+            shared = common(own, area)
+            if shared is not None:
+                window = link.window(self.tensors[link.source].map(), shape)
+                into[inside(shared, own)].copy_(window[inside(shared, area)])
+
+    def padded(self, vocab_multiple: int) -> Pretrained:
+        """Return the same with rows for a multiple of the vocabulary; see `ModelConfig`."""
+        config = replace(self.config, vocab_multiple=vocab_multiple)
+        links, shapes = linked(self.family, config)
+        return replace(self, config=config, links=by_target(links, shapes), shapes=shapes)
+
+    def initializer(self, state: ParallelState) -> Callable[[str, nn.Parameter], None]:
+        """Return what gives parameters of a model on the meta device these values, one by one.
+
+        It is what `mt_data_parallel.shard` takes as `init`; see `mt_model.initializer`.
+        """
+
+        def fill(name: str, param: nn.Parameter) -> None:
+            self.fill(name, param, offsets_of(param, state.layout, state.rank))
+
+        return fill
+
+
+def open_pretrained(folder: str | Path) -> Pretrained:
+    """Check a folder: its config.json, and that its tensors are the model's, each exactly once.
+
+    Args:
+        folder: With config.json and safetensors files, as transformers' `save_pretrained` and the
+            Hugging Face hub have it.
+
+    Raises:
+        ExchangeError: The architecture or a field is not known; tensors are missing, not expected
+            or of another shape; a file is damaged. The message names file and tensor.
+        FileError: A file can't be read.
+    """
+    described = describe_pretrained(folder)
+    links, shapes = linked(described.family, described.config)
+    found = open_tensors(described.folder)
+    return Pretrained(
+        folder=described.folder,
+        family=described.family,
+        config=described.config,
+        given=described.given,
+        tensors=_matched(described, links, found),
+        links=by_target(links, shapes),
+        shapes=shapes,
+    )
+
+
+def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a config.json says its tensors have, if it does."""
+    named = given.get("dtype") or given.get("torch_dtype")
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    return known.get(named) if isinstance(named, str) else None
+
+
+def linked(family: Family, config: ModelConfig) -> tuple[list[Link], dict[str, Sizes]]:
+    """Return the links of a model, checked, and the shapes of its parameters."""
+    params = GPT(config, device="meta").named_parameters()
+    shapes = {name: tuple(param.shape) for name, param in params}
+    links, padding = [], {}
+    if config.vocab_rows > config.vocab_size:
+        rows = ((config.vocab_size, config.vocab_rows), (0, config.hidden_size))
+        padding = {name: rows for name in VOCABULARY if name in shapes}
+    for link in family.links(config):
+        tokens = {0: (0, config.vocab_size)} if link.target in padding else {}
+        links.append(replace(link, box={**tokens, **link.box}))
+    check_links(links, shapes, family=family.name, padding=padding)
+    return links, shapes
+
+
+def by_target(links: Iterable[Link], shapes: Mapping[str, Sizes]) -> dict[str, list[Link]]:
+    """Return the links of each parameter."""
+    found: dict[str, list[Link]] = {name: [] for name in shapes}
+    for link in links:
+        found[link.target].append(link)
+    return found
+
+
+def _matched(
+    described: Description, links: Sequence[Link], found: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the tensors that are linked; what is missing, left over or different is an error."""
+    folder, family = described.folder, described.family
+    shapes = {link.source: link.shape for link in links}
+    copies = {copy: of for copy, of in family.copies if copy not in shapes}
+    lines = [f"tensor {name} is missing" for name in shapes if name not in found]
+    for name, tensor in found.items():
+        if name in shapes:
+            if tensor.shape != shapes[name]:
+                lines.append(
+                    f"{tensor.path.name}: tensor {name} has the shape {list(tensor.shape)}, and "
+                    f"{list(shapes[name])} is needed"
+                )
+            elif tensor.dtype not in DTYPES.values():
+                lines.append(
+                    f"{tensor.path.name}: tensor {name} is {tensor.dtype}, and one of "
+                    f"{', '.join(map(str, DTYPES.values()))} is needed"
+                )
+        elif name in copies and copies[name] in found:
+            if not _equal(tensor, found[copies[name]]):
+                lines.append(
+                    f"{tensor.path.name}: tensor {name} differs from {copies[name]}, to which "
+                    f"{CONFIG} ties it; set tie_word_embeddings to false there"
+                )
+        elif not name.endswith(family.ignored):
+            lines.append(f"{tensor.path.name}: tensor {name} is not expected")
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise ExchangeError(
+            f"{folder}: the tensors are not those of the {family.name} model that its {CONFIG} "
+            "describes:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+        )
+    return {name: found[name] for name in shapes}
+
+
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(first.map().view(torch.uint8), second.map().view(torch.uint8))

@@ -1,0 +1,127 @@
+"""The parts of a model's tensors, brought together on the first rank one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mt_parallel_state import is_owner, offsets_of, shardings
+from torch import Tensor
+
+from mt_model.decoder import GPT
+from mt_model.hugging_face.link import Area, Link, common, inside, sizes_of
+
+_WORLD = "tp-cp-dp-pp"
+
+
+class Gather:
+    """What each rank has of a model's parameters, and the way from there to the first rank.
+
+    Making one is collective over the ranks of the model's layout: they tell each other which
+    boxes they have. Of the ranks that have the same box one sends it.
+
+    Args:
+        stages: This rank's stages.
+
+    Attributes:
+        is_first: Whether this rank has the tensors in the end.
+    """
+
+    def __init__(self, stages: Sequence[GPT]) -> None:
+        state = stages[0].state
+        self._group = state.group(_WORLD)
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._device = stages[0].placement.device
+        self.is_first = self._rank == 0
+        self._own: dict[str, tuple[Tensor, Area]] = {}
+        for stage in stages:
+            shardings(stage)
+            for name, param in stage.named_parameters():
+                starts = offsets_of(param, state.layout, state.rank)
+                pairs = zip(starts, param.shape, strict=True)
+                area = tuple((start, start + size) for start, size in pairs)
+                if is_owner(shardings(stage)[name], state.layout, state.rank):
+                    self._own[name] = (param.detach(), area)
+        areas = {name: area for name, (_, area) in self._own.items()}
+        self._owners: dict[str, list[tuple[int, Area]]] = {}
+        for rank, report in enumerate(self._all([[n, a] for n, a in areas.items()])):
+            for name, area in report:
+                found = tuple((start, stop) for start, stop in area)
+                self._owners.setdefault(name, []).append((rank, found))
+
+    def tell(self, value: Any) -> Any:
+        """Return the first rank's JSON value, on every rank."""
+        if self._group is None:
+            return value
+        data = _encode(value).to(self._device)
+        size = torch.tensor([data.numel()], device=self._device)
+        dist.broadcast(size, group=self._group, group_src=0)
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.broadcast(data, group=self._group, group_src=0)
+        return _decode(data)
+
+    def run(
+        self, links: Sequence[Link], shapes: Mapping[str, Sequence[int]], into: Tensor | None
+    ) -> None:
+        """Send this rank's parts of a tensor, or put together those of all.
+
+        Every rank calls it with the same links.
+
+        Args:
+            links: All of one source.
+            shapes: Of the parameters.
+            into: The source, on the first rank, or None to forget what arrives.
+        """
+        for link, rank, area, shared in self._parts(links, shapes):
+            if rank == self._rank:
+                param, _ = self._own[link.target]
+                piece = param[inside(shared, area)]
+                if not self.is_first:
+                    dist.send(piece.contiguous(), group=self._group, group_dst=0)
+            elif self.is_first:
+                like = next(iter(self._own.values()))[0]
+                piece = torch.empty(sizes_of(shared), dtype=like.dtype, device=self._device)
+                dist.recv(piece, group=self._group, group_src=rank)
+            else:
+                continue
+            if into is not None:
+                window = link.window(into, shapes[link.target])
+                window[inside(shared, link.area(shapes[link.target]))].copy_(piece)
+
+    def _parts(
+        self, links: Sequence[Link], shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[Link, int, Area, Area]]:
+        """Yield each rank's share of each link: the link, the rank, its box, and what is shared."""
+        for link in links:
+            for rank, area in self._owners[link.target]:
+                shared = common(area, link.area(shapes[link.target]))
+                if shared is not None:
+                    yield link, rank, area, shared
+
+    def _all(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank."""
+        if self._group is None:
+            return [value]
+        data = _encode(value).to(self._device)
+        ranks = range(dist.get_world_size(self._group))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in ranks]
+        own = torch.tensor([data.numel()], device=self._device)
+        dist.all_gather(sizes, own, group=self._group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        padded[: data.numel()] = data
+        boxes = [torch.empty_like(padded) for _ in ranks]
+        dist.all_gather(boxes, padded, group=self._group)
+        return [_decode(box[:size]) for box, size in zip(boxes, lengths, strict=True)]
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> Any:
+    return json.loads(bytes(data.tolist()))

@@ -1,0 +1,116 @@
+"""From a model on any layout to a folder of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mt_files import FileError
+from torch import Tensor
+
+from mt_model.decoder import GPT
+from mt_model.hugging_face.error import ExchangeError
+from mt_model.hugging_face.export import FILE_SIZE, Export, plan_export
+from mt_model.hugging_face.folder import Pretrained, linked
+from mt_model.hugging_face.gather import Gather
+from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.registry import known_families
+from mt_model.hugging_face.writing import check_free
+
+
+def save_pretrained(
+    model: GPT | Sequence[GPT],
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    file_size: int = FILE_SIZE,
+) -> None:
+    """Write a model as a folder that Hugging Face transformers loads.
+
+    Every rank of the model's layout calls it. The tensors are sent one by one to the first rank,
+    which writes them: nobody has more than one whole tensor. The folder appears under its name
+    when it is complete.
+
+    Args:
+        model: This rank's stage, or its stages where a schedule has several on it.
+        folder: Does not exist, or is empty.
+        like: A folder whose config.json, generation_config.json and tokenizer files are carried
+            over; the one that the model was read from where None.
+        family: Name of the family; that of `like`, or the first that has such a model, where None.
+        dtype: Of all tensors; where None that of the tensors which the model was read from, or of
+            the model.
+        file_size: Bytes of tensors in a file; where there are more, there are several files and
+            an index.
+
+    Raises:
+        ExchangeError: The model is of no known family, or not of this one; there is something at
+            `folder`; a file can't be read or written. It is raised on every rank, and nothing is
+            left at `folder`.
+    """
+    stages = [model] if isinstance(model, GPT) else list(model)
+    gather, export, problem, cause = Gather(stages), None, "", None
+    if gather.is_first:
+        try:
+            check_free(Path(folder))
+            export = _plan(stages[0], like, family, dtype, file_size)
+        except (ValueError, OSError) as error:
+            problem, cause = str(error), error
+    plan = None if export is None else [export.family.name, export.order]
+    problem, plan = gather.tell([problem, plan])
+    if problem:
+        raise ExchangeError(problem) from cause
+    if export is not None:
+        problem, cause = _write(export, Path(folder), gather)
+    else:
+        name, order = plan
+        links, shapes = linked(known_families()[name], stages[0].config)
+        by_source: dict[str, list[Link]] = {source: [] for source in order}
+        for link in links:
+            by_source[link.source].append(link)
+        for listed in by_source.values():
+            gather.run(listed, shapes, None)
+    problem = gather.tell(problem)
+    if problem:
+        raise ExchangeError(problem) from cause
+
+
+def _plan(
+    stage: GPT,
+    like: str | Path | None,
+    family: str | None,
+    dtype: torch.dtype | None,
+    file_size: int,
+) -> Export:
+    origin = stage.origin if isinstance(stage.origin, Pretrained) else None
+    if like is None and origin is not None:
+        like = origin.folder
+    stored = {} if origin is None else origin.tensors
+    return plan_export(
+        stage.config,
+        like=None if like is None else Path(like),
+        family=family,
+        dtype=stage.placement.dtype if dtype is None and origin is None else dtype,
+        dtypes={name: tensor.dtype for name, tensor in stored.items()},
+        file_size=file_size,
+    )
+
+
+def _write(export: Export, folder: Path, gather: Gather) -> tuple[str, Exception | None]:
+    """Write the folder; where that fails, let the other ranks get rid of what they send."""
+    left = iter(export.order)
+
+    def fill(name: str, into: Tensor | None) -> None:
+        gather.run(export.links[name], export.shapes, into)
+        next(left)
+
+    try:
+        export.write(folder, fill)
+    except (ValueError, OSError) as error:
+        for name in list(left):
+            gather.run(export.links[name], export.shapes, None)
+        says = error if isinstance(error, ValueError | FileError) else f"{folder}: {error}"
+        return str(says), error
+    return "", None
