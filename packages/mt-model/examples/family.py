@@ -22,6 +22,7 @@ from mt_model import (
     Link,
     MLPConfig,
     ModelConfig,
+    RopeConfig,
     from_pretrained,
     save_pretrained,
 )
@@ -45,7 +46,7 @@ def read(given: FusedFields) -> ModelConfig:
         num_heads=given.n_heads,
         num_kv_heads=given.n_heads,
         head_dim=given.d_model // given.n_heads,
-        rope_theta=10000.0,
+        rope=RopeConfig(theta=10000.0),
     )
     layer = LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=given.d_ff))
     return ModelConfig(

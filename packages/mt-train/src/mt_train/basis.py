@@ -9,7 +9,7 @@ from pathlib import Path
 from mt_ckpt import RunFolder, clean
 from mt_data import Tokenizer, load_tokenizer
 from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
-from mt_model import ModelConfig
+from mt_model import ExchangeError, ModelConfig, describe_pretrained, find_family
 from mt_parallel_state import DistributedEnv, ParallelState
 
 from mt_train.agreement import summed
@@ -110,6 +110,7 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     corpus = prepare_corpus(loaded, out, tokenizer=start.tokenizer)
     verify_corpus(corpus)
     basis = _checked(loaded, corpus, start)
+    _keep_description(loaded, RunFolder(out))
     tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
     kept = RunFolder(out).tokenizer
     if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
@@ -124,5 +125,31 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     check_packing(loaded, corpus)
     model = loaded.model(tokenizer.vocab_size)
     check_overrides(loaded, model)
+    _check_export(loaded, model, start)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)
+
+
+def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start) -> None:
+    """Refuse an export at the end that can't be, before anything is trained."""
+    export = loaded.config.export
+    if export.hugging_face is None or start.progress.step >= loaded.config.training.steps:
+        return
+    folder, family = Path(export.hugging_face), export.family
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text = f"{folder} exists; name a folder that does not, or is empty"
+        raise loaded.error("export.hugging_face", text)
+    if family is None and loaded.config.model.from_ is not None:
+        family = describe_pretrained(loaded.config.model.from_).family.name
+    try:
+        find_family(model, family)
+    except ExchangeError as error:
+        raise loaded.error("export.family", str(error)) from error
+
+
+def _keep_description(loaded: LoadedConfig, run: RunFolder) -> None:
+    """Keep what stands beside the weights that a model is from, for an export."""
+    folder = loaded.config.model.from_
+    if folder is not None and not run.hugging_face.is_dir():
+        run.hugging_face.mkdir()
+        describe_pretrained(folder).copy_to(run.hugging_face)

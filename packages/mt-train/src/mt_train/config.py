@@ -6,7 +6,7 @@ Every section collects all its problems (`FieldError`), so that a user sees them
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
@@ -24,6 +24,7 @@ _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 _UNIFORM += ("activation", "gated", "rope_theta", "rope", "qk_norm", "bias", "attention_dropout")
 _UNIFORM += ("window", "sinks", "softcap", "attention_scale", "score_bias")
+_WITH_FROM = ("from_", "vocab_multiple", "dropout")
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -36,9 +37,15 @@ class ModelSection:
     A field left at null comes from the preset, or else has the default that is named here.
 
     Attributes:
+        from_: A folder of Hugging Face transformers: the model that its config.json describes, with
+            its weights where the run starts anew, and its tokenizer for a corpus. Only
+            `vocab_multiple` and `dropout` go with it.
         preset: A named shape of mt-model, such as `gpt2-124m` or `llama-3.2-1b`.
-        vocab_size: Rows of the embedding; by default the tokenizer's size, rounded up to a multiple
-            of 128.
+        vocab_size: Tokens that the model knows; by default the tokenizer's size, rounded up to a
+            multiple of 128.
+        vocab_multiple: Embedding and head have rows for a multiple of it, of which those beyond
+            the vocabulary are padding and take no part in anything, so that tp ranks can share
+            them; 1 by default, and 128 for a model `from` a folder.
         hidden_size: Width of the residual stream.
         num_layers: Number of equal layers.
         num_heads: Query heads.
@@ -72,12 +79,14 @@ class ModelSection:
             `{mixer: {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's
             `AttentionConfig` and `MLPConfig`, or with `type: mamba2` or `type: gateddeltanet` in
             the mixer those of `Mamba2Config` or `GatedDeltaNetConfig`. Only `hidden_size`,
-            `vocab_size`, `norm`, `norm_eps`, `positions`, `tied`, `dropout` and `init_std` go
-            with it.
+            `vocab_size`, `vocab_multiple`, `norm`, `norm_eps`, `positions`, `tied`, `dropout` and
+            `init_std` go with it.
     """
 
+    from_: str | None = None
     preset: str | None = None
     vocab_size: int | None = None
+    vocab_multiple: int | None = None
     hidden_size: int | None = None
     num_layers: int | None = None
     num_heads: int | None = None
@@ -109,14 +118,18 @@ class ModelSection:
         checks.at_least(
             1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
         )
-        checks.at_least(1, "ffn_size", "window")
+        checks.at_least(1, "ffn_size", "window", "vocab_multiple")
         checks.above(0, "init_std", "rope_theta", "norm_eps", "softcap", "attention_scale")
         checks.fraction("dropout", "attention_dropout")
         if self.layers and not checks.errors:
             for name in _UNIFORM:
                 if getattr(self, name) is not None:
                     checks.add(name, "does not go with model.layers; say it in the entries")
-        if self.preset is None:
+        if self.from_ is not None and not checks.errors:
+            for item in fields(self):
+                if item.name not in _WITH_FROM and getattr(self, item.name) != item.default:
+                    checks.add(item.name, "does not go with model.from, whose config.json says it")
+        elif self.preset is None:
             needed = ("hidden_size",) if self.layers else ("hidden_size", "num_layers", "num_heads")
             for name in needed:
                 if getattr(self, name) is None:
@@ -180,13 +193,6 @@ class DataSection:
     def _check_sources(self, checks: Checks) -> None:
         if (self.corpus is None) == (not self.train):
             checks.add("corpus", "set exactly one of data.corpus and data.train")
-        if self.train and self.tokenizer is None:
-            checks.add("tokenizer", "missing; data.train needs the tokenizer.json of its tokens")
-        if self.eod is not None and self.tokenizer is None:
-            text = (
-                f"{shorten(self.eod)} is a token of data.tokenizer, which is not set; leave it out"
-            )
-            checks.add("eod", f"{text}, or name the tokenizer")
         if self.weights and len(self.weights) != len(self.train):
             checks.add(
                 "weights",
@@ -333,6 +339,32 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportSection:
+    """What is written at the end of the run for other programs.
+
+    Attributes:
+        hugging_face: A folder that Hugging Face transformers loads, with the weights of the last
+            step; it must not exist, or be empty. The tokenizer and what config.json says beside
+            the model come from the folder of `model.from`, where there is one.
+        family: Name of the family in transformers; by default that of `model.from`, or the first
+            that has such a model.
+        dtype: Of its tensors; by default that of `model.from`, or `training.dtype`.
+    """
+
+    hugging_face: str | None = None
+    family: str | None = None
+    dtype: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if self.hugging_face is None:
+            for name in ("family", "dtype"):
+                if getattr(self, name) is not None:
+                    checks.add(name, "needs export.hugging_face, the folder to write")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingSection:
     """What is reported besides metrics.jsonl.
 
@@ -369,6 +401,7 @@ class RunConfig:
         pipeline: How micro-batches move through the pipeline ranks.
         evaluation: Held-out loss and bits per byte.
         checkpoint: When to save, and what to start from.
+        export: What is written at the end for other programs.
         logging: What is reported.
     """
 
@@ -381,6 +414,7 @@ class RunConfig:
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    export: ExportSection = field(default_factory=ExportSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
 
     def __post_init__(self) -> None:
@@ -412,11 +446,25 @@ class RunConfig:
                 f"remainder is what bf16 weights lack, and training.dtype is {training.dtype}; use "
                 "masters full, or dtype bf16"
             )
+        errors |= self._tokenizer_errors()
         errors |= self._precision_errors()
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
         if errors:
             raise FieldError(errors)
+
+    def _tokenizer_errors(self) -> dict[str, str]:
+        data, errors = self.data, {}
+        if data.tokenizer is not None or self.model.from_ is not None:
+            return {}
+        if data.train:
+            errors["data.tokenizer"] = "missing; data.train needs the tokenizer.json of its tokens"
+        if data.eod is not None:
+            text = (
+                f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it out"
+            )
+            errors["data.eod"] = f"{text}, or name the tokenizer"
+        return errors
 
     def _precision_errors(self) -> dict[str, str]:
         """Say where a loss scale is missing or of no use."""

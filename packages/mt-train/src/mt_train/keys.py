@@ -102,7 +102,7 @@ def _section(name: str, cls: Any) -> Section:
     hints = hints_of(cls)
     keys = [
         Key(
-            name=f"{name}.{item.name}",
+            name=f"{name}.{item.name.removesuffix('_')}",
             type=describe(hints[item.name]),
             default=_default(item),
             meaning=meanings.get(item.name, ""),

@@ -24,8 +24,10 @@ from mt_files import (
     to_plain,
 )
 from mt_model import (
+    ExchangeError,
     ModelConfig,
     NormConfig,
+    describe_pretrained,
     gpt,
     gpt_arguments,
     preset,
@@ -77,9 +79,13 @@ class LoadedConfig:
             text = f"{given} is below the tokenizer's {vocab_size}; leave it out or raise it"
             raise self.error("model.vocab_size", text)
         rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        if self.config.model.from_ is not None or self.config.model.vocab_multiple is not None:
+            rounded = vocab_size
         length = self.config.training.sequence_length
         try:
             model = build_model(self.config.model, given or rounded, length)
+        except (ExchangeError, FileError) as error:
+            raise self.error("model.from", str(error)) from error
         except FieldError as error:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
@@ -95,9 +101,12 @@ class LoadedConfig:
         The vocabulary of a tokenizer that is yet to be trained stays open.
         """
         model, section = self.model(planned_vocab_size(self)), self.config.model
+        if section.from_ is not None:
+            both = {"vocab_multiple": model.vocab_multiple, "dropout": model.dropout}
+            return dataclasses.replace(self.config, model=dataclasses.replace(section, **both))
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
         if section.layers:
-            shared = ("hidden_size", "positions", "tied", "dropout", "init_std")
+            shared = ("hidden_size", "positions", "tied", "dropout", "init_std", "vocab_multiple")
             arguments = {name: getattr(model, name) for name in shared}
             arguments |= {"norm": model.norm.kind, "norm_eps": model.norm.eps}
         else:
@@ -177,6 +186,10 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     sections: dict[str, Any] = {}
     if "data" in bound.parts:
         sections["data"] = paths.data(bound.parts["data"])
+    if "model" in bound.parts and bound.parts["model"].from_ is not None:
+        sections |= paths.pretrained(bound.parts["model"], sections.get("data"))
+    if "export" in bound.parts:
+        sections["export"] = paths.export(bound.parts["export"])
     if "optimizer" in bound.parts:
         sections["optimizer"] = paths.optimizer(bound.parts["optimizer"])
     if "checkpoint" in bound.parts:
@@ -189,7 +202,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
         raise ConfigError(problems, bound.hidden)
     config = dataclasses.replace(bound.value, **sections)
     loaded = LoadedConfig(config=config, path=path, _document=document)
-    if not any(problem.path == "data.tokenizer" for problem in problems):
+    if not any(problem.path in ("data.tokenizer", "model.from") for problem in problems):
         try:
             loaded.model(planned_vocab_size(loaded))
         except ConfigError as error:
@@ -221,6 +234,32 @@ class _Paths:
         if data.tokenizer is not None:
             changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
         return dataclasses.replace(data, **changes)
+
+    def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
+        """Resolve the folder that the model is of, and take its tokenizer where none is named."""
+        folder = self._resolve("model.from", model.from_)
+        sections: dict[str, Any] = {"model": dataclasses.replace(model, from_=folder)}
+        if any(problem.path == "model.from" for problem in self._problems):
+            return sections
+        try:
+            found = describe_pretrained(folder)
+            tokenizer, eod = found.tokenizer, found.eos_token
+        except (ExchangeError, FileError) as error:
+            self._add("model.from", str(error))
+            return sections
+        if data is not None and data.tokenizer is None and tokenizer is None:
+            self._add("data.tokenizer", f"missing, and {shorten(folder, 200)} has none")
+        elif data is not None and data.tokenizer is None:
+            sections["data"] = dataclasses.replace(
+                data, tokenizer=str(tokenizer), eod=data.eod or eod
+            )
+        return sections
+
+    def export(self, export: Any) -> Any:
+        if export.hugging_face is None:
+            return export
+        folder = self._resolve("export.hugging_face", export.hugging_face, ())
+        return dataclasses.replace(export, hugging_face=folder)
 
     def optimizer(self, optimizer: Any) -> Any:
         if optimizer.offload_dir is None:
@@ -282,7 +321,10 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
     Raises:
         FieldError: Sizes that do not fit each other.
     """
-    names = [item.name for item in dataclasses.fields(section) if item.name != "layers"]
+    if section.from_ is not None:
+        return _model_of_folder(section, section.from_, vocab_size, sequence_length)
+    out = ("layers", "from_")
+    names = [item.name for item in dataclasses.fields(section) if item.name not in out]
     fields = {name: getattr(section, name) for name in names}
     fields = {name: value for name, value in fields.items() if value is not None}
     fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
@@ -292,6 +334,21 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
         return ModelConfig(layers=section.layers, norm=NormConfig(**given), **fields)
     chosen = fields.pop("preset", None)
     return gpt(**fields) if chosen is None else preset(chosen, **fields)
+
+
+def _model_of_folder(
+    section: ModelSection, folder: str, vocab_size: int, sequence_length: int
+) -> ModelConfig:
+    """Return the model of a Hugging Face folder, if the tokens and the sequences fit it."""
+    model = describe_pretrained(folder).config
+    if vocab_size > model.vocab_size:
+        text = f"{shorten(folder, 200)} knows {model.vocab_size} tokens, and the tokenizer has "
+        raise FieldError({"from": f"{text}{vocab_size}; use the tokenizer of that folder"})
+    if sequence_length > model.max_sequence_length:
+        text = f"{sequence_length} is longer than the model's {model.max_sequence_length}"
+        raise FieldError({"max_sequence_length": text})
+    multiple = section.vocab_multiple or model.usual_vocab_multiple
+    return dataclasses.replace(model, vocab_multiple=multiple, dropout=section.dropout or 0.0)
 
 
 def planned_vocab_size(loaded: LoadedConfig) -> int:

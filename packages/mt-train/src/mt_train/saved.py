@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt import CheckpointError, SavedTokenizer, inspect_checkpoint
+from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpoint
 from mt_files import Checks, UserError, to_plain
 from mt_optim import ScaleState
 
@@ -35,7 +35,7 @@ class SavedRun:
         skipped_steps: Steps that changed no weight.
         loss_scale: Where the scale of the loss is; null where it is not scaled.
         data: What the run drew its samples from.
-        tokenizer: Of the data.
+        tokenizer: Of the data; None for weights that came without one.
         model: The model, as `ModelConfig.to_dict` gives it.
         config: The configuration, as JSON values.
     """
@@ -46,7 +46,7 @@ class SavedRun:
     skipped_steps: int
     loss_scale: ScaleState | None
     data: Mixture
-    tokenizer: SavedTokenizer
+    tokenizer: SavedTokenizer | None
     model: Mapping[str, Any]
     config: Mapping[str, Mapping[str, Any]]
 
@@ -89,8 +89,12 @@ class SavedRun:
         return {**to_plain(self), "layout": dict(layout)}
 
 
-def read_saved(path: Path) -> SavedRun:
+def read_saved(path: Path, *, weights_only: bool = False) -> SavedRun:
     """Read and check the metadata of a step folder.
+
+    Args:
+        path: The step folder.
+        weights_only: It may be of weights that were imported, and of no run.
 
     Raises:
         CheckpointError: The manifest is damaged.
@@ -98,6 +102,23 @@ def read_saved(path: Path) -> SavedRun:
     """
     manifest = inspect_checkpoint(path)
     try:
+        if weights_only and "config" not in manifest.metadata:
+            return _imported(manifest.metadata_as(SavedModel))
         return manifest.metadata_as(SavedRun)
     except CheckpointError as error:
         raise ResumeError(f"{path}: {error}") from error
+
+
+def _imported(saved: SavedModel) -> SavedRun:
+    """Return imported weights as those of a run that has not begun."""
+    return SavedRun(
+        step=0,
+        elapsed=0.0,
+        consumed_samples=0,
+        skipped_steps=0,
+        loss_scale=None,
+        data=Mixture(sources=()),
+        tokenizer=saved.tokenizer,
+        model=saved.model,
+        config={name: {} for name in _SECTIONS},
+    )

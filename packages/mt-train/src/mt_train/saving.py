@@ -17,6 +17,7 @@ from mt_ckpt import (
     param_shards,
     save_checkpoint,
 )
+from mt_model import open_pretrained
 from mt_parallel_state import PartitionSpec, shard_param, sharding_of
 from torch.nn import Parameter
 
@@ -82,6 +83,30 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
             trainer.optimizer.scaler.restore(saved.loss_scale)
 
 
+def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> None:
+    """Fill a trainer with the weights of a Hugging Face folder; every rank reads its own part.
+
+    Args:
+        trainer: Gets the weights; optimizer and progress stay as new.
+        folder: The folder.
+        vocab_multiple: Of the trainer's model.
+
+    Raises:
+        ExchangeError: Tensors are missing, not expected or of another shape, or a file is damaged.
+        ResumeError: The weights are not finite.
+    """
+    found = open_pretrained(folder).padded(vocab_multiple)
+    tensors = _tensors(trainer, moments=False)
+    tensors.pop(RunFolder.EMA, None)
+    for shard in _to_fill(trainer, tensors):
+        name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
+        found.fill(name, shard.tensor, shard.offsets)
+    _take_weights(trainer, tensors[RunFolder.WEIGHTS])
+    trainer.optimizer.sync_params()
+    if not _is_finite(trainer):
+        raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
+
+
 def way_back(trainer: Trainer, path: Path) -> str:
     """Say how to go on from an older step than `path`, the newest that is sound.
 
@@ -116,14 +141,21 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only,
     )
-    for name, tensor in tensors[RunFolder.WEIGHTS].items():
-        inner.set_master(name, tensor)  # where remainders are kept it came as a copy
-    if inner.ema is not None and not continues_ema:
-        inner.ema.restart()
+    _take_weights(trainer, tensors[RunFolder.WEIGHTS], restart_ema=not continues_ema)
     for key in () if weights_only else inner.moment_keys:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
     trainer.optimizer.sync_params()
+
+
+def _take_weights(
+    trainer: Trainer, weights: Mapping[str, torch.Tensor], *, restart_ema: bool = True
+) -> None:
+    inner = trainer.optimizer.inner
+    for name, tensor in weights.items():
+        inner.set_master(name, tensor)  # where remainders are kept it came as a copy
+    if inner.ema is not None and restart_ema:
+        inner.ema.restart()
 
 
 def _is_finite(trainer: Trainer) -> bool:

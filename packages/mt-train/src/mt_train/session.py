@@ -24,7 +24,7 @@ from mt_files import (
     to_plain,
     write_file,
 )
-from mt_model import keep_freed_memory
+from mt_model import DTYPES, export_checkpoint, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
@@ -129,6 +129,7 @@ class _Session:
         self.config, self.out, self.state, self.stop = config, out, state, stop
         self.start, corpus = basis.start, basis.corpus
         tokenizer, model = basis.tokenizer, basis.model
+        self.tokenizer = tokenizer
         loaded.check_layout(model, state.layout)
         training, start = config.training, self.start.progress
         length, seed = training.sequence_length, training.seed
@@ -164,6 +165,9 @@ class _Session:
         if self.start.path is not None and self.start.saved is not None:
             only = self.start.weights_only
             saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)
+        elif self.start.pretrained is not None:
+            multiple = model.vocab_multiple
+            saving.fill_pretrained(self.trainer, self.start.pretrained, vocab_multiple=multiple)
         self._last_save = 0.0
 
     def go(self, stack: ExitStack) -> Outcome:
@@ -198,6 +202,8 @@ class _Session:
             stopped = evaluation is None
         if self.state.rank == 0:
             self._draw(reporter)
+        if not stopped:
+            self._export(reporter)
         if stopped:
             who = self.stop.reason or "a signal to another rank"
             reporter.say(
@@ -205,6 +211,23 @@ class _Session:
                 "the same command continues"
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _export(self, reporter: Reporter) -> None:
+        """Write the last checkpoint for other programs, on the first rank; the others wait."""
+        export = self.config.export
+        if export.hugging_face is None:
+            return
+        if self.state.rank == 0:
+            dtype = DTYPES[export.dtype or self.config.training.dtype]
+            is_told = export.dtype is None and RunFolder(self.out).hugging_face.is_dir()
+            export_checkpoint(
+                self.out,
+                export.hugging_face,
+                family=export.family,
+                dtype=None if is_told else dtype,
+            )
+            reporter.say(f"exported {export.hugging_face}")
+        summed(self.state, 0)
 
     def _draw(self, reporter: Reporter) -> None:
         try:
@@ -306,7 +329,7 @@ class _Session:
             f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
             f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
         )
-        for line in self.start.describe(self.config, self.saved.tokenizer.sha256):
+        for line in self.start.describe(self.config, self.tokenizer.sha256):
             reporter.say(line)
         if self.trainer.finished:
             reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")

@@ -30,12 +30,14 @@ class Start:
         saved: Its metadata.
         own: Whether it is the run's own.
         weights_only: Whether only the model is taken from it.
+        pretrained: The Hugging Face folder whose weights a new run starts with.
     """
 
     path: Path | None = None
     saved: SavedRun | None = None
     own: bool = False
     weights_only: bool = False
+    pretrained: Path | None = None
 
     @property
     def continued(self) -> SavedRun | None:
@@ -68,12 +70,15 @@ class Start:
             config: The configuration from here on.
             tokenizer: The SHA-256 of the tokenizer.
         """
+        if self.pretrained is not None:
+            return [f"starting with the weights of {self.pretrained}"]
         if self.saved is None:
             return []
         differ = changes(self.saved.config, to_plain(config))
         if self.weights_only:
             differ = [line for line in differ if line.startswith("model.")]
-            if self.saved.tokenizer.sha256 != tokenizer:
+            differ = differ if self.saved.config["model"] else []  # imported, by no run
+            if self.saved.tokenizer is not None and self.saved.tokenizer.sha256 != tokenizer:
                 differ.append("another tokenizer than the weights were trained with")
             return [f"starting with the weights of {self.path}", *(f"  {d}" for d in differ)]
         return [
@@ -103,7 +108,8 @@ def find_start(
         return Start(path=own, saved=read_saved(own), own=True)
     checkpoint = loaded.config.checkpoint
     if checkpoint.load is None:
-        return Start()
+        folder = loaded.config.model.from_
+        return Start(pretrained=None if folder is None else Path(folder))
     folder = Path(checkpoint.load)
     is_step = (folder / "zarr.json").is_file()
     root = folder if is_step else RunFolder(folder).checkpoints
@@ -111,7 +117,7 @@ def find_start(
         raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
     path = held.enter_context(hold_checkpoint(root, None if is_step else step))
     only = checkpoint.load_mode == "weights"
-    return Start(path=path, saved=read_saved(path), weights_only=only)
+    return Start(path=path, saved=read_saved(path, weights_only=only), weights_only=only)
 
 
 def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], tokenizer: str) -> None:
@@ -134,9 +140,10 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
     if dict(saved.model) != model:
         lines = changes({"model": before["model"]}, {"model": now["model"]})
         differences += lines or ["model: another architecture"]
-    if saved.tokenizer.sha256 != tokenizer:
+    trained_with = None if saved.tokenizer is None else saved.tokenizer.sha256
+    if trained_with != tokenizer:
         differences.append(
-            f"data.tokenizer: sha256 {saved.tokenizer.sha256[:12]}... -> {tokenizer[:12]}...; ids "
+            f"data.tokenizer: sha256 {str(trained_with)[:12]}... -> {tokenizer[:12]}...; ids "
             "would mean other text"
         )
     then, current = before["training"], now["training"]

@@ -13,6 +13,7 @@ from mt_model.choice import Activation
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.rope import RopeConfig
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -121,7 +122,7 @@ def decoder_config(
                 num_heads=heads,
                 num_kv_heads=groups,
                 head_dim=width,
-                rope_theta=float(rope_fields(given)["rope_theta"]),
+                rope=RopeConfig(theta=float(rope_fields(given)["rope_theta"])),
                 qk_norm=qk_norm,
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
@@ -170,7 +171,7 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tied,
         "attention_dropout": mixer.dropout,
-        "rope_theta": mixer.rope_theta,
+        "rope_theta": None if mixer.rope is None else mixer.rope.theta,
     }
     return kind(**{name: value for name, value in common.items() if name in known}, **rest)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from mt_files import did_you_mean, open_file, parse_json, read_json, shorten
@@ -191,7 +191,7 @@ def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype,
     return DTYPES[dtype], tuple(shape)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
