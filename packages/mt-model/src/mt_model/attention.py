@@ -161,7 +161,7 @@ class Attention(nn.Module):
         name = self.score_bias.shared_table
         weight = None if name is None else shared.score_tables[name]
         if self.score_table is not None:
-            weight = self.score_table.weight
+            weight = self.score_table()
         return bias_by_distance(
             self.score_bias,
             weight,

@@ -287,8 +287,7 @@ class GPT(nn.Module):
 
         def begin(x: Tensor | None) -> _Parted:
             x, shared = self.begin(x, batch)
-            tables = {name: weight.view_as(weight) for name, weight in shared.score_tables.items()}
-            return x, {}, tables, shared
+            return x, {}, dict(shared.score_tables), shared
 
         def through(step: Step) -> Callable[[Any], Any]:
             def part(state: _Parted) -> _Parted:
@@ -550,7 +549,7 @@ class GPT(nn.Module):
             attend = CachedAttend(cache=cache, positions=places)
         return Pass(
             attend=attend,
-            score_tables=self._score_weights(),
+            score_tables={name: table() for name, table in self.score_tables.items()},
             tables=self._tables(positions, length if cache is None else cache.length + length),
             documents=documents,
             sample_ids=sample_ids,
@@ -569,9 +568,6 @@ class GPT(nn.Module):
         kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
         make = partial(rotary_table, positions, length=length, dtype=self.placement.dtype)
         return {kind: make(kind) for kind in kinds if kind}
-
-    def _score_weights(self) -> dict[str, Tensor]:
-        return {name: cast("ScoreTable", table).weight for name, table in self.score_tables.items()}
 
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
