@@ -185,8 +185,9 @@ def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_o
         (4, ["parallel.pp=2", "parallel.cp=2"]),
         (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
         (2, ["data_parallel.strategy=full"]),
+        (2, ["parallel.pp=2", "pipeline.schedule=dualpipe", "training.recompute=full"]),
     ],
-    ids=["tp2-zb-v", "pp2-dp2", "cp2-pp2", "dualpipe", "full"],
+    ids=["tp2-zb-v", "pp2-dp2", "cp2-pp2", "dualpipe", "full", "dualpipe-recompute"],
 )
 def test_a_table_that_all_stages_share_trains_like_one_process(
     nproc, options, tiny, tmp_path, losses, held_out, arrays

@@ -205,7 +205,7 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses", *RECURRENT])
+@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses", *RECURRENT, "relative"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -64,12 +65,15 @@ class TransformerLayer(nn.Module):
         if self.recompute != "full" or not torch.is_grad_enabled():
             return self._run(x, shared)
 
-        def run(x: Tensor) -> tuple[Tensor, ...]:
-            y, losses = self._run(x, shared)
+        names, tables = shared.score_tables.keys(), shared.score_tables.values()
+
+        def run(x: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+            again = replace(shared, score_tables=dict(zip(names, tables, strict=True)))
+            y, losses = self._run(x, again)
             return y, *losses.values()
 
         shares = self.group is not None and x.numel() % self.group.size() == 0
-        y, *values = recompute(run, x, group=self.group if shares else None)
+        y, *values = recompute(run, x, *tables, group=self.group if shares else None)
         return y, dict(zip(self.config.loss_weights, values, strict=True))
 
     def parts(self) -> list[Step]:
