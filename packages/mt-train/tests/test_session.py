@@ -272,6 +272,18 @@ def test_what_is_loaded_stays_while_its_own_run_goes_on(tiny, tmp_path) -> None:
     assert [path.name for path in (theirs / "checkpoints").glob("step_*")] == ["step_00000005"]
 
 
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "full"])
+def test_a_run_that_ended_leaves_no_model_and_no_buffer_behind(strategy, tiny, tmp_path) -> None:
+    def held() -> set[int]:
+        gc.collect()
+        kinds = ("Trainer", "GradBuffer", "GPT")
+        return {id(o) for o in gc.get_objects() if type(o).__name__ in kinds}
+
+    before = held()
+    tiny.run(tmp_path, f"data_parallel.strategy={strategy}", "training.steps=1")
+    assert held() <= before
+
+
 def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:
     from mt_train.trainer import NonFiniteLossError
 

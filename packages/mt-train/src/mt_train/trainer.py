@@ -229,8 +229,12 @@ class Trainer:
         raise _not_applied(what)
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """End the thread that reads ahead, and let go of the gradients and their groups.
+
+        The hooks of a buffer hold it by the parameters, which no garbage collection sees.
+        """
         self._loader.close()
+        self.buffer.close()
 
     def train(self, *, training: bool) -> None:
         """Switch dropout on or off."""
