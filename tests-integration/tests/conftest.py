@@ -19,7 +19,7 @@ model:
   num_heads: 4
   num_kv_heads: 2
   ffn_size: 64
-  qk_norm: true
+  qk_norm: head
 data:
   train: [{data}/train]
   validation: {data}/validation

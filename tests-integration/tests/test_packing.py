@@ -14,7 +14,7 @@ SCHEDULES += ("dualpipe", "dualpipe-v")
 PACKED = ["data.packing=documents", "training.dtype=fp64", "training.steps=6"]
 HARD = [  # windows, sinks and learned positions, and layers that differ
     "model.window=12",
-    "model.sinks=true",
+    "model.sinks=learned",
     "model.positions=learned",
     "model.attention_dropout=0.1",
     "model.softcap=20",

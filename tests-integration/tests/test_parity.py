@@ -348,7 +348,7 @@ def test_the_average_of_weights_is_the_same_on_every_layout_and_resumes_elsewher
 def test_qk_clip_is_the_same_on_every_layout(
     nproc, options, tiny, tmp_path, losses, held_out, arrays
 ) -> None:
-    common = ["training.dtype=fp64", "model.qk_norm=false", "model.tied=false", "model.bias=true"]
+    common = ["training.dtype=fp64", "model.qk_norm=none", "model.tied=false", "model.bias=true"]
     clip = [*common, "optimizer.qk_clip={threshold: 0.05, alpha: 0.3}"]
     run = tiny.train(tmp_path / "run", *clip, *options, nproc=nproc)
     whole = tiny.train(tmp_path / "whole", *clip)

@@ -16,14 +16,22 @@ SIZES |= {"ffn_size": 24, "max_sequence_length": 32, "init_std": 0.3}
 VARIANTS = {
     "window": {"window": 5},
     "documents": {},
-    "window documents": {"window": 3, "qk_norm": True},
-    "sinks": {"sinks": True, "window": 4},
+    "window documents": {"window": 3, "qk_norm": "head"},
+    "sinks": {"sinks": "learned", "window": 4},
     "cap": {"softcap": 1.5, "attention_scale": 0.7},
     "scale": {"attention_scale": 0.9, "window": 6},
     "alibi": {"score_bias": {"type": "alibi"}, "positions": "none", "window": 7},
     "relative": {"score_bias": {"type": "relative", "buckets": 6, "max_distance": 9}},
-    "biased": {"score_bias": {"type": "relative", "table": None}, "softcap": 2.0, "sinks": True},
-    "all": {"window": 5, "sinks": True, "softcap": 2.0, "attention_dropout": 0.1},
+    "biased": {
+        "score_bias": {"type": "relative", "table": None},
+        "softcap": 2.0,
+        "sinks": "learned",
+    },
+    "off by one": {"sinks": "zero", "qk_norm": "l2"},
+    "whole norm, gate": {"qk_norm": "whole", "output_gate": True, "qkv_bias": True},
+    "both ways": {"causal": False},
+    "both ways, window": {"causal": False, "window": 3, "sinks": "zero", "output_gate": True},
+    "all": {"window": 5, "sinks": "learned", "softcap": 2.0, "attention_dropout": 0.1},
 }
 LENGTH = 16
 
@@ -76,25 +84,29 @@ def plain_bias(layer, shared, length):
 def plain_attention(layer, x, data, name, shared):
     """The definition: a mask of all pairs, a softmax with one more logit, and no kernel."""
     given = VARIANTS[name]
-    query, key, value = layer._heads(layer.qkv(x), shared.tables.get(layer.rotary))
+    qkv, gate = layer.project(x)
+    query, key, value = layer._heads(qkv, shared.tables.get(layer.rotary))
     scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
     scores = scores * given.get("attention_scale", 4**-0.5)
     if "softcap" in given:
         scores = given["softcap"] * (scores / given["softcap"]).tanh()
     place = torch.arange(x.shape[1])
-    seen = place[:, None] >= place
+    distance = place[:, None] - place
+    seen = (distance >= 0) | (not given.get("causal", True))
     if "window" in given:
-        seen = seen & (place[:, None] - place < given["window"])
+        seen = seen & (distance.abs() < given["window"])
     if "documents" in data:
         same = data["documents"][:, :, None] == data["documents"][:, None]
         seen = (seen & same)[:, None, None]
     scores = scores + plain_bias(layer, shared, x.shape[1])
     weights = scores.masked_fill(~seen, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
-    if "sinks" in given:
+    if given.get("sinks") == "learned":
         total = total + layer.sinks.exp().view(1, 2, 2, 1, 1)
+    elif "sinks" in given:
+        total = total + 1
     mixed = torch.einsum("bgqst,btgd->bsgqd", weights / total, value).flatten(2, 3)
-    return layer.out(mixed)
+    return layer.out(mixed if gate is None else mixed / (1 + (-gate.flatten(2, 3)).exp()))
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -160,7 +172,10 @@ def test_packed_documents_are_what_they_are_alone() -> None:
     assert torch.allclose(logits[1, 2:9], model(data["tokens"][1:, 2:9])[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+CAUSAL = [name for name, given in VARIANTS.items() if given.get("causal", True)]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_from_a_cache_equals_the_whole_prefix(name: str) -> None:
     model, tokens = model_of(name).eval(), batch(False)["tokens"]
     cache = model.new_cache(batch_size=2, max_length=20)

@@ -39,16 +39,22 @@ def test_preset_survives_json(name):
     norm=st.sampled_from(["rms", "layer"]),
     activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]),
     flags=st.tuples(*[st.booleans()] * 4),
+    qk_norm=st.sampled_from(["none", "head", "whole", "l2"]),
+    sinks=st.sampled_from(["none", "zero", "learned"]),
     dropout=st.floats(0, 0.9),
 )
-def test_any_builder_choice_survives_json(positions, norm, activation, flags, dropout):
-    names = ("gated", "bias", "tied", "qk_norm")
+def test_any_builder_choice_survives_json(
+    positions, norm, activation, flags, qk_norm, sinks, dropout
+):
+    names = ("gated", "bias", "tied", "output_gate")
     config = gpt(
         **SMALL,
         positions=positions,
         norm=norm,
         activation=activation,
         dropout=dropout,
+        qk_norm=qk_norm,
+        sinks=sinks,
         **dict(zip(names, flags, strict=True)),
     )
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

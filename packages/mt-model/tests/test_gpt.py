@@ -24,9 +24,9 @@ TINY = {
 }
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "tied": False},
-    "qwen": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 6, "rope_theta": 50.0},
+    "qwen": {"num_kv_heads": 1, "qk_norm": "head", "head_dim": 6, "rope_theta": 50.0},
     "neox": {"rope": {"theta": 30.0, "fraction": 0.5}},
-    "gptj": {"rope": {"fraction": 0.7, "interleaved": True}, "head_dim": 6, "qk_norm": True},
+    "gptj": {"rope": {"fraction": 0.7, "interleaved": True}, "head_dim": 6, "qk_norm": "head"},
     "gpt2": {
         "positions": "learned",
         "norm": "layer",
@@ -80,7 +80,7 @@ def oracle_attention(p, name, x, mixer, eps):
     qkv = torch.einsum("bsh,gpdh->bsgpd", x, p[f"{name}.qkv.weight"])
     qkv = qkv + p.get(f"{name}.qkv.bias", torch.tensor(0.0))
     query, key, value = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
-    if mixer.qk_norm:
+    if mixer.qk_norm == "head":
         query = oracle_norm(p, f"{name}.q_norm", query, "rms", eps)
         key = oracle_norm(p, f"{name}.k_norm", key, "rms", eps)
     if mixer.rope is not None:
@@ -142,7 +142,7 @@ def test_logits_loss_and_gradients_match_the_oracle(variant):
 
 
 def test_parameter_names_are_global_and_complete():
-    model = GPT(gpt(**TINY, tied=False, qk_norm=True), layers=range(2, 3))
+    model = GPT(gpt(**TINY, tied=False, qk_norm="head"), layers=range(2, 3))
     layer = "mixer_norm.weight mixer.qkv.weight mixer.out.weight mixer.q_norm.weight"
     layer += " mixer.k_norm.weight feed_forward_norm.weight feed_forward.up.weight"
     names = {f"layers.2.{n}" for n in [*layer.split(), "feed_forward.down.weight"]}
@@ -260,7 +260,7 @@ def test_dropout_sites_drop_the_configured_share_independently():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("layers", [None, range(1, 2), range(2, 3)])
 def test_stage_compiles_to_the_same_numbers(layers):
-    config = gpt(**TINY, num_kv_heads=2, qk_norm=True)
+    config = gpt(**TINY, num_kv_heads=2, qk_norm="head")
     model, data = double(config, layers=layers), batch()
     x = None if layers is None else torch.randn(2, 9, 16, dtype=torch.float64)
     # The embedding checks its ids, which breaks the graph once.
@@ -420,7 +420,7 @@ import sys
 import torch
 before = set(sys.modules)
 from mt_model import GPT, gpt
-model = GPT(gpt(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, qk_norm=True))
+model = GPT(gpt(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, qk_norm="head"))
 cache = model.new_cache(batch_size=1, max_length=8)
 model.logits(torch.zeros(1, 4, dtype=torch.long), cache=cache)
 new = set(sys.modules) - before
@@ -437,7 +437,7 @@ class Device:
 
 
 def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
-    from mt_model.attend import steady_kernels
+    from mt_model.attention_kernels import steady_kernels
     from torch.nn.attention import SDPBackend
 
     asked = []
@@ -450,10 +450,10 @@ def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
 
 
 def test_attention_to_a_cache_asks_for_steady_kernels_and_training_does_not(monkeypatch):
-    from mt_model import attend
+    from mt_model import attention_kernels as kernels
 
-    asked, real = [], attend.steady_kernels
-    monkeypatch.setattr(attend, "steady_kernels", lambda q: asked.append(q.shape[2]) or real(q))
+    asked, real = [], kernels.steady_kernels
+    monkeypatch.setattr(kernels, "steady_kernels", lambda q: asked.append(q.shape[1]) or real(q))
     model, tokens = GPT(gpt(**TINY)), batch()["tokens"]
     cache = model.new_cache(batch_size=2, max_length=12)
     model.logits(tokens, cache=cache)

@@ -30,7 +30,7 @@ RUNS = {
     ),
     "dropout": (
         {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
-        | {"ffn_size": 24, "max_sequence_length": 32, "qk_norm": True, "tied": False}
+        | {"ffn_size": 24, "max_sequence_length": 32, "qk_norm": "head", "tied": False}
         | {"dropout": 0.1, "attention_dropout": 0.2, "bias": True},
         (3, 20),
     ),
@@ -42,7 +42,7 @@ RUNS = {
     ),
     "long": (
         {"vocab_size": 48, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1}
-        | {"ffn_size": 24, "max_sequence_length": 600, "qk_norm": True, "activation": "relu2"},
+        | {"ffn_size": 24, "max_sequence_length": 600, "qk_norm": "head", "activation": "relu2"},
         (1, 600),
     ),
 }

@@ -22,7 +22,7 @@ def filled(config, state=None, seed=5):
     return values
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True}, {"tied": False}])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": "head"}, {"tied": False}])
 def test_values_are_those_of_a_model_made_on_its_device(options):
     config = gpt(**SIZES, **options)
     expected = dict(GPT(config, seed=5).named_parameters())

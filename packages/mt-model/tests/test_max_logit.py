@@ -14,7 +14,9 @@ VARIANTS = {
     "plain": {},
     "window": {"window": 5},
     "scale": {"attention_scale": 0.9, "bias": True},
-    "cap": {"softcap": 1.5, "sinks": True},
+    "gate": {"output_gate": True, "bias": True},
+    "both ways": {"causal": False, "window": 4},
+    "cap": {"softcap": 1.5, "sinks": "learned"},
 }
 LENGTH = 16
 
@@ -55,13 +57,14 @@ def expected(name: str, *, documents: bool) -> dict[int, torch.Tensor]:
     for layer in model.stage_layers():
         mixer = layer.mixer
         table = shared.tables[mixer.rotary]
-        query, key, _ = mixer._heads(mixer.qkv(layer.mixer_norm(x)), table)
+        query, key, _ = mixer._heads(mixer.project(layer.mixer_norm(x))[0], table)
         scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
         scores = scores * given.get("attention_scale", 4**-0.5)
         place = torch.arange(LENGTH)
-        seen = place[:, None] >= place
+        distance = place[:, None] - place
+        seen = (distance >= 0) | (not given.get("causal", True))
         if "window" in given:
-            seen = seen & (place[:, None] - place < given["window"])
+            seen = seen & (distance.abs() < given["window"])
         if documents:
             same = data["documents"][:, :, None] == data["documents"][:, None]
             seen = (seen & same)[:, None, None]
@@ -125,7 +128,7 @@ def scaled(name: str, tp: int) -> dict[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", ["plain", "scale"])
+@pytest.mark.parametrize("name", ["plain", "scale", "gate"])
 def test_factors_scale_the_scores_of_their_heads(ranks, name, tp) -> None:
     results = ranks(tp, scaled, name, tp)
     largest = torch.stack([result[0] for result in results]).amax(0)
@@ -134,7 +137,7 @@ def test_factors_scale_the_scores_of_their_heads(ranks, name, tp) -> None:
 
 
 def test_norms_of_queries_and_keys_leave_nothing_to_clip() -> None:
-    model = GPT(gpt(**SIZES, qk_norm=True))
+    model = GPT(gpt(**SIZES, qk_norm="head"))
     model.watch_logits()
     assert model.max_logits() == {}
     ones = {0: torch.ones(2), 1: torch.ones(2)}

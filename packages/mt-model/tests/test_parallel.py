@@ -31,9 +31,10 @@ TINY = {
 }
 VARIANTS = {
     "gqa": {"num_kv_heads": 2},
-    "one_kv_head": {"num_kv_heads": 1, "qk_norm": True, "bias": True, "attention_dropout": 0.1},
+    "one_kv_head": {"num_kv_heads": 1, "qk_norm": "head", "bias": True, "attention_dropout": 0.1},
     "untied_dropout": {"tied": False, "dropout": 0.2, "attention_dropout": 0.2},
-    "qk_norm": {"qk_norm": True, "num_kv_heads": 2, "dropout": 0.1},
+    "qk_norm": {"qk_norm": "head", "num_kv_heads": 2, "dropout": 0.1},
+    "gate_whole_norm": {"num_kv_heads": 2, "output_gate": True, "qk_norm": "whole"},
     "gpt2": {
         "positions": "learned",
         "norm": "layer",
@@ -251,7 +252,7 @@ def test_compiled_ranks_compute_what_eager_ones_compute(ranks, variant, sequence
     assert max(ranks(2, compiled_differences, variant, sequence_parallel, timeout=300)) < 1e-12
 
 
-@pytest.mark.parametrize("variant", ["gqa", "one_kv_head", *RECURRENT])
+@pytest.mark.parametrize("variant", ["gqa", "one_kv_head", "gate_whole_norm", *RECURRENT])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence_parallel):
     results = ranks(4, on_rank, variant, 4, [range(3)], sequence_parallel)

@@ -131,6 +131,6 @@ def test_long_biased_sequences_are_computed_by_tiles_alike(monkeypatch):
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     whole = results()
-    monkeypatch.setattr("mt_model.attend.BIAS_MAX_LENGTH", 8)
+    monkeypatch.setattr("mt_model.attention_kernels.BIAS_MAX_LENGTH", 8)
     for found, expected in zip(results(), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -156,9 +156,13 @@ BROKEN = {
         "optimizer.weight_decay_schedule is constant; use linear or cosine",
     ),
     "a clip of scores that norms bound": (
-        MINIMAL.replace("num_heads: 4", "num_heads: 4\n  qk_norm: true")
+        MINIMAL.replace("num_heads: 4", "num_heads: 4\n  qk_norm: head")
         + "optimizer:\n  qk_clip: {threshold: 50}\n",
         "run.yaml:14: optimizer.qk_clip: does not go with model.qk_norm, whose norms undo what it",
+    ),
+    "tokens that see what they are to predict": (
+        MINIMAL.replace("num_heads: 4", "num_heads: 4\n  causal: false"),
+        "run.yaml:5: model.causal: false lets tokens see those that they are to predict; leave it",
     ),
     "a share of a clip that is none": (
         MINIMAL + "optimizer:\n  qk_clip: {alpha: 2}\n",
@@ -323,6 +327,7 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
         (["pipeline.stages=2"], 1, "pipeline.stages: tp 1 x pp 2 x cp 1 needs 2 processes"),
         (["parallel.cp=2", "parallel.cp_algorithm=[ring]"], 2, "1 algorithms for 4 layers; give"),
         (["parallel.cp=8", "parallel.cp_algorithm=ulysses"], 8, "ulysses shares 4 heads and 2 key"),
+        (["parallel.cp=2", "training.attention=flash"], 2, "training.attention: flash needs whole"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
         (["pipeline.stages=2", "pipeline.microbatches=3"], 2, "pipeline.microbatches: 3, but"),
         (["pipeline.stages=3", "pipeline.schedule=dualpipe"], 3, "pipeline.schedule: "),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_model.choice import Activation, Positions, Recompute
+from mt_model.choice import Activation, AttentionKernel, Positions, QKNorm, Recompute, Sinks
 from mt_model.config import (
     EntryConfig,
     FeedForwardConfig,
@@ -17,9 +17,11 @@ from mt_model.config import (
     validate_context,
     validate_split,
 )
+from mt_model.cross_attention_config import CrossAttentionConfig
 from mt_model.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mamba2_config import Mamba2Config
+from mt_model.mla_config import MLAConfig
 from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rope_scaling import (
@@ -57,6 +59,8 @@ __all__ = [
     "Activation",
     "AlibiConfig",
     "AttentionConfig",
+    "AttentionKernel",
+    "CrossAttentionConfig",
     "Description",
     "DynamicScaling",
     "EntryConfig",
@@ -71,6 +75,7 @@ __all__ = [
     "Llama3Scaling",
     "LongropeScaling",
     "Losses",
+    "MLAConfig",
     "MLPConfig",
     "Mamba2Config",
     "MixerConfig",
@@ -78,12 +83,14 @@ __all__ = [
     "NormConfig",
     "Positions",
     "Pretrained",
+    "QKNorm",
     "Recompute",
     "RelativeConfig",
     "RopeConfig",
     "RopeScaling",
     "Rotary",
     "ScoreBias",
+    "Sinks",
     "YarnScaling",
     "describe_pretrained",
     "export_checkpoint",

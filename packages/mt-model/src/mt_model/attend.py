@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
-import torch.nn.functional as F
 from mt_context_parallel import (
     Algorithm,
     AttentionDropout,
     AttentionMask,
     HierarchicalGroups,
+    ReferenceKernel,
     context_parallel_attention,
     positions,
 )
@@ -21,13 +20,14 @@ from mt_files import divisors
 from mt_parallel_state import ParallelState, group_rank
 from torch import Tensor
 
+from mt_model.attention_kernels import Scores, attention
 from mt_model.cache import KVCache
+from mt_model.choice import AttentionKernel
 from mt_model.distance import spread
-from mt_model.reference_attention import reference_attention
+from mt_model.padding import positions_of
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable
-
-BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
+from mt_model.seen import seen
 
 
 class AttendingLayer(Protocol):
@@ -38,14 +38,18 @@ class AttendingLayer(Protocol):
         window: Tokens that a query sees, or None.
         scale: Of the scores, or None.
         softcap: Of the scores, or None.
-        sinks: A logit per query head of this rank, or None.
+        causal: Whether a query sees the tokens up to its own only.
     """
 
     index: int
     window: int | None
     scale: float | None
     softcap: float | None
-    sinks: Tensor | None
+    causal: bool
+
+    def sink_logits(self, query: Tensor) -> Tensor | None:
+        """Return a logit per query head of this rank that has no value, or None."""
+        ...
 
     def weight_dropout(self, shared: Pass) -> AttentionDropout | None:
         """Make the dropout of attention weights in a pass."""
@@ -80,9 +84,9 @@ class Attend(Protocol):
 
 
 class SequenceAttend:
-    """Causal attention within sequences, which the ranks of a context group may share.
+    """Attention within sequences, which the ranks of a context group may share.
 
-    Plain causal attention of whole sequences is torch's; all else is computed by tiles
+    Plain attention of whole sequences is torch's; all else is computed by tiles
     (`mt_context_parallel`), whose collectives run where there is a group. To make one is
     collective over the group.
 
@@ -91,11 +95,13 @@ class SequenceAttend:
         algorithm: How attention gets at the others' keys; a list has one for each layer.
         inner_size: Ranks that swap tokens for heads, for the hierarchical algorithm.
         layers: Of the whole model.
+        kernel: Computes attention; where ranks share sequences by tiles, fused or plain ones.
 
     Attributes:
         group: The ranks that share a sequence, or None.
         size: How many they are.
         algorithms: How attention gets at the others' keys, in each of the model's layers.
+        kernel: The one that computes attention, or `auto`.
 
     Raises:
         ValueError: An unknown algorithm, or an inner size that does not divide cp.
@@ -108,6 +114,7 @@ class SequenceAttend:
         inner_size: int | None,
         *,
         layers: int,
+        kernel: AttentionKernel = "auto",
     ) -> None:
         each = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
         if len(each) != layers:
@@ -121,6 +128,16 @@ class SequenceAttend:
                     f"context_algorithm must be one of {get_args(Algorithm)}, got {name!r}"
                 )
         self.group, self.size, self.algorithms = state.group("cp"), state.size("cp"), each
+        self.kernel: AttentionKernel = kernel
+        if kernel not in get_args(AttentionKernel):
+            raise ValueError(
+                f"attention must be one of {get_args(AttentionKernel)}, got {kernel!r}"
+            )
+        if self.group is not None and kernel not in ("auto", "tiles", "reference"):
+            raise ValueError(
+                f"attention={kernel!r} needs whole sequences, and cp={self.size} ranks share them. "
+                "Use 'auto', 'tiles' or 'reference', or cp=1"
+            )
         self._levels: HierarchicalGroups | None = None
         if self.group is not None and "hierarchical" in each:
             if not inner_size or self.size % inner_size:
@@ -144,35 +161,19 @@ class SequenceAttend:
         self, layer: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, shared: Pass
     ) -> Tensor:
         """Attend; see `Attend`."""
-        dropout, length = layer.weight_dropout(shared), query.shape[1] * self.size
-        window = layer.window if layer.window is not None and layer.window < length else None
-        bias = layer.bias_by_distance(shared, length)
-        rare = (dropout, layer.sinks, layer.softcap)
-        special = (*rare, window, shared.documents, bias)
-        if self.is_whole and all(item is None for item in special):
-            out = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                is_causal=query.shape[1] > 1,
-                scale=layer.scale,
-                enable_gqa=query.shape[2] != key.shape[2],
-            )
-            return out.transpose(1, 2)
-        small = self.is_whole and length <= BIAS_MAX_LENGTH
-        if bias is not None and small and all(item is None for item in rare):
-            allowed = shared.mask(window, length, query.device)
-            places = torch.arange(length, device=query.device)
-            allowed = _seen(places, places, None) if allowed is None else allowed
-            out = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                attn_mask=_masked(spread(bias, places, places), allowed, query.dtype),
-                scale=layer.scale,
-                enable_gqa=query.shape[2] != key.shape[2],
-            )
-            return out.transpose(1, 2)
+        length = query.shape[1] * self.size
+        scores = Scores(
+            scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
+            causal=layer.causal,
+            window=layer.window if layer.window is not None and layer.window < length else None,
+            documents=shared.documents,
+            softcap=layer.softcap,
+            bias=layer.bias_by_distance(shared, length),
+            sinks=layer.sink_logits(query),
+            dropout=layer.weight_dropout(shared),
+        )
+        if self.is_whole:
+            return attention(query, key, value, scores, kernel=self.kernel)
         algorithm = self.algorithms[layer.index]
         return context_parallel_attention(
             query,
@@ -180,12 +181,15 @@ class SequenceAttend:
             value,
             group=self._levels if algorithm == "hierarchical" else self.group,
             algorithm=algorithm,
-            mask=AttentionMask(window=window, documents=shared.documents),
-            sinks=layer.sinks,
-            bias=bias,
-            dropout=dropout,
-            scale=layer.scale,
-            softcap=layer.softcap,
+            mask=AttentionMask(
+                causal=scores.causal, window=scores.window, documents=scores.documents
+            ),
+            sinks=scores.sinks,
+            bias=scores.bias,
+            dropout=scores.dropout,
+            scale=scores.scale,
+            softcap=scores.softcap,
+            kernels=(ReferenceKernel(),) if self.kernel == "reference" else None,
         )
 
 
@@ -198,11 +202,11 @@ class CachedAttend:
 
     Attributes:
         cache: Of this stage.
-        positions: Of the new tokens, [S].
+        places: Of the new tokens in it, [S].
     """
 
     cache: KVCache
-    positions: Tensor
+    places: Tensor
 
     @property
     def is_whole(self) -> bool:
@@ -213,66 +217,49 @@ class CachedAttend:
         self, layer: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, shared: Pass
     ) -> Tensor:
         """Attend; see `Attend`."""
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        held = self.cache.layers[layer.index]
-        held["key"].index_copy_(2, self.positions, key)
-        held["value"].index_copy_(2, self.positions, value)
-        key, value = held["key"], held["value"]
-        places = torch.arange(key.shape[2], device=key.device)
-        allowed = _seen(self.positions, places, layer.window)
-        bias = layer.bias_by_distance(shared, key.shape[2])
-        if bias is not None:
-            bias = spread(bias, self.positions, places).to(query.dtype)
-        if layer.sinks is not None or layer.softcap is not None:
-            out = reference_attention(
-                query,
-                key,
-                value,
-                allowed=allowed,
-                scale=layer.scale,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
-                bias=bias,
-            )
-            return out.transpose(1, 2)
-        with steady_kernels(query):
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=allowed if bias is None else _masked(bias, allowed, query.dtype),
-                scale=layer.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        return out.transpose(1, 2)
+        new = {"key": key.transpose(1, 2), "value": value.transpose(1, 2)}
+        held = self.put(layer.index, new, dim=2)
+        bias = layer.bias_by_distance(shared, self.cache.max_length)
+        scores = Scores(
+            scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
+            allowed=self.allowed(layer.window),
+            softcap=layer.softcap,
+            bias=None if bias is None else spread(bias, *self.positions()),
+            sinks=layer.sink_logits(query),
+        )
+        return attention(query, held["key"].transpose(1, 2), held["value"].transpose(1, 2), scores)
 
+    def put(self, layer: int, new: Mapping[str, Tensor], *, dim: int) -> Mapping[str, Tensor]:
+        """Keep what a layer has made of the new tokens; returns what it has of all.
 
-def _masked(bias: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias where a query sees a key, and minus infinity elsewhere. [..., H, S, T]."""
-    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-    return bias.to(dtype).masked_fill(~allowed, float("-inf"))
+        Args:
+            layer: Its global index.
+            new: By name, as the mixer's `cache_shapes` has them.
+            dim: That of the tokens.
+        """
+        held = self.cache.layers[layer]
+        for name, x in new.items():
+            held[name].index_copy_(dim, self.places, x)
+        return held
 
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Positions of the new tokens and of all places: [S] and [T], or [B, ...] with padding."""
+        mask, device = self.cache.mask, self.places.device
+        if mask is None:
+            return self.places, torch.arange(self.cache.max_length, device=device)
+        positions = positions_of(mask)
+        return positions.index_select(1, self.places), positions
 
-def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """True where a query sees a key, by their places. [queries, keys]."""
-    distance = queries[:, None] - keys
-    allowed = distance >= 0
-    return allowed if window is None else allowed & (distance < window)
+    def allowed(self, window: int | None) -> Tensor:
+        """Which places of the cache each new token sees: [S, T], or [B, 1, S, T] with padding.
 
-
-def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
-    """Leave out the kernels of torch's attention that cost more for a size they have not seen.
-
-    cuDNN makes a plan for every size, which takes tens of milliseconds, and prompts and caches
-    have many.
-    """
-    if query.device.type != "cuda":
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
+        Padding sees itself, since a softmax over nothing is not a number.
+        """
+        near, mask = seen(*self.positions(), window), self.cache.mask
+        if mask is None:
+            return near
+        places = torch.arange(self.cache.max_length, device=mask.device)
+        return ((near & mask[:, None]) | (self.places[:, None] == places))[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +274,11 @@ class Pass:
         sample_ids: for the dropout of attention weights; None without dropout.
         hidden_index: global index of each element of the hidden states; None without dropout.
         cache: of what this stage's layers keep in generation.
+        memory: what layers with cross-attention attend to.
+        memory_mask: which of it counts; None for all.
 
     Shape:
-        documents: [B, S]; sample_ids: [B].
+        documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M].
     """
 
     attend: Attend
@@ -299,6 +288,8 @@ class Pass:
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None
     cache: KVCache | None = None
+    memory: Tensor | None = None
+    memory_mask: Tensor | None = None
 
     def kept(self, layer: int) -> Mapping[str, Tensor] | None:
         """What a layer keeps in generation; zeros before the first token of a sequence."""
@@ -310,10 +301,13 @@ class Pass:
                 tensor.zero_()
         return held
 
-    def mask(
-        self, window: int | None, length: int, device: torch.device | None = None
-    ) -> Tensor | None:
-        """Which keys each query of whole sequences sees; None where that is all before it.
+    @property
+    def is_cached(self) -> bool:
+        """Whether this is a pass of generation."""
+        return isinstance(self.attend, CachedAttend)
+
+    def mask(self, window: int | None, length: int, *, causal: bool = True) -> Tensor | None:
+        """Which keys each query of whole sequences sees; None where that is all (before it).
 
         Shape:
             Returns [length, length], or [B, length, length] with documents.
@@ -321,8 +315,8 @@ class Pass:
         window = window if window is not None and window < length else None
         if window is None and self.documents is None:
             return None
-        places = torch.arange(length, device=device)
-        allowed = _seen(places, places, window)
+        places = torch.arange(length)
+        allowed = seen(places, places, window, causal=causal)
         if self.documents is None:
             return allowed
         return allowed & (self.documents[:, :, None] == self.documents[:, None, :])

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads, split over the tensor-parallel group."""
+"""Self-attention with grouped key/value heads, split over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mt_model.attend import Pass
 from mt_model.config import ModelConfig
 from mt_model.distance import bias_by_distance
 from mt_model.dropout import DropoutSite
+from mt_model.group_norm import norm_over_group
 from mt_model.initialization import start_from
 from mt_model.kinds import AttentionConfig
 from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
-from mt_model.norm import RMSNorm
+from mt_model.norm import RMSNorm, rms_norm
 from mt_model.placement import Placement
 from mt_model.rotary import RotaryTable, rotate
 from mt_model.score_table import ScoreTable
@@ -36,25 +37,45 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
     if not shared.attend.is_whole:
         return "the keys are not those of the same tokens"
+    if layer.kernel not in ("auto", "matmul"):
+        return f"attention={layer.kernel!r}"
     if layer.weight_dropout(shared) is not None:
         return "dropout of attention weights"
-    if layer.sinks is not None or layer.softcap is not None:
+    if layer.has_sinks or layer.softcap is not None:
         return "sinks or a soft cap of the scores"
     if layer.score_bias is not None:
         return "a bias of the scores"
+    if layer.qk_norm == "l2":
+        return "norms after the rotation"
     return None
+
+
+def _norms(
+    config: AttentionConfig, model: ModelConfig, placement: Placement
+) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """Norms with weights, of queries and of keys."""
+    if config.qk_norm not in ("head", "whole"):
+        return None, None
+    heads = (config.num_heads, config.num_kv_heads) if config.qk_norm == "whole" else (1, 1)
+    eps, dtype = model.norm.eps, placement.dtype
+    made = [RMSNorm(n * config.head_dim, eps=eps, dtype=dtype) for n in heads]
+    for norm in made:
+        placement.mark_replicated(norm, partial=True)
+    return made[0], made[1]
 
 
 class Attention(nn.Module):
     """Fused query/key/value projection, optional norms and rotation, attention, projection back.
 
     Parameters: `qkv.weight` [kv_heads, q_per_kv + 2, head_dim, hidden], split over "tp" in its
-    first dim: in a group the queries come first, then the key, then the value. With fewer kv_heads
+    first dim: in a group the queries come first, then the key, then the value, and an output gate
+    has as many rows as the queries in front of them. With fewer kv_heads
     than ranks it is split in its third, and an all-to-all brings each rank's heads together
     (`exchange_kv_groups`). `out.weight` [hidden, num_heads, head_dim], split in its second. Norm
-    weights [head_dim] are whole on each rank with partial gradients, `sinks` [num_heads] and the
-    heads of `score_table.weight` [buckets, num_heads] are split.
-    Other collectives are those of the two linear layers, and of `Pass.attend`.
+    weights, [head_dim] or [num_heads * head_dim] and [kv_heads * head_dim], are whole on each rank
+    with partial gradients, `sinks` [num_heads] and the heads of `score_table.weight` [buckets,
+    num_heads] are split. Norms of whole projections all-reduce their sums of squares, forward and
+    backward. Other collectives are those of the two linear layers, and of `Pass.attend`.
 
     Args:
         config: sizes.
@@ -86,29 +107,28 @@ class Attention(nn.Module):
         self.exchanges_heads = groups < placement.tp
         self.group = placement.group
         self.index, self.window = layer, config.window
-        self.softcap, self.scale = config.softcap, config.scale
+        self.softcap, self.scale, self.causal = config.softcap, config.scale, config.causal
+        self.qk_norm, self.queries = config.qk_norm, queries
         linear = placement.linear_arguments()
+        self.output_gate = config.output_gate
+        parts = (*(queries,) * (1 + config.output_gate), 1, 1)
         self.qkv = ColumnParallelLinear(
             hidden_size,
-            (groups, queries + 2, config.head_dim),
+            (groups, sum(parts), config.head_dim),
             shard_dim=2 if self.exchanges_heads else 0,
             bias=config.qkv_bias,
             **linear,
         )
-        mark_matrix(self.qkv.weight, MatrixSpec(part_dim=1, parts=(queries, 1, 1)))
+        mark_matrix(self.qkv.weight, MatrixSpec(part_dim=1, parts=parts))
         self.out = RowParallelLinear(
             (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )
         start_from(self.out.weight, "residual")
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            eps, dtype = model.norm.eps, placement.dtype
-            self.q_norm = RMSNorm(config.head_dim, eps=eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, eps=eps, dtype=dtype)
-            for norm in (self.q_norm, self.k_norm):
-                placement.mark_replicated(norm, partial=True)
+        self.eps = model.norm.eps
+        self.q_norm, self.k_norm = _norms(config, model, placement)
+        self.has_sinks = config.sinks != "none"
         self.sinks: Tensor | None = None
-        if config.sinks:
+        if config.sinks == "learned":
             empty = torch.empty(own_heads, dtype=placement.dtype, device="meta")
             spec = PartitionSpec() if placement.group is None else PartitionSpec("tp")
             sinks = self.sinks = shard_param(nn.Parameter(empty), spec)
@@ -117,26 +137,89 @@ class Attention(nn.Module):
         if config.own_buckets:
             self.score_table = ScoreTable(config.own_buckets, config.num_heads, placement=placement)
         self.total_kv_heads, self.tp_index = groups, placement.tp_index
-        self.context = placement.context
+        self.context, self.kernel = placement.context, placement.context.kernel
         self.max_logits: Tensor | None = None
-        self.can_clip = not config.qk_norm
+        self.can_clip = config.qk_norm == "none"
         self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="scores")
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Attend over the sequence."""
-        qkv = self.qkv(x)
-        if self.exchanges_heads:
-            qkv = exchange_kv_groups(qkv, self.group)
+        qkv, gate = self.project(x)
         table = None if self.rotary is None else shared.tables[self.rotary]
         if self.max_logits is not None and self.training:
             self._watch(qkv, table, self.max_logits, shared)
-        if matmul_attention_obstacle(self, qkv, shared) is None:
-            allowed = shared.mask(self.window, qkv.shape[1])
-            out = matmul_attention(qkv, table, self._norm(), scale=self.scale, allowed=allowed)
+        obstacle = matmul_attention_obstacle(self, qkv, shared)
+        if obstacle is not None and self.kernel == "matmul" and not shared.is_cached:
+            raise ValueError(
+                f"attention='matmul' can't compute layer {self.index}: {obstacle}. Use 'auto'"
+            )
+        if obstacle is None:
+            allowed = shared.mask(self.window, qkv.shape[1], causal=self.causal)
+            out = matmul_attention(
+                *(qkv, table, self._head_norm()),
+                scale=self.scale,
+                allowed=allowed,
+                causal=self.causal,
+            )
         else:
             query, key, value = self._heads(qkv, table)
             out = shared.attend(self, query, key, value, shared).flatten(2)
+        if gate is not None:
+            out = out * gate.flatten(2).sigmoid()
         return self.out(out.unflatten(-1, (-1, self.head_dim)))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the queries, keys and values of this rank's heads, and the logits of their gate.
+
+        Norms of whole projections are in them, norms of heads not yet.
+
+        Shape:
+            Returns [B, S, G, Q + 2, D], and [B, S, G, Q, D] where there is an output gate.
+        """
+        rows = self.qkv(x)
+        weights = self._norm_weights("whole")
+        if weights is not None:
+            rows = self._norm_whole(rows, *weights)
+        if self.exchanges_heads:
+            rows = exchange_kv_groups(self._by_rank(rows), self.group)
+        if not self.output_gate:
+            return rows, None
+        gate, qkv = rows.split((self.queries_per_group, self.queries_per_group + 2), dim=3)
+        return qkv, gate
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Put each rank's gates before its queries, where ranks share a group."""
+        if not self.output_gate:
+            return rows
+        heads, kv = rows.split((2 * self.queries, 2), dim=3)
+        sharing = self.queries // self.queries_per_group
+        heads = heads.unflatten(3, (2, sharing, -1)).transpose(3, 4).flatten(3, 5)
+        return torch.cat((heads, kv), dim=3)
+
+    def _norm_whole(self, rows: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
+        """Norm all queries of a token together, and all its keys."""
+        gates = rows.shape[3] - self.queries - 2
+        gate, query, key, value = rows.split((gates, self.queries, 1, 1), dim=3)
+        weights = self._own(query_weight, query), self._own(key_weight, key)
+        normed = norm_over_group((query, key), weights, group=self.group, eps=self.eps)
+        return torch.cat((gate, *normed, value), dim=3)
+
+    def _own(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Cut this rank's part from the weight of a whole projection, as the projection is cut."""
+        whole = weight.view(self.total_kv_heads, -1, self.head_dim)
+        dim = 2 if self.exchanges_heads else 0
+        size = rows.shape[4] if self.exchanges_heads else rows.shape[2]
+        return whole.narrow(dim, self.tp_index * size, size)
+
+    def sink_logits(self, query: Tensor) -> Tensor | None:
+        """Return the logit per query head of this rank that has no value; None without.
+
+        Shape:
+            query: [B, S, N, D]. Returns [N].
+        """
+        if self.has_sinks and self.sinks is None:
+            return query.new_zeros(query.shape[2])
+        return self.sinks
 
     def weight_dropout(self, shared: Pass) -> AttentionDropout | None:
         """Make the dropout of attention weights in a pass; None where nothing is dropped."""
@@ -194,6 +277,7 @@ class Attention(nn.Module):
             context=self.context,
             scale=self.scale,
             window=self.window,
+            causal=self.causal,
             documents=shared.documents,
         )
         first = self.first_head // (self.num_heads // self.total_kv_heads)
@@ -217,21 +301,29 @@ class Attention(nn.Module):
             own = slice(self.tp_index * self.num_kv_heads, (self.tp_index + 1) * self.num_kv_heads)
             query, key = query[own], key[own]
         ones = torch.ones_like(query)
-        parts = [query] * (self.num_heads // self.total_kv_heads) + [key, ones]
+        gates = [ones] * self.queries if self.output_gate else []
+        parts = [*gates, *[query] * self.queries, key, ones]
         factor = torch.stack(parts, 1)[:, :, None]
         factors = {"qkv.weight": factor[..., None]}
         return factors if self.qkv.bias is None else {**factors, "qkv.bias": factor}
 
-    def _norm(self) -> HeadNorm | None:
-        if self.q_norm is None or self.k_norm is None:
+    def _norm_weights(self, kind: str) -> tuple[Tensor, Tensor] | None:
+        if self.qk_norm != kind or self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self.q_norm.weight, self.k_norm.weight
+
+    def _head_norm(self) -> HeadNorm | None:
+        weights = self._norm_weights("head")
+        return None if weights is None else HeadNorm(*weights, self.eps)
 
     def _heads(self, qkv: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normed and rotated, each [B, S, heads, D]."""
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
+        if self.qk_norm == "l2":
+            ones = query.new_ones(self.head_dim)
+            query, key = rms_norm(query, ones, self.eps), rms_norm(key, ones, self.eps)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)

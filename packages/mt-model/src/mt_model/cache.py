@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,11 +16,25 @@ class KVCache:
 
     Attributes:
         layers: tensors by name, by the layer's global index; their shapes are the mixer's
-            (`MixerConfig.cache_shapes`).
+            (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass.
         max_length: tokens that fit.
-        length: tokens that it holds; those of the next pass follow them.
+        length: tokens that it holds, padding too; those of the next pass follow them.
+        mask: False at the places of padding, [B, max_length]; None where there is none.
     """
 
-    layers: Mapping[int, Mapping[str, Tensor]]
+    layers: Mapping[int, MutableMapping[str, Tensor]]
     max_length: int
     length: int = 0
+    mask: Tensor | None = None
+
+    def note(self, mask: Tensor | None) -> None:
+        """Note which of the tokens of the next pass are padding.
+
+        Args:
+            mask: [B, S], True where a token is; None where all are.
+        """
+        if mask is None:
+            return
+        if self.mask is None:
+            self.mask = mask.new_ones(mask.shape[0], self.max_length)
+        self.mask[:, self.length : self.length + mask.shape[1]] = mask

@@ -6,4 +6,9 @@ from typing import Literal, TypeAlias
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Positions: TypeAlias = Literal["rope", "learned", "none"]
+QKNorm: TypeAlias = Literal["none", "head", "whole", "l2"]
+AttentionKernel: TypeAlias = Literal[
+    "auto", "matmul", "sdpa", "flash", "te", "flex", "tiles", "reference"
+]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
+Sinks: TypeAlias = Literal["none", "zero", "learned"]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from mt_model.attend import Attend, CachedAttend, Pass, SequenceAttend
 from mt_model.cache import KVCache
-from mt_model.choice import Recompute
+from mt_model.choice import AttentionKernel, Recompute
 from mt_model.config import ModelConfig, validate_context, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
@@ -44,6 +44,7 @@ from mt_model.layer import Step, TransformerLayer
 from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
 from mt_model.norm import build_norm
+from mt_model.padding import last_tokens, padding_as_document, positions_of
 from mt_model.placement import Placement
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable, rotary_table
@@ -75,6 +76,8 @@ class GPT(nn.Module):
         context_algorithm: how attention reaches the keys of the other ranks of a context group;
             a list has one for each layer of the whole model.
         context_inner_size: ranks that swap tokens for heads, for the hierarchical algorithm.
+        attention: the kernel that computes attention in training: `auto` is the first that
+            serves. Another serves all layers or is refused, with the reason, when it is asked to.
         recompute: what backward computes again instead of keeping it: with "full" each layer
             keeps its input only (each tensor-parallel rank a share of it), with "selective" the
             outputs of norms and activations are freed, which costs far less.
@@ -103,6 +106,7 @@ class GPT(nn.Module):
         sequence_parallel: bool = False,
         context_algorithm: Algorithm | Sequence[Algorithm] = "ring",
         context_inner_size: int | None = None,
+        attention: AttentionKernel = "auto",
         recompute: Recompute = "none",
         seed: int | None = 0,
         gemm: Gemm | None = None,
@@ -138,7 +142,9 @@ class GPT(nn.Module):
             dtype=dtype,
             device=runs_on,
             context=SequenceAttend(
-                state, context_algorithm, context_inner_size, layers=config.num_layers
+                *(state, context_algorithm, context_inner_size),
+                layers=config.num_layers,
+                kernel=attention,
             ),
             recompute=recompute,
         )
@@ -244,9 +250,11 @@ class GPT(nn.Module):
             x: int64 tokens; with a batch the activation of the stage before, None on the first.
             batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
                 of tokens; `documents`, ids of packed documents that do not see each other;
-                `positions` other than 0, 1, 2 and on, or three for each token (MRoPE); and for
-                generation this stage's own `cache`, with which the last stage returns the logits
-                after the last token alone.
+                `positions` other than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True
+                where a token is and False at padding, which no token sees and which has no
+                positions; `memory` and `memory_mask` for cross-attention, whole on every rank; and
+                for generation this stage's own `cache`, with which the last stage returns the
+                logits after the last token of each row alone.
             labels: of the next token after each, int64; -100 does not count.
             sample_ids: unique per training sample; needed with dropout in training.
 
@@ -258,8 +266,8 @@ class GPT(nn.Module):
 
         Shape:
             tokens, labels, positions: [B, S / cp], this rank's as `mt_context_parallel.shard` cuts
-            them, or positions [3, B, S / cp]; documents: [B, S], whole; sample_ids: [B];
-            embeddings: [B, S / cp, hidden];
+            them, or positions [3, B, S / cp]; documents, mask: [B, S], whole; sample_ids: [B];
+            embeddings: [B, S / cp, hidden]; memory: [B, M, size]; memory_mask: [B, M];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
 
@@ -367,18 +375,21 @@ class GPT(nn.Module):
             return (x, losses) if losses and not generates else x
         if batch.get("labels") is not None:
             return {**self.loss(x, batch["labels"]), **losses}
-        return self.scores(x[:, -1:] if generates else x)
+        return self.scores(last_tokens(x, batch.get("mask")) if generates else x)
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, *, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Scores of the next token after every given one, without dropout or gradients.
 
         Args:
             tokens: sequences of equal length; with a cache, those after the ones it holds.
             cache: keys and values of the tokens before; the new ones are added.
+            mask: True where a token is, False at padding; all are tokens where None.
 
         Shape:
-            tokens: [B, S]. Returns [B, S, vocab_size].
+            tokens, mask: [B, S]. Returns [B, S, vocab_size].
 
         Raises:
             ValueError: the model is one of several stages, or sequence or context parallel, or
@@ -391,7 +402,7 @@ class GPT(nn.Module):
                 f"{self.config.num_layers}. Build it with pp=1, or call the stages in turn with "
                 "a batch of tokens and each its own cache"
             )
-        batch = {"tokens": tokens} if cache is None else {"tokens": tokens, "cache": cache}
+        batch = {"tokens": tokens, "cache": cache, "mask": mask}
         check_batch(batch)
         self._check_whole_sequences("logits()")
         was_training = self.training
@@ -504,6 +515,8 @@ class GPT(nn.Module):
         if cache is not None:
             self._check_whole_sequences("a cache")
             self._check_length(cache.length + length)
+            if batch.get("documents") is not None:
+                raise ValueError("documents do not go with a cache; give one text in each row")
             if cache.length + length > cache.max_length:
                 raise ValueError(
                     f"{cache.length + length} tokens are more than the cache holds "
@@ -516,14 +529,19 @@ class GPT(nn.Module):
                     f"{end} do not serve {cache.length + length}: the factors of longrope change "
                     "there. Make a new cache, and give all tokens again"
                 )
+            cache.note(whole_of(batch, "mask", length))
+            places = torch.arange(cache.length, cache.length + length, device=device)
+            mask = cache.mask
         else:
             self._check_length(length)
             self.placement.check_length(length)
+            places = self.placement.context.positions(length, device)
+            mask = whole_of(batch, "mask", length)
         if batch.get("positions") is not None:
             return batch["positions"]
-        if cache is not None:
-            return torch.arange(cache.length, cache.length + length, device=device)
-        return self.placement.context.positions(length, device)
+        if mask is None:
+            return places
+        return positions_of(mask).clamp(min=0).index_select(1, places)
 
     def _share(self, batch: Batch, positions: Tensor, length: int, device: torch.device) -> Pass:
         cache, sample_ids, index = batch.get("cache"), None, None
@@ -538,15 +556,13 @@ class GPT(nn.Module):
                 places = self._between(self.placement.context.positions(length, device), dim=0)
                 sizes = (self.config.max_sequence_length, self.config.hidden_size)
                 index = hidden_index(sample_ids, places, *sizes)
-        documents = batch.get("documents")
-        if documents is not None and documents.shape[1] != length:
-            raise ValueError(
-                f"documents must be [B, {length}], of whole sequences, got {tuple(documents.shape)}"
-            )
+        documents, mask = whole_of(batch, "documents", length), batch.get("mask")
         attend: Attend = self.placement.context
         if cache is not None:
             places = torch.arange(cache.length, cache.length + length, device=device)
-            attend = CachedAttend(cache=cache, positions=places)
+            attend = CachedAttend(cache=cache, places=places)
+        elif mask is not None:
+            documents = padding_as_document(mask, documents)
         return Pass(
             attend=attend,
             score_tables={name: table() for name, table in self.score_tables.items()},
@@ -555,6 +571,8 @@ class GPT(nn.Module):
             sample_ids=sample_ids,
             hidden_index=index,
             cache=cache,
+            memory=batch.get("memory"),
+            memory_mask=batch.get("memory_mask"),
         )
 
     def _between(self, x: Tensor, *, dim: int) -> Tensor:
@@ -660,9 +678,44 @@ def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
         return shape[:1]
     if name == "positions" and x.dim() == 3:
         return (3, *shape)
-    if name == "documents":  # of whole sequences, however many ranks share them
+    if name in ("documents", "mask"):  # of whole sequences, however many ranks share them
         return shape[:1] + x.shape[1:2]
     return shape
+
+
+def whole_of(batch: Batch, name: str, length: int) -> Tensor | None:
+    """Return what a batch says of whole sequences, however many ranks share them.
+
+    Raises:
+        ValueError: It is of a part.
+    """
+    x = batch.get(name)
+    if x is not None and x.shape[1] != length:
+        raise ValueError(f"{name} must be [B, {length}], of whole sequences, got {tuple(x.shape)}")
+    return x
+
+
+def _check_dtype(name: str, x: Any) -> None:
+    dtype = x.dtype if isinstance(x, Tensor) else None
+    fits = dtype is not None and not dtype.is_floating_point and dtype != torch.bool
+    wanted = "integers, such as int64"
+    if name in ("mask", "memory_mask"):
+        fits, wanted = dtype == torch.bool, "bool, True where a token is"
+    if not fits:
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {dtype or type(x).__name__}")
+
+
+def _check_memory(memory: Any, mask: Any) -> None:
+    if memory is not None and (not isinstance(memory, Tensor) or memory.dim() != 3):
+        raise TypeError("memory must be a floating-point tensor [B, M, size], whole on every rank")
+    if mask is None:
+        return
+    _check_dtype("memory_mask", mask)
+    if memory is not None and mask.shape != memory.shape[:2]:
+        raise ValueError(
+            f"memory_mask must be {tuple(memory.shape[:2])}, as the memory is, got "
+            f"{tuple(mask.shape)}"
+        )
 
 
 def check_batch(batch: Batch) -> None:
@@ -681,19 +734,18 @@ def check_batch(batch: Batch) -> None:
         shape = given.shape[:2]
     elif batch.get("tokens") is None:
         raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
-    for name in ("tokens", "labels", "documents", "positions", "sample_ids"):
+    for name in ("tokens", "labels", "documents", "positions", "mask", "sample_ids"):
         x = batch.get(name)
         if x is None:
             continue
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be a tensor of integers, such as int64, got {got}")
+        _check_dtype(name, x)
         shape = x.shape if shape is None else shape
         if len(shape) != 2 or not shape.numel():
             raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
         expected = _expected_shape(name, x, shape)
         if x.shape != expected:
             raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
+    _check_memory(batch.get("memory"), batch.get("memory_mask"))
     cache = batch.get("cache")
     if cache is not None and not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks, divisors
 
-from mt_model.choice import Activation
+from mt_model.choice import Activation, QKNorm, Sinks
 from mt_model.config import (
     MAX_HEADS,
     MAX_LENGTH,
@@ -30,19 +30,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """Causal softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
+    """Softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
 
     Attributes:
         num_heads: query heads.
         num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
         head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
         rope: how heads turn with the position; None turns none (NoPE).
-        qk_norm: RMSNorm over `head_dim` on queries and keys before the rotation.
+        qk_norm: RMSNorm of queries and keys: `head`, over each head before the rotation; `whole`,
+            over all heads of a token together, before it too; `l2`, over each head without a
+            weight, after the rotation; or `none`.
         qkv_bias: bias on the fused query, key and value projection.
         out_bias: bias on the output projection.
+        output_gate: what attention gives is multiplied by the sigmoid of a gate for each channel
+            of each query head, which the fused projection makes too.
+        causal: a query sees the tokens up to its own; False: all of them.
         dropout: probability of dropping an attention weight in training.
-        window: a query sees this many tokens, the last of which is itself; None for all.
-        sinks: a learned logit per query head takes part in the softmax, and has no value.
+        window: a query sees this many tokens, the last of which is itself, and as many on the
+            other side where attention is not causal; None for all.
+        sinks: one more logit per query head takes part in the softmax, and has no value:
+            `learned`, or `zero` (softmax off by one); or `none`.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
         scale: of the scores; `head_dim ** -0.5` where None.
         score_bias: added to the scores by distance, after a soft cap: `alibi` or `relative` (T5).
@@ -52,12 +59,14 @@ class AttentionConfig(MixerConfig):
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None = None
-    qk_norm: bool = False
+    qk_norm: QKNorm = "none"
     qkv_bias: bool = False
     out_bias: bool = False
+    output_gate: bool = False
+    causal: bool = True
     dropout: float = 0.0
     window: int | None = None
-    sinks: bool = False
+    sinks: Sinks = "none"
     softcap: float | None = None
     scale: float | None = None
     score_bias: ScoreBias | None = None
@@ -71,14 +80,7 @@ class AttentionConfig(MixerConfig):
         checks.fraction("dropout")
         checks.above(0, "softcap", "scale")
         checks.done()
-        if self.num_heads % self.num_kv_heads:
-            good = _around(self.num_kv_heads, divisors(self.num_heads))
-            checks.add(
-                "num_heads",
-                f"{self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: every "
-                "key/value head serves the same number of query heads. Nearest num_kv_heads that "
-                f"does: {good}.",
-            )
+        check_groups(checks, self.num_heads, self.num_kv_heads)
         why = None if self.rope is None else self.rope.obstacle(self.head_dim)
         if why is not None:
             checks.add(
@@ -125,16 +127,17 @@ class AttentionConfig(MixerConfig):
     def num_parameters(self, hidden_size: int) -> int:
         """Count weights, biases, norms, sinks and a table of its own."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        total = (query + 2 * key) * (hidden_size + self.qkv_bias)
-        total += hidden_size * (query + self.out_bias) + 2 * self.head_dim * self.qk_norm
-        return total + self.num_heads * (self.sinks + self.own_buckets)
+        rows = query * (1 + self.output_gate) + 2 * key
+        norms = {"head": 2 * self.head_dim, "whole": query + key}.get(self.qk_norm, 0)
+        total = rows * (hidden_size + self.qkv_bias) + hidden_size * (query + self.out_bias)
+        return total + norms + self.num_heads * ((self.sinks == "learned") + self.own_buckets)
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
-        """Count `6 h (q + 2 kv) + 6 q h`, and the products with the keys that are seen."""
+        """Count `6 h (q + 2 kv) + 6 q h`, a gate's, and the products with the keys seen."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        window = min(self.window or sequence_length, sequence_length)
-        twice_seen = 2 * window - window * window // sequence_length  # on average, tokens twice
-        return 6 * hidden_size * (2 * query + 2 * key) + 6 * query * twice_seen
+        rows = query * (2 + self.output_gate) + 2 * key
+        seen = twice_seen(self.window, sequence_length) * (1 if self.causal else 2)
+        return 6 * hidden_size * rows + 6 * query * seen
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
@@ -146,19 +149,16 @@ class AttentionConfig(MixerConfig):
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give those of a rank's keys and values."""
+        if not self.causal:
+            raise NotImplementedError("attention that is not causal sees tokens yet to come")
         shape = (batch_size, max(1, self.num_kv_heads // tp), max_length, self.head_dim)
         return {"key": shape, "value": shape}
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
         """Say why ranks that swap tokens for heads can't share the heads."""
         ranks = {"ulysses": cp, "hierarchical": inner}.get(algorithm, 1)
-        heads, groups = self.num_heads // tp, max(1, self.num_kv_heads // tp)
-        if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
-            return None
-        return (
-            f"{algorithm} shares {heads} heads and {groups} key/value heads per tp rank out to "
-            f"{ranks} ranks, and they do not divide; use ring or all_gather"
-        )
+        groups = max(1, self.num_kv_heads // tp)
+        return heads_obstacle(algorithm, heads=self.num_heads // tp, groups=groups, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +202,33 @@ class MLPConfig(FeedForwardConfig):
         """Give the width between the projections."""
         del tp
         yield "ffn_size", self.ffn_size
+
+
+def check_groups(checks: Checks, num_heads: int, num_kv_heads: int) -> None:
+    """Check that every key/value head serves the same number of query heads."""
+    if num_heads % num_kv_heads:
+        good = _around(num_kv_heads, divisors(num_heads))
+        checks.add(
+            "num_heads",
+            f"{num_heads} is not a multiple of num_kv_heads={num_kv_heads}: every key/value head "
+            f"serves the same number of query heads. Nearest num_kv_heads that does: {good}.",
+        )
+
+
+def heads_obstacle(algorithm: str, *, heads: int, groups: int, ranks: int) -> str | None:
+    """Say why ranks that swap tokens for heads can't share a tp rank's heads."""
+    if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
+        return None
+    return (
+        f"{algorithm} shares {heads} heads and {groups} key/value heads per tp rank out to "
+        f"{ranks} ranks, and they do not divide; use ring or all_gather"
+    )
+
+
+def twice_seen(window: int | None, length: int) -> int:
+    """Return twice the tokens that a causal query sees on average."""
+    window = min(window or length, length)
+    return 2 * window - window * window // length
 
 
 def _around(value: int, allowed: list[int]) -> str:

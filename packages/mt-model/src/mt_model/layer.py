@@ -65,15 +65,17 @@ class TransformerLayer(nn.Module):
         if self.recompute != "full" or not torch.is_grad_enabled():
             return self._run(x, shared)
 
-        names, tables = shared.score_tables.keys(), shared.score_tables.values()
+        names, memory = list(shared.score_tables), shared.memory
+        others = [*shared.score_tables.values(), *([] if memory is None else [memory])]
 
-        def run(x: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-            again = replace(shared, score_tables=dict(zip(names, tables, strict=True)))
-            y, losses = self._run(x, again)
+        def run(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            tables = dict(zip(names, others[: len(names)], strict=True))
+            memory = others[-1] if len(others) > len(names) else None
+            y, losses = self._run(x, replace(shared, score_tables=tables, memory=memory))
             return y, *losses.values()
 
         shares = self.group is not None and x.numel() % self.group.size() == 0
-        y, *values = recompute(run, x, *tables, group=self.group if shares else None)
+        y, *values = recompute(run, x, *others, group=self.group if shares else None)
         return y, dict(zip(self.config.loss_weights, values, strict=True))
 
     def parts(self) -> list[Step]:

@@ -1,4 +1,4 @@
-"""Causal attention as batched matrix products, with norms, rotation and packing in one function.
+"""Attention as batched matrix products, with norms, rotation and packing in one function.
 
 On a CPU torch's flash attention takes two to three times as long as plain products at training
 lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head), so it is
@@ -38,6 +38,7 @@ def plain_matmul_attention(
     *,
     scale: float | None = None,
     allowed: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Norm and rotate queries and keys, then softmax attention, in plain operations.
 
@@ -51,6 +52,8 @@ def plain_matmul_attention(
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
     query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
+    if allowed is None and not causal:
+        allowed = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device)
     seen = allowed[:, None] if allowed is not None and allowed.dim() == 3 else allowed
     out = reference_attention(query, key, value, allowed=seen, scale=scale)
     return out.transpose(1, 2).flatten(2)
@@ -63,6 +66,7 @@ def matmul_attention(
     *,
     scale: float | None = None,
     allowed: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
 
@@ -73,18 +77,22 @@ def matmul_attention(
         table: from `rotary_table` for these positions, or None.
         norm: of queries and keys, or None.
         scale: of the scores; 1 / sqrt(D) where None.
-        allowed: True where a query sees a key; causal where None.
+        allowed: True where a query sees a key.
+        causal: where `allowed` is None a query sees the tokens up to its own; False: all.
 
     Shape:
         qkv: [B, S, G, Q + 2, D]; allowed: [S, S] or [B, S, S]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
-        return plain_matmul_attention(qkv, table, norm, scale=scale, allowed=allowed)
+        options = {"scale": scale, "allowed": allowed, "causal": causal}
+        return plain_matmul_attention(qkv, table, norm, **options)
     query, key, eps = norm or (None, None, 0.0)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     values, interleaved = (None, False) if table is None else table
     if values is not None and values.dim() == 4:
         values = values[:, :, None, None]  # one for each row, over groups and parts
+    if allowed is None and not causal:
+        allowed = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device)
     options = eps, scale, interleaved
     return _MatmulAttention.apply(qkv, values, query, key, options, allowed)  # pyright: ignore[reportReturnType]
 

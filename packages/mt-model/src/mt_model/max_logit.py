@@ -9,6 +9,7 @@ from mt_parallel_state import all_gather
 from torch import Tensor
 
 from mt_model.attend import SequenceAttend
+from mt_model.seen import seen
 
 _BLOCK = 512  # queries whose scores are there at a time
 
@@ -44,6 +45,7 @@ def max_logit(
     context: SequenceAttend,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
     """Return the largest score of this rank's queries and any key that they see, by key head.
@@ -57,7 +59,8 @@ def max_logit(
         key: The same.
         context: The ranks that share the sequences.
         scale: Of the scores; 1 / sqrt(D) where None.
-        window: Tokens that a query sees, or None for all before it.
+        window: Tokens that a query sees on a side, or None for all.
+        causal: Whether it sees the tokens up to its own only.
         documents: Ids of packed documents that do not see each other.
 
     Shape:
@@ -73,10 +76,7 @@ def max_logit(
     for start in range(0, query.shape[1], _BLOCK):
         block, rows = query_BSGQD[:, start : start + _BLOCK], own[start : start + _BLOCK]
         scores_BGQST = torch.einsum("bsgqd,btgd->bgqst", block, keys)
-        distance = rows[:, None] - places
-        hidden = distance < 0
-        if window is not None:
-            hidden = hidden | (distance >= window)
+        hidden = ~seen(rows, places, window, causal=causal)
         if documents is not None:
             hidden = hidden | (documents[:, rows, None] != documents[:, None, places])
             hidden = hidden[:, None, None]

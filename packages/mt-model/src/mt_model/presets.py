@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mt_files import FieldError, build, did_you_mean, shorten, to_plain
 
-from mt_model.choice import Activation, Positions
+from mt_model.choice import Activation, Positions, QKNorm, Sinks
 from mt_model.config import (
     MAX_LAYERS,
     LayerConfig,
@@ -37,17 +37,21 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     positions: Positions = "rope",
     rope_theta: float | None = _DEFAULT_THETA,
     rope: RopeConfig | Mapping[str, Any] | None = None,
-    qk_norm: bool = False,
+    qk_norm: QKNorm = "none",
     norm: Literal["rms", "layer"] = "rms",
     norm_eps: float = 1e-5,
     activation: Activation = "silu",
     gated: bool = True,
     bias: bool = False,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
+    output_gate: bool = False,
+    causal: bool = True,
     tied: bool = True,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     window: int | None = None,
-    sinks: bool = False,
+    sinks: Sinks = "none",
     softcap: float | None = None,
     attention_scale: float | None = None,
     score_bias: ScoreBias | Mapping[str, Any] | None = None,
@@ -71,17 +75,21 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         positions: `rope`, `learned` or `none`.
         rope_theta: base of the rotary embedding; read only with `positions="rope"`.
         rope: all of it, in place of `rope_theta`: a RopeConfig, or its fields as a mapping.
-        qk_norm: RMSNorm on queries and keys.
+        qk_norm: RMSNorm on queries and keys: `head`, `whole`, `l2` or `none` (`AttentionConfig`).
         norm: `rms` or `layer`.
         norm_eps: eps of every norm.
         activation: of the feed-forward.
         gated: gated feed-forward.
         bias: bias on every projection of the layers.
+        qkv_bias: bias on that of queries, keys and values; as `bias` where None.
+        out_bias: bias on that behind attention; as `bias` where None.
+        output_gate: what attention gives is multiplied by a sigmoid gate.
+        causal: a query sees the tokens up to its own; False: all of them.
         tied: the head is the embedding matrix.
         dropout: of embedding, attention and feed-forward outputs.
         attention_dropout: of attention weights.
         window: tokens that a query sees, the last of which is itself; None for all before it.
-        sinks: a learned logit per head in the softmax of attention.
+        sinks: a further logit per head in the softmax of attention: `learned`, `zero` or `none`.
         softcap: scores of attention become `softcap * tanh(score / softcap)`.
         attention_scale: of the scores; `head_dim ** -0.5` where None.
         score_bias: what is added to the scores by distance: AlibiConfig() or RelativeConfig(), or
@@ -123,8 +131,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             head_dim=head_dim,
             rope=_rope(positions, rope_theta, rope),
             qk_norm=qk_norm,
-            qkv_bias=bias,
-            out_bias=bias,
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            out_bias=bias if out_bias is None else out_bias,
+            output_gate=output_gate,
+            causal=causal,
             dropout=attention_dropout,
             window=window,
             sinks=sinks,
@@ -207,8 +217,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
         shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}
         shared |= _rope_arguments(mixer.rope)
-        shared |= {"bias": mixer.out_bias, "attention_dropout": mixer.dropout}
-        shared["attention_scale"] = mixer.scale
+        shared |= {"attention_dropout": mixer.dropout, "attention_scale": mixer.scale}
         shared["score_bias"] = to_plain(mixer)["score_bias"]
         shared |= {name: getattr(mlp, name) for name in _OF_MLP}
         if gpt(**whole, **shared) == config:
@@ -226,16 +235,15 @@ def _rope_arguments(rope: RopeConfig | None) -> dict[str, Any]:
 
 
 _OF_ATTENTION = (
-    *("num_heads", "num_kv_heads", "head_dim", "qk_norm"),
-    *("window", "sinks", "softcap"),
+    *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias"),
+    *("output_gate", "causal", "window", "sinks", "softcap"),
 )
-_OF_MLP = ("ffn_size", "activation", "gated")
+_OF_MLP = ("ffn_size", "activation", "gated", "bias")
 _OF_ONE_LAYER = (
     *_OF_ATTENTION[1:],
     *_OF_MLP,
     "rope_theta",
     "rope",
-    "bias",
     "attention_dropout",
     "attention_scale",
     "score_bias",
@@ -297,7 +305,7 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             num_kv_heads=8,
             head_dim=128,
             ffn_size=3072,
-            qk_norm=True,
+            qk_norm="head",
             rope_theta=1e6,
             norm_eps=1e-6,
             max_sequence_length=32768,

@@ -16,6 +16,7 @@ def reference_attention(  # noqa: PLR0913 - the options of one operation, by key
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention in plain operations.
 
@@ -28,10 +29,11 @@ def reference_attention(  # noqa: PLR0913 - the options of one operation, by key
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: a logit per query head in the softmax, without a value.
         bias: added to the scores, after the cap.
+        kept: what weights are multiplied with; 0 for those that are dropped.
 
     Shape:
-        query: [B, N, S, D]; key, value: [B, G, T, D]; allowed: broadcast to [B, N, S, T];
-        sinks: [N]; bias: broadcast to [B, N, S, T]. Returns [B, N, S, D].
+        query: [B, N, S, D]; key, value: [B, G, T, D]; allowed, bias, kept: broadcast to
+        [B, N, S, T]; sinks: [N]. Returns [B, N, S, D].
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
@@ -48,7 +50,8 @@ def reference_attention(  # noqa: PLR0913 - the options of one operation, by key
         extra = sinks.to(wide.dtype)[:, None, None].expand(*wide.shape[:3], 1)
         wide = torch.cat((wide, extra), dim=-1)
     probs = torch.softmax(wide, dim=-1).to(scores.dtype)
-    return (probs if sinks is None else probs[..., :-1]) @ value
+    probs = probs if sinks is None else probs[..., :-1]
+    return (probs if kept is None else probs * kept) @ value
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
-from mt_model import Activation, LayerConfig, Positions, Recompute, RopeConfig, ScoreBias
+from mt_model import (
+    Activation,
+    AttentionKernel,
+    LayerConfig,
+    Positions,
+    QKNorm,
+    Recompute,
+    RopeConfig,
+    ScoreBias,
+    Sinks,
+)
 
 from mt_train.limits import MAX_STEPS, Dtype, listed
 from mt_train.optimizer_section import OptimizerSection
@@ -23,7 +33,8 @@ _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
 _UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 _UNIFORM += ("activation", "gated", "rope_theta", "rope", "qk_norm", "bias", "attention_dropout")
-_UNIFORM += ("window", "sinks", "softcap", "attention_scale", "score_bias")
+_UNIFORM += ("window", "sinks", "softcap", "attention_scale", "score_bias", "qkv_bias", "out_bias")
+_UNIFORM += ("output_gate", "causal")
 _WITH_FROM = ("from_", "vocab_multiple", "dropout")
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -62,14 +73,23 @@ class ModelSection:
         rope_theta: Base of the rotary embedding; 10000 by default.
         rope: All of the rotary embedding, in place of `rope_theta`: mt-model's `RopeConfig`, such
             as `{theta: 1e6, fraction: 0.5, interleaved: true}`.
-        qk_norm: RMSNorm on queries and keys; false by default.
+        qk_norm: RMSNorm on queries and keys: `head` (of each head, before the rotation), `whole`
+            (of all heads together), `l2` (of each head, without a weight, after the rotation) or
+            `none` (the default).
         bias: A bias on every projection of the layers; false by default.
+        qkv_bias: A bias on the projection to queries, keys and values; as `bias` by default.
+        out_bias: A bias on the projection behind attention; as `bias` by default.
+        output_gate: What attention gives is multiplied by the sigmoid of a gate for each channel;
+            false by default.
+        causal: A token sees those up to its own, which is all that can be trained here; true by
+            default.
         tied: The head is the embedding matrix; true by default.
         dropout: Probability of dropping an element of embedding, attention or feed-forward outputs;
             0 by default.
         attention_dropout: Probability of dropping an attention weight; 0 by default.
         window: Tokens that a query sees, the last of which is itself; all before it by default.
-        sinks: A learned logit per head in the softmax of attention; false by default.
+        sinks: A further logit per head in the softmax of attention: `learned`, `zero` or `none`
+            (the default).
         softcap: Scores of attention become `softcap * tanh(score / softcap)`; not by default.
         attention_scale: Of the scores of attention; `head_dim ** -0.5` by default.
         score_bias: Added to the scores of attention by distance: `{type: alibi}`, or T5's
@@ -100,13 +120,17 @@ class ModelSection:
     positions: Positions | None = None
     rope_theta: float | None = None
     rope: RopeConfig | None = None
-    qk_norm: bool | None = None
+    qk_norm: QKNorm | None = None
     bias: bool | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    output_gate: bool | None = None
+    causal: bool | None = None
     tied: bool | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
     window: int | None = None
-    sinks: bool | None = None
+    sinks: Sinks | None = None
     softcap: float | None = None
     attention_scale: float | None = None
     score_bias: ScoreBias | None = None
@@ -223,6 +247,10 @@ class TrainingSection:
         compile: Compile each stage with torch.compile.
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
             and activations) or `full` (whole layers). The numbers stay the same.
+        attention: What computes attention: `auto` takes the first that can of products of matrices
+            (`matmul`, short sequences on a CPU), torch's (`sdpa`), flash-attn (`flash`) and
+            Transformer Engine (`te`) where they are installed, torch's `flex`, `tiles` and the
+            plain `reference`. One that is named computes all layers, or the run ends and says why.
     """
 
     steps: int
@@ -235,6 +263,7 @@ class TrainingSection:
     time_budget: float | None = None
     compile: bool = False
     recompute: Recompute = "none"
+    attention: AttentionKernel = "auto"
 
     def __post_init__(self) -> None:
         checks = Checks(self)

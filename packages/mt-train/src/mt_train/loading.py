@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # checking a file takes no torch
 
 _VOCAB_MULTIPLE = 128
 _MAX_SCHEDULE = 1 << 20  # forward passes of one step over all stages
+_SHARED_ATTENTION = ("auto", "tiles", "reference")  # of ranks that share sequences
 STANDARD_LIBRARY = "standard-library"
 # Arguments of the model's builder that are not named like their field.
 _ELSEWHERE = {"max_sequence_length": "training.sequence_length"}
@@ -89,6 +90,9 @@ class LoadedConfig:
         except FieldError as error:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
+        if any(not getattr(layer.mixer, "causal", True) for layer in model.layers):
+            text = "false lets tokens see those that they are to predict; leave it out"
+            raise self.error("model.layers" if self.config.model.layers else "model.causal", text)
         if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
             text = "does not go with model.qk_norm, whose norms undo what it does to the weights "
             text += "and bound the scores by themselves; leave one of them out"
@@ -402,12 +406,16 @@ def _misfits(
         yield "parallel.tp", str(error)
         return
     yield from _context_misfits(config.parallel, model, layout)
+    if layout.cp > 1 and training.attention not in _SHARED_ATTENTION:
+        text = f"{training.attention} needs whole sequences, and {layout.cp} ranks share them; use "
+        yield "training.attention", text + f"{' or '.join(_SHARED_ATTENTION)}, or parallel.cp 1"
 
 
 def clipped_heads(model: ModelConfig) -> list[int]:
     """Return the key heads of each layer; 0 where scores do not grow with the weights."""
     mixers = (layer.mixer for layer in model.layers)
-    return [0 if getattr(m, "qk_norm", True) else getattr(m, "num_kv_heads", 0) for m in mixers]
+    scored = [m if getattr(m, "qk_norm", "") == "none" else None for m in mixers]
+    return [getattr(m, "num_kv_heads", 0) for m in scored]
 
 
 def _pipeline_misfits(

@@ -99,6 +99,7 @@ class Trainer:
             sequence_parallel=parallel.sequence_parallel,
             context_algorithm=parallel.cp_algorithm,
             context_inner_size=parallel.cp_inner,
+            attention=training.attention,
             recompute=training.recompute,
             seed=training.seed,
             dtype=self.dtype,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from mt_files import Checks, shorten
 
-from mt_model.choice import Activation
+from mt_model.choice import Activation, QKNorm
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
@@ -106,7 +106,7 @@ def decoder_config(
     given: DecoderFields,
     *,
     windows: Iterable[int | None],
-    qk_norm: bool = False,
+    qk_norm: QKNorm = "none",
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
@@ -238,10 +238,11 @@ def attention_links(
     yield Link(source=name, shape=shape, target=f"{target}.out.weight")
     if mixer.out_bias:
         yield Link(source=f"{source}.{out}.bias", shape=(hidden,), target=f"{target}.out.bias")
-    if mixer.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            name, ours = f"{source}.{norm}.weight", f"{target}.{norm}.weight"
-            yield Link(source=name, shape=(mixer.head_dim,), target=ours)
+    if mixer.qk_norm in ("head", "whole"):
+        whole = mixer.qk_norm == "whole"
+        for part in ("q", "k"):
+            name, size = f"{part}_norm.weight", width[part] if whole else mixer.head_dim
+            yield Link(source=f"{source}.{name}", shape=(size,), target=f"{target}.{name}")
 
 
 def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:

@@ -20,7 +20,9 @@ class Qwen3Fields(QwenFields):
 
 def _read(given: Qwen3Fields) -> ModelConfig:
     bias = given.attention_bias
-    return decoder_config(given, windows=given.windows, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    return decoder_config(
+        given, windows=given.windows, qk_norm="head", qkv_bias=bias, out_bias=bias
+    )
 
 
 def _write(config: ModelConfig) -> Qwen3Fields:

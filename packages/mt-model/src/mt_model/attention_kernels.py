@@ -1,0 +1,347 @@
+"""The ways to compute attention on one rank, of which the first that serves is taken."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mt_context_parallel import AttentionDropout, AttentionMask, context_parallel_attention
+from torch import Tensor
+
+from mt_model.choice import AttentionKernel
+from mt_model.distance import spread
+from mt_model.flex_attention import Sees, flex_attention
+from mt_model.kernels import Kernel, kernel_for
+from mt_model.reference_attention import reference_attention
+from mt_model.seen import seen
+
+BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """Which pairs of a query and a key count, and what becomes of their scores.
+
+    Attributes:
+        scale: what they are multiplied with.
+        causal: a query sees the keys up to its own place.
+        window: a query sees keys less than so many places away; None for all.
+        documents: ids of packed documents that do not see each other.
+        allowed: True where a query sees a key, in place of the three above, and where queries and
+            keys are not the same tokens.
+        bias: added to the scores after a cap: by distance, where queries and keys are the same
+            tokens (`mt_model.distance.bias_by_distance`), else pair by pair.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
+        sinks: a logit per query head that has no value.
+        dropout: of the weights.
+        kept: what weights are multiplied with, in place of `dropout`; 0 for those dropped.
+
+    Shape:
+        documents: [B, S]; bias: [N, 2 * S - 1], or as allowed; allowed: broadcast to [B, N, S, T];
+        sinks: [N]; kept: [B, N, S, T].
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+    allowed: Tensor | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout: AttentionDropout | None = None
+    kept: Tensor | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return self.dropout is not None or self.kept is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all pairs count, or the causal ones."""
+        return self.window is None and self.documents is None and self.allowed is None
+
+    def mask(self, query: Tensor) -> Tensor | None:
+        """True where a query sees a key; None where all do. Broadcasts to [B, N, S, T]."""
+        if self.allowed is not None:
+            return self.allowed
+        places = torch.arange(query.shape[1], device=query.device)
+        allowed = seen(places, places, self.window, causal=self.causal)
+        if self.documents is not None:
+            same = self.documents[:, :, None] == self.documents[:, None, :]
+            return (allowed & same)[:, None]
+        return None if self.window is None and not self.causal else allowed
+
+    def pairs(self, query: Tensor) -> Tensor | None:
+        """The bias of each pair; None for none. Broadcasts to [B, N, S, T]."""
+        if self.bias is None or self.allowed is not None:
+            return self.bias
+        places = torch.arange(query.shape[1], device=query.device)
+        return spread(self.bias, places, places)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, kernel: AttentionKernel = "auto"
+) -> Tensor:
+    """Softmax attention by a named kernel, or by the first one that serves.
+
+    Args:
+        query: Normed and rotated.
+        key: Of the same tokens, or of those that `scores.allowed` says.
+        value: Of the keys' tokens; may have another width.
+        scores: What is computed.
+        kernel: Of `ATTENTION_KERNELS`.
+
+    Shape:
+        query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
+
+    Raises:
+        ValueError: The named kernel can't compute this; the message says why.
+    """
+    work = query, key, value, scores
+    if kernel in ("auto", "matmul"):
+        return kernel_for(ATTENTION_KERNELS, *work).run(*work)
+    chosen = next(one for one in ATTENTION_KERNELS if one.name == kernel)
+    why = chosen.obstacle(*work)
+    if why is not None:
+        raise ValueError(
+            f"attention={kernel!r} can't compute this attention: {why}. Use attention='auto', "
+            "which takes the first kernel that can"
+        )
+    return chosen.run(*work)
+
+
+def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
+    """Leave out the kernels of torch's attention that cost more for a size they have not seen.
+
+    cuDNN makes a plan for every size, which takes tens of milliseconds, and prompts and caches
+    have many.
+    """
+    if query.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+
+
+def _no_scores_between(scores: Scores) -> str | None:
+    """Why a kernel that makes nothing of the scores but their softmax can't serve."""
+    if scores.softcap is not None:
+        return f"a soft cap of {scores.softcap}"
+    if scores.sinks is not None:
+        return "sinks"
+    return "dropout by global index" if scores.drops else None
+
+
+def _sdpa_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key, value
+    if scores.allowed is None and scores.bias is not None:
+        if query.shape[1] > BIAS_MAX_LENGTH:
+            return f"a bias of the scores of more than {BIAS_MAX_LENGTH} tokens"
+    elif scores.allowed is None and not scores.is_plain:
+        return "a window or documents, for which it would need a mask of all pairs"
+    return _no_scores_between(scores)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    mask, pairs = scores.allowed, scores.pairs(query)
+    if pairs is not None:
+        allowed = scores.mask(query)
+        mask = pairs.to(query.dtype)
+        mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
+    with nullcontext() if scores.allowed is None else steady_kernels(query):
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None and scores.causal and query.shape[1] > 1,
+            scale=scores.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+    return out.transpose(1, 2)
+
+
+_INSTALLED = frozenset(name for name in ("flash_attn", "transformer_engine") if find_spec(name))
+
+
+def _cuda_half_obstacle(query: Tensor, value: Tensor, scores: Scores, package: str) -> str | None:
+    """Why a package's kernels for CUDA, in half precision and without masks, can't serve."""
+    if query.device.type != "cuda":
+        return f"device {query.device.type}"
+    if package not in _INSTALLED:
+        return f"{package} is not installed"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {query.dtype}"
+    if query.shape[-1] != value.shape[-1]:
+        return f"head_dim {query.shape[-1]} of queries and {value.shape[-1]} of values"
+    if scores.documents is not None or scores.allowed is not None:
+        return "documents or a mask"
+    if scores.sinks is not None or scores.bias is not None:
+        return "sinks or a bias of the scores"
+    return "dropout by global index" if scores.drops else None
+
+
+def _from(package: str, name: str) -> Any:
+    """Take a name from a package that no extra brings: it is built for the GPU and torch here."""
+    return getattr(import_module(package), name)
+
+
+def _flash_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    return _cuda_half_obstacle(query, value, scores, "flash_attn")
+
+
+def _sides(scores: Scores) -> tuple[int, int]:
+    """Keys that are seen before and after a query's own, -1 for all."""
+    before = -1 if scores.window is None else scores.window - 1
+    return before, 0 if scores.causal else before
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    return _from("flash_attn", "flash_attn_func")(
+        *(query, key, value),
+        softmax_scale=scores.scale,
+        causal=scores.causal,
+        window_size=_sides(scores),
+        softcap=scores.softcap or 0.0,
+    )
+
+
+def _te_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    why = _cuda_half_obstacle(query, value, scores, "transformer_engine")
+    return why or (None if scores.softcap is None else f"a soft cap of {scores.softcap}")
+
+
+def _te(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    sizes = query.shape[2], key.shape[2], query.shape[3]
+    module = _te_module(sizes, scores.scale, _sides(scores), causal=scores.causal)
+    return module(query, key, value).unflatten(-1, (query.shape[2], -1))
+
+
+@cache
+def _te_module(
+    sizes: tuple[int, int, int], scale: float, sides: tuple[int, int], *, causal: bool
+) -> Any:
+    """Make one of its modules for some heads, key heads and head_dim."""
+    return _from("transformer_engine.pytorch", "DotProductAttention")(
+        sizes[0],
+        sizes[2],
+        num_gqa_groups=sizes[1],
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal" if causal else "no_mask",
+        window_size=sides,
+        softmax_scale=scale,
+    )
+
+
+def _flex_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    if query.device.type != "cuda":
+        return f"device {query.device.type}, for which torch does not fuse it"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {query.dtype}"
+    if min(query.shape[-1], value.shape[-1]) < 16:
+        return f"head_dim {min(query.shape[-1], value.shape[-1])}, below 16"
+    if scores.bias is not None:
+        return "a bias of the scores"
+    return "dropout by global index" if scores.drops else None
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, fused: bool = True
+) -> Tensor:
+    """Compute by torch's flex attention; see `attention`."""
+    return flex_attention(
+        *(query, key, value),
+        scale=scores.scale,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+        sees=_sees(scores),
+        fused=fused,
+    )
+
+
+def _sees(scores: Scores) -> Sees | None:
+    """The mask as a function of indices; None where all pairs count."""
+    allowed, documents = scores.allowed, scores.documents
+    if allowed is not None:
+        while allowed.dim() < 4:
+            allowed = allowed[None]
+        rows, heads = allowed.shape[0] > 1, allowed.shape[1] > 1
+        return lambda b, h, q, k: allowed[b if rows else 0, h if heads else 0, q, k]
+    if scores.is_plain and not scores.causal:
+        return None
+
+    def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        distance = query - key if scores.causal else (query - key).abs()
+        near = distance >= 0
+        if scores.window is not None:
+            near = near & (distance < scores.window)
+        if documents is not None:
+            near = near & (documents[sample, query] == documents[sample, key])
+        return near
+
+    return sees
+
+
+def _tiles_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del value
+    if scores.allowed is not None or scores.kept is not None:
+        return "a mask of all pairs"
+    return None if query.shape[1] == key.shape[1] else "other tokens as keys"
+
+
+def _tiles(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    mask = AttentionMask(causal=scores.causal, window=scores.window, documents=scores.documents)
+    return context_parallel_attention(
+        *(query, key, value),
+        group=None,
+        mask=mask,
+        sinks=scores.sinks,
+        bias=scores.bias,
+        dropout=scores.dropout,
+        scale=scores.scale,
+        softcap=scores.softcap,
+    )
+
+
+def _reference_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del query, key, value
+    return None if scores.dropout is None else "dropout by global index"
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    allowed = scores.mask(query)
+    if allowed is None:
+        allowed = torch.ones((), dtype=torch.bool, device=query.device)
+    out = reference_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        allowed=allowed,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+        bias=scores.pairs(query),
+        kept=scores.kept,
+    )
+    return out.transpose(1, 2)
+
+
+ATTENTION_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("sdpa", _sdpa, _sdpa_obstacle),
+    Kernel("flash", _flash, _flash_obstacle),
+    Kernel("te", _te, _te_obstacle),
+    Kernel("flex", flex, _flex_obstacle),
+    Kernel("tiles", _tiles, _tiles_obstacle),
+    Kernel("reference", _reference, _reference_obstacle),
+)

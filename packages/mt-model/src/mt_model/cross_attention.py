@@ -1,0 +1,124 @@
+"""Attention of a decoder's tokens to a memory, which an encoder made."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from mt_parallel_state import MatrixSpec, all_gather, mark_matrix, random_uniform
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mt_model.attend import Pass
+from mt_model.attention_kernels import Scores, attention
+from mt_model.cross_attention_config import CrossAttentionConfig
+from mt_model.dropout import DropoutSite
+from mt_model.initialization import start_from
+from mt_model.placement import Placement
+
+
+class CrossAttention(nn.Module):
+    """Queries of the tokens, keys and values of the pass's memory, attention, projection back.
+
+    Parameters: `query.weight` [num_heads, head_dim, hidden], split over "tp" in its first dim;
+    `key_value.weight` [kv_heads, 2, head_dim, memory_size], likewise, or in its third with fewer
+    kv_heads than ranks, which then all-gather the keys and values (backward reduce-scatter);
+    `out.weight` [hidden, num_heads, head_dim], split in its second. The other collectives are
+    those of the linear layers. The memory is whole on every rank of the model and so is its
+    gradient, but for ranks that share sequences, each of which has a part of the sum.
+
+    In generation keys and values are made in the first pass of a cache, and its memory is theirs.
+
+    Args:
+        config: sizes.
+        hidden_size: width of input and output.
+        layer: global index.
+        placement: of this rank.
+
+    Shape:
+        forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
+    """
+
+    def __init__(
+        self,
+        config: CrossAttentionConfig,
+        hidden_size: int,
+        *,
+        layer: int,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        heads, groups, tp = config.num_heads, config.num_kv_heads, placement.tp
+        self.index, self.scale, self.softcap = layer, config.scale, config.softcap
+        self.num_heads, self.head_dim = heads, config.head_dim
+        self.first_head, self.group = placement.tp_index * (heads // tp), placement.group
+        self.gathers, self.own_group = groups < tp, placement.tp_index * groups // tp
+        linear = placement.linear_arguments()
+        memory_size = hidden_size if config.memory_size is None else config.memory_size
+        self.query = ColumnParallelLinear(
+            hidden_size, (heads, config.head_dim), bias=config.qkv_bias, **linear
+        )
+        self.key_value = ColumnParallelLinear(
+            memory_size,
+            (groups, 2, config.head_dim),
+            shard_dim=2 if self.gathers else 0,
+            bias=config.qkv_bias,
+            **{**linear, "sequence_parallel": False},
+        )
+        mark_matrix(self.key_value.weight, MatrixSpec(part_dim=1, parts=(1, 1)))
+        self.out = RowParallelLinear(
+            (heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
+        )
+        start_from(self.out.weight, "residual")
+        self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="scores")
+        self.context = placement.context
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """Attend to the memory."""
+        query = self.query(x)
+        key, value, seen = self._memory(shared)
+        scores = Scores(
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            causal=False,
+            allowed=None if seen is None else seen[:, None, None],
+            softcap=self.softcap,
+            kept=self._kept(query, key, shared),
+        )
+        return self.out(attention(query, key, value, scores))
+
+    def _memory(self, shared: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of the memory, and which of them count; from the cache if it has them."""
+        held = None if shared.cache is None else shared.cache.layers[self.index]
+        if held and shared.cache is not None and shared.cache.length:
+            return held["key"], held["value"], held.get("mask")
+        if shared.memory is None:
+            raise ValueError(
+                f"layer {self.index} attends to a memory, and the batch has none. Give "
+                "batch['memory'] [B, M, size], what an encoder returned"
+            )
+        made = self.key_value(shared.memory.to(self.key_value.weight.dtype))
+        if self.gathers:
+            made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
+        key, value = made.unbind(3)
+        mask = shared.memory_mask
+        if mask is not None:  # a row without any key sees them all: a softmax over nothing is NaN
+            mask = mask | ~mask.any(1, keepdim=True)
+        if held is not None:
+            held["key"], held["value"] = key, value
+            if mask is not None:
+                held["mask"] = mask
+        return key, value, mask
+
+    def _kept(self, query: Tensor, key: Tensor, shared: Pass) -> Tensor | None:
+        """0 for weights that are dropped, else 1 / (1 - p), as a function of global indices."""
+        site, ids = self.dropout, shared.sample_ids
+        if ids is None or not site.probability:
+            return None
+        whole, keys = query.shape[1] * self.context.size, key.shape[1]
+        places = self.context.positions(whole, query.device)
+        heads = torch.arange(query.shape[2], device=query.device) + self.first_head
+        planes = ids.to(query.device)[:, None] * self.num_heads + heads
+        pairs = places[:, None] * keys + torch.arange(keys, device=query.device)
+        index = planes[..., None, None] * (whole * keys) + pairs
+        kept = cast("Tensor", random_uniform(site.key, index)) >= site.probability
+        return kept.to(query.dtype) / (1 - site.probability)
