@@ -203,7 +203,7 @@ def _models(world: World) -> dict[str, Call]:
                 "score_bias": {"type": "relative", "buckets": 8},
             },
         ),
-        "preset": (model.preset, {"name": "gpt-1.3b"}),
+        "preset": (model.preset, {"name": "tiny"}),
         "flops_per_token": (model.gpt(**sizes).flops_per_token, {"sequence_length": 16}),
         "validate_split": (model.validate_split, {"config": model.gpt(**sizes), "tp": 2}),
         "Sampling": (infer.Sampling, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}),

@@ -52,7 +52,7 @@ def logged(stage, log, *, again):
     return stage
 
 
-def trained(schedule, state, *, in_parts, recompute, log):
+def trained(schedule, state, *, in_parts, recompute, log, blocks):
     config = gpt(
         vocab_size=32,
         hidden_size=HIDDEN,
@@ -61,6 +61,7 @@ def trained(schedule, state, *, in_parts, recompute, log):
         max_sequence_length=LENGTH,
         dropout=0.1,
         tied=False,
+        **blocks,
     )
     cuts = split_layers(config.num_layers, schedule.depth)
     stages = [
@@ -93,7 +94,7 @@ def test_stages_of_a_model_take_turns_in_the_pairs_of_a_schedule_that_has_some(
             assert issubclass(GPT, SplitStage)
             for in_parts in (False, True):
                 logs.append([])
-                how = {"in_parts": in_parts, "recompute": recompute, "log": logs[-1]}
+                how = {"in_parts": in_parts, "recompute": recompute, "log": logs[-1], "blocks": {}}
                 results.append(trained(schedule, state, **how))
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
@@ -106,3 +107,25 @@ def test_stages_of_a_model_take_turns_in_the_pairs_of_a_schedule_that_has_some(
             assert whole == parts
         else:
             assert turns[1] > 1.5 * turns[0]
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"norms": "sandwich", "residual_scale": 0.5, "z_loss": 0.1},
+        {"norms": "post"},
+        {"parallel": True, "shared_norm": True},
+        {"parallel": True},
+    ],
+    ids=str,
+)
+def test_layers_of_every_structure_are_the_same_in_parts(ranks, blocks):
+    def body():
+        schedule = make_schedule("dualpipe", stages=2, microbatches=8)
+        with ParallelState(ParallelLayout(pp=2)) as state:
+            how = {"recompute": "selective", "log": [], "blocks": blocks}
+            whole, parts = (trained(schedule, state, in_parts=p, **how) for p in (False, True))
+        for a, b in zip(whole, parts, strict=True):
+            assert torch.equal(a, b)
+
+    ranks(2, body)

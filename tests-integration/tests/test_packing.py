@@ -205,3 +205,32 @@ def test_packing_changes_what_is_learnt(train, reference, tmp_path, losses) -> N
     plain = train(tmp_path / "run", "data.packing=none")
     assert abs(losses(plain)[1] - losses(reference(False))[1]) > 1e-4
     assert abs(last_held_out(plain) - last_held_out(reference(False))) > 1e-4
+
+
+BY_BATCH = ["training.loss_mean=micro-batches", "training.micro_batch_size=1"]
+
+
+@pytest.fixture(scope="module")
+def by_micro_batch(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one") / "run", *BY_BATCH)
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2", "dp2", "cp2"])
+def test_the_mean_over_micro_batches_is_the_same_on_every_layout(
+    name, train, by_micro_batch, tmp_path, losses, arrays
+) -> None:
+    nproc, _, options = LAYOUTS[name]
+    run = train(tmp_path / "run", *BY_BATCH, *options, nproc=nproc)
+    assert_same_run(run, by_micro_batch, losses, arrays)
+
+
+def test_the_mean_over_micro_batches_weighs_them_alike(
+    train, reference, by_micro_batch, tmp_path, losses
+) -> None:
+    """One micro-batch has the mean over tokens; several, with other counts of labels, another."""
+    whole = train(tmp_path / "run", "training.loss_mean=micro-batches")
+    assert losses(whole) == losses(reference(False))
+    first, *later = losses(by_micro_batch).values()
+    other, *others = losses(reference(False)).values()
+    assert first == pytest.approx(other, rel=1e-12)  # nothing was learnt yet
+    assert all(abs(a - b) > 1e-7 for a, b in zip(later[1:], others[1:], strict=True))

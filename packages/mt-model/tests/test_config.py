@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,16 +14,19 @@ from hypothesis import strategies as st
 from mt_model import (
     GPT,
     PRESETS,
+    Activation,
     AttentionConfig,
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    NormConfig,
     RopeConfig,
     gpt,
     gpt_arguments,
     preset,
     validate_split,
 )
+from mt_model.presets import _OF_ONE_LAYER
 
 SMALL = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
 
@@ -37,7 +41,7 @@ def test_preset_survives_json(name):
 @given(
     positions=st.sampled_from(["rope", "learned", "none"]),
     norm=st.sampled_from(["rms", "layer"]),
-    activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]),
+    activation=st.sampled_from(get_args(Activation)),
     flags=st.tuples(*[st.booleans()] * 4),
     qk_norm=st.sampled_from(["none", "head", "whole", "l2"]),
     sinks=st.sampled_from(["none", "zero", "learned"]),
@@ -145,9 +149,9 @@ def test_positions_must_match_the_layers():
 
 def test_unknown_preset_and_override_suggest_the_nearest():
     with pytest.raises(
-        ValueError, match=r"preset: 'lama-3-8b' is not known. Did you mean llama-3-8b"
+        ValueError, match=r"preset: 'lama3-8b' is not known. Did you mean llama3-8b"
     ):
-        preset("lama-3-8b")
+        preset("lama3-8b")
     with pytest.raises(ValueError, match=r"hiden_size: unknown override.*Did you mean hidden_size"):
         preset("tiny", hiden_size=3)
     assert preset("tiny", num_layers=7).num_layers == 7
@@ -155,27 +159,41 @@ def test_unknown_preset_and_override_suggest_the_nearest():
 
 # Parameter counts as published with the models.
 @pytest.mark.parametrize(
-    ("name", "overrides", "count"),
+    ("name", "count"),
     [
-        ("gpt2-124m", {"vocab_size": 50257}, 124_439_808),
-        ("gpt2-1.5b", {"vocab_size": 50257}, 1_557_611_200),
-        ("llama-2-7b", {}, 6_738_415_616),
-        ("llama-3-8b", {}, 8_030_261_248),
-        ("llama-3-70b", {}, 70_553_706_496),
-        ("llama-3.2-1b", {}, 1_235_814_400),
-        ("qwen3-0.6b", {}, 596_049_920),
-        ("mamba2-130m", {}, 128_989_632),
-        ("mamba2-2.7b", {}, 2_702_599_680),
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma3-1b", 999_885_952),
+        ("phi3-mini", 3_821_079_552),
+        ("granite3-2b", 2_533_531_648),
+        ("mamba2-130m", 128_989_632),
+        ("mamba2-2.7b", 2_702_599_680),
     ],
 )
-def test_preset_has_the_published_parameter_count(name, overrides, count):
-    assert preset(name, **overrides).num_parameters == count
+def test_preset_has_the_published_parameter_count(name, count):
+    assert preset(name).num_parameters == count
 
 
 def test_flops_match_megatron_goldens():
     small = gpt(**SMALL, head_dim=4, ffn_size=32, gated=False)
     assert small.flops_per_token(16) * 16 == 196_608
-    tera = preset("llama-3-8b").flops_per_token(4096) * 2 * 4096 / 1e12
+    tera = preset("llama3-8b").flops_per_token(4096) * 2 * 4096 / 1e12
     assert tera == pytest.approx(395.257, abs=5e-4)
 
 
@@ -290,18 +308,12 @@ def test_deep_and_long_values_are_cut_in_the_message():
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     arguments = gpt_arguments(preset(name))
-    if "layers" in arguments:  # no attention, which is what the others describe
-        assert gpt(**arguments) == preset(name)
-        return
-    assert {*arguments, "layers"} == inspect.signature(gpt).parameters.keys()
-    off = {
-        "rope_theta",
-        "rope",
-        "window",
-        "softcap",
-        "attention_scale",
-        "score_bias",
-    }  # null is a value of theirs
+    known, of_one = inspect.signature(gpt).parameters.keys(), {"num_layers", *_OF_ONE_LAYER}
+    of_one = {*of_one, "num_heads", "rope_theta"} if "layers" in arguments else {"layers"}
+    assert {*arguments, *of_one} == known
+    off = {"rope_theta", "window", "softcap", "attention_scale", "clamp", "logit_softcap"}
+    off |= {"embedding_std", "head_transform"}
+    off |= {"rope", "score_bias"}
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)
 
@@ -362,6 +374,63 @@ def test_a_wrong_entry_of_the_list_is_named_by_its_place(entry, message):
     data["layers"] = [{**data["layers"][0], **entry}, data["layers"][0]]
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norms": "first"}, "norms: 'first' is not one of pre, output, sandwich, post"),
+        ({"parallel": True, "norms": "post"}, r"parallel: True, but .*\(norms='post'\). Use"),
+        ({"shared_norm": True}, "shared_norm: True, but only parallel branches"),
+        ({"shared_norm": True, "parallel": True, "norms": "output"}, "shared_norm: True, but"),
+        ({"residual_scale": 0.0}, "residual_scale: 0.0 must be greater than 0"),
+        ({"norm": "layer", "norm_rounds_first": True}, "rounds_first: True, which says when"),
+        ({"norm_weight": False, "norm_zero_centered": True}, "zero_centered: True, but there is"),
+        ({"logit_softcap": 0.0}, "logit_softcap: 0.0 must be greater than 0"),
+        ({"embedding_scale": -1.0}, "embedding_scale: -1.0 must be greater than 0"),
+        ({"z_loss": -0.1}, "z_loss: -0.1 is too small; use 0 or more"),
+        ({"token_types": 10**9}, "token_types: 1000000000 is too large"),
+        ({"gated": False, "clamp": 7.0}, "clamp: 7.0, which a plain feed-forward does not have"),
+        ({"clamp": 0.0}, "clamp: 0.0 must be greater than 0"),
+    ],
+)
+def test_blocks_that_make_no_sense_are_refused_with_a_way_out(changes, message):
+    with pytest.raises(ValueError, match=message):
+        gpt(**{**SMALL, **changes})
+
+
+def test_a_layer_without_a_second_branch_is_not_parallel():
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
+    with pytest.raises(ValueError, match="parallel: True, but there is only one branch"):
+        LayerConfig(mixer=mixer, parallel=True)
+
+
+@pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-1b"])
+def test_layers_of_a_preset_take_turns_and_overrides_are_of_all(name):
+    windows = [layer.mixer.window for layer in preset(name).layers]
+    turn = 2 if name == "gemma2-2b" else 6
+    assert len(set(windows[: turn - 1])) == 1
+    assert windows[turn - 1] is None
+    assert windows[turn:] == windows[:-turn]
+    small = preset(name, window=3, num_layers=4)
+    assert [layer.mixer.window for layer in small.layers] == [3] * 4
+
+
+def test_a_config_prints_as_a_table_of_its_layers():
+    config = gpt(**{**SMALL, "num_layers": 3, "ffn_size": 16, "max_sequence_length": 16})
+    odd = replace(config.layers[0], norms="sandwich", residual_scale=0.5, feed_forward=None)
+    config = replace(config, layers=(*config.layers[:2], odd), norm=NormConfig(eps=1e-6))
+    text = str(config)
+    first, second, others, total, _, summary = text.splitlines()[1:]
+    assert first.split()[:2] == ["0-1", f"{2 * (2 * 8 + 4 * 64 + 3 * 128):,}"]
+    assert second.split()[:2] == ["2", f"{2 * 8 + 4 * 64}"]
+    assert "sandwich scale=0.5  attention(num_heads=2, num_kv_heads=2, head_dim=4" in second
+    assert second.endswith(" -")
+    assert "head = embedding" in others
+    assert total.split()[:2] == ["total", f"{config.num_parameters:,}"]
+    assert "norm=(eps=1e-06)" in summary
+    assert f"{config.flops_per_token(16) / 1000:.3g} K" in total
+    assert str(preset("llama3-70b")).count("\n") == 5
 
 
 def test_too_many_repeats_are_refused_at_once():

@@ -35,6 +35,66 @@ VARIANTS = {
         "bias": True,
     },
     "plain": {"positions": "none", "activation": "relu2", "gated": False},
+    "gemma2": {
+        "num_kv_heads": 2,
+        "qk_norm": "head",
+        "norm_zero_centered": True,
+        "norms": "sandwich",
+        "activation": "gelu_tanh",
+        "embedding_scale": 4.0,
+        "logit_softcap": 3.0,
+        "z_loss": 1e-2,
+    },
+    "olmo2": {"norms": "output", "qk_norm": "head", "tied": False},
+    "bert": {
+        "positions": "learned",
+        "norm": "layer",
+        "norms": "post",
+        "activation": "gelu",
+        "gated": False,
+        "bias": True,
+        "embedding_norm": True,
+        "token_types": 2,
+        "head_transform": "gelu",
+        "head_bias": True,
+    },
+    "pythia": {
+        "norm": "layer",
+        "parallel": True,
+        "activation": "gelu",
+        "gated": False,
+        "bias": True,
+        "tied": False,
+    },
+    "phi": {
+        "norm": "layer",
+        "parallel": True,
+        "shared_norm": True,
+        "activation": "relu",
+        "gated": False,
+        "bias": True,
+        "tied": False,
+        "head_bias": True,
+        "logit_softcap": 2.0,
+    },
+    "cohere": {
+        "norm": "layer",
+        "norm_bias": False,
+        "parallel": True,
+        "shared_norm": True,
+        "logit_scale": 0.0625,
+        "z_loss": 1e-3,
+    },
+    "olmo": {"norm": "layer", "norm_weight": False, "norms": "sandwich", "parallel": True},
+    "nemotron": {"norm": "layer", "norm_zero_centered": True, "activation": "relu2"},
+    "granite": {
+        "norm_rounds_first": True,
+        "residual_scale": 0.22,
+        "logit_scale": 0.125,
+        "embedding_scale": 12.0,
+        "attention_scale": 0.4,
+    },
+    "gptoss": {"activation": "gelu_quick", "clamp": 0.7, "up_offset": 1.0, "bias": True},
 }
 
 
@@ -56,11 +116,13 @@ def double(config, **rest):
     return model
 
 
-def oracle_norm(p, name, x, kind, eps):
-    if kind == "layer":
+def oracle_norm(p, name, x, form):
+    if form.kind == "layer":
         x = x - x.mean(-1, keepdim=True)
-    x = x / (x.pow(2).mean(-1, keepdim=True) + eps) ** 0.5 * p[f"{name}.weight"]
-    return x + p[f"{name}.bias"] if kind == "layer" else x
+    x = x / (x.pow(2).mean(-1, keepdim=True) + form.eps) ** 0.5
+    if f"{name}.weight" in p:
+        x = x * (p[f"{name}.weight"] + (1 if form.zero_centered else 0))
+    return x + p.get(f"{name}.bias", torch.tensor(0.0))
 
 
 def oracle_turn(x, rope):
@@ -75,17 +137,18 @@ def oracle_turn(x, rope):
     return torch.cat((z.real, z.imag, rest), dim=-1)
 
 
-def oracle_attention(p, name, x, mixer, eps):
+def oracle_attention(p, name, x, mixer, form):
     length = x.shape[1]
     qkv = torch.einsum("bsh,gpdh->bsgpd", x, p[f"{name}.qkv.weight"])
     qkv = qkv + p.get(f"{name}.qkv.bias", torch.tensor(0.0))
     query, key, value = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
     if mixer.qk_norm == "head":
-        query = oracle_norm(p, f"{name}.q_norm", query, "rms", eps)
-        key = oracle_norm(p, f"{name}.k_norm", key, "rms", eps)
+        query = oracle_norm(p, f"{name}.q_norm", query, replace(form, kind="rms"))
+        key = oracle_norm(p, f"{name}.k_norm", key, replace(form, kind="rms"))
     if mixer.rope is not None:
         query, key = oracle_turn(query, mixer.rope), oracle_turn(key, mixer.rope)
-    scores = torch.einsum("bsgpd,btgd->bgpst", query, key[..., 0, :]) / math.sqrt(mixer.head_dim)
+    scores = torch.einsum("bsgpd,btgd->bgpst", query, key[..., 0, :])
+    scores = scores * (mixer.scale or mixer.head_dim**-0.5)
     future = torch.arange(length)[None, :] > torch.arange(length)[:, None]
     weights = torch.exp(scores).masked_fill(future, 0)
     weights = weights / weights.sum(-1, keepdim=True)
@@ -97,30 +160,77 @@ def oracle_attention(p, name, x, mixer, eps):
 def oracle_mlp(p, name, x, mlp):
     act = {
         "silu": lambda t: t * torch.sigmoid(t),
+        "relu": lambda t: t.clamp(min=0),
         "relu2": lambda t: t.clamp(min=0) ** 2,
+        "gelu": F.gelu,
         "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "gelu_quick": lambda t: t / (1 + torch.exp(-1.702 * t)),
     }[mlp.activation]
-    weight = p[f"{name}.up.weight"]
+    zero = torch.tensor(0.0)
     if mlp.gated:
-        hidden = act(x @ weight[0].T) * (x @ weight[1].T)
+        both = torch.einsum("bsh,pfh->bspf", x, p[f"{name}.up.weight"])
+        gate, up = (both + p.get(f"{name}.up.bias", zero)).unbind(2)
+        if mlp.clamp is not None:
+            gate, up = gate.clamp(max=mlp.clamp), up.clamp(-mlp.clamp, mlp.clamp)
+        hidden = act(gate) * (up + mlp.up_offset)
     else:
-        hidden = act(x @ weight.T + p.get(f"{name}.up.bias", torch.tensor(0.0)))
-    return hidden @ p[f"{name}.down.weight"].T + p.get(f"{name}.down.bias", torch.tensor(0.0))
+        hidden = act(x @ p[f"{name}.up.weight"].T + p.get(f"{name}.up.bias", zero))
+    return hidden @ p[f"{name}.down.weight"].T + p.get(f"{name}.down.bias", zero)
 
 
-def oracle_logits(p, config, tokens):
-    x = p["embedding.weight"][tokens]
+def oracle_layer(p, name, x, layer, form):
+    """Written out for each place of the norms."""
+    scale = layer.residual_scale
+
+    def branch(which, x):
+        if which == "mixer":
+            return oracle_attention(p, f"{name}.mixer", x, layer.mixer, form)
+        return oracle_mlp(p, f"{name}.feed_forward", x, layer.feed_forward)
+
+    def before(which, x):
+        which = "mixer" if layer.shared_norm else which
+        return oracle_norm(p, f"{name}.{which}_norm", x, form)
+
+    def after(which, x):
+        return oracle_norm(p, f"{name}.{which}_output_norm", x, form)
+
+    def added(which, x):
+        match layer.norms:
+            case "pre":
+                return scale * branch(which, before(which, x))
+            case "output":
+                return scale * after(which, branch(which, x))
+            case "sandwich":
+                return scale * after(which, branch(which, before(which, x)))
+
+    if layer.norms == "post":
+        x = after("mixer", x + scale * branch("mixer", x))
+        return after("feed_forward", x + scale * branch("feed_forward", x))
+    if layer.parallel:
+        return x + added("mixer", x) + added("feed_forward", x)
+    x = x + added("mixer", x)
+    return x + added("feed_forward", x)
+
+
+def oracle_logits(p, config, batch):
+    x = config.embedding_scale * p["embedding.weight"][batch["tokens"]]
     if config.positions == "learned":
-        x = x + p["position_embedding.weight"][: tokens.shape[1]]
-    kind, eps = config.norm.kind, config.norm.eps
+        x = x + p["position_embedding.weight"][: batch["tokens"].shape[1]]
+    if config.token_types:
+        x = x + p["token_type_embedding.weight"][batch["token_types"]]
+    if config.embedding_norm:
+        x = oracle_norm(p, "embedding_norm", x, config.norm)
     for i, layer in enumerate(config.layers):
-        name = f"layers.{i}"
-        h = oracle_norm(p, f"{name}.mixer_norm", x, kind, eps)
-        x = x + oracle_attention(p, f"{name}.mixer", h, layer.mixer, eps)
-        h = oracle_norm(p, f"{name}.feed_forward_norm", x, kind, eps)
-        x = x + oracle_mlp(p, f"{name}.feed_forward", h, layer.feed_forward)
+        x = oracle_layer(p, f"layers.{i}", x, layer, config.norm)
+    if config.final_norm:
+        x = oracle_norm(p, "final_norm", x, config.norm)
+    if config.head_transform is not None:
+        x = F.gelu(x @ p["head_transform.weight"].T + p["head_transform.bias"])
+        x = oracle_norm(p, "head_transform.norm", x, config.norm)
     head = p["embedding.weight"] if config.tied else p["head.weight"]
-    return oracle_norm(p, "final_norm", x, kind, eps) @ head.T
+    logits = config.logit_scale * (x @ head.T) + p.get("head_bias", torch.tensor(0.0))
+    cap = config.logit_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -128,14 +238,23 @@ def test_logits_loss_and_gradients_match_the_oracle(variant):
     config = gpt(**{**TINY, **VARIANTS[variant]})
     model, data = double(config), batch()
     params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    expected = oracle_logits(params, config, data["tokens"])
-    assert torch.allclose(model.logits(data["tokens"]), expected, rtol=1e-11, atol=1e-11)
+    if config.token_types:
+        data["token_types"] = torch.randint(0, config.token_types, data["tokens"].shape)
+    expected = oracle_logits(params, config, data)
+    no_labels = {name: x for name, x in data.items() if name != "labels"}
+    assert torch.allclose(model(None, no_labels), expected, rtol=1e-11, atol=1e-11)
     output = model(None, data)
     rows = -torch.log_softmax(expected, -1).gather(2, data["labels"].clamp(min=0)[..., None])
     total = rows[..., 0][data["labels"] != -100].sum()
     assert output["tokens"] == 17
     assert torch.allclose(output["lm"], total, rtol=1e-12)
-    output["lm"].backward()
+    objective, weights = output["lm"], config.loss_weights
+    if config.z_loss:
+        square = expected.logsumexp(-1).square()[data["labels"] != -100].sum()
+        assert torch.allclose(output["z"], square, rtol=1e-12)
+        objective, total = objective + weights["z"] * output["z"], total + config.z_loss * square
+    assert weights.keys() == output.keys() - {"tokens"}
+    objective.backward()
     total.backward()
     for name, param in model.named_parameters():
         assert torch.allclose(param.grad, params[name].grad, rtol=1e-9, atol=1e-11), name
@@ -170,6 +289,16 @@ def test_initial_values_have_the_configured_spread():
     other = dict(GPT(config, seed=4).named_parameters())
     assert torch.equal(again["embedding.weight"], params["embedding.weight"])
     assert not torch.equal(other["embedding.weight"], params["embedding.weight"])
+
+
+def test_embeddings_and_head_may_have_a_spread_of_their_own():
+    sizes = {"vocab_size": 512, "hidden_size": 128, "num_layers": 1, "num_heads": 4}
+    config = gpt(**sizes, tied=False, init_std=0.01, embedding_std=0.3, positions="learned")
+    for name, param in GPT(config, seed=3).named_parameters():
+        if name in ("embedding.weight", "head.weight", "position_embedding.weight"):
+            assert param.std().item() == pytest.approx(0.3, rel=0.03), name
+        elif name.endswith(("qkv.weight", "up.weight")):
+            assert param.std().item() == pytest.approx(0.01, rel=0.03), name
 
 
 def test_bf16_parameters_are_the_rounded_fp32_ones():
@@ -258,9 +387,18 @@ def test_dropout_sites_drop_the_configured_share_independently():
 
 # Dynamo itself looks at .grad where a graph breaks.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("layers", [None, range(1, 2), range(2, 3)])
-def test_stage_compiles_to_the_same_numbers(layers):
-    config = gpt(**TINY, num_kv_heads=2, qk_norm="head")
+@pytest.mark.parametrize(
+    ("layers", "blocks"),
+    [
+        *((layers, {"num_kv_heads": 2, "qk_norm": "head"}) for layers in (None, range(1, 2))),
+        (range(2, 3), {"num_kv_heads": 2, "qk_norm": "head"}),
+        (range(2, 3), VARIANTS["gemma2"]),
+        (range(2, 3), VARIANTS["phi"]),
+        (range(1, 2), VARIANTS["bert"]),
+    ],
+)
+def test_stage_compiles_to_the_same_numbers(layers, blocks):
+    config = gpt(**{**TINY, **blocks})
     model, data = double(config, layers=layers), batch()
     x = None if layers is None else torch.randn(2, 9, 16, dtype=torch.float64)
     # The embedding checks its ids, which breaks the graph once.
@@ -281,7 +419,7 @@ def test_stage_compiles_to_the_same_numbers(layers):
 
 
 def test_meta_device_builds_without_memory():
-    model = GPT(preset("llama-3-70b"), layers=range(40, 41), device="meta")
+    model = GPT(preset("llama3-70b"), layers=range(40, 41), device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert model.layers["40"].mixer.qkv.weight.shape == (8, 10, 128, 8192)
 

@@ -1,12 +1,15 @@
 """Every fast function against its plain form, and against torch's own where there is one."""
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
+from mt_model import Activation
 from mt_model.activation import activate, gated, gated_reference
 from mt_model.gemm import CpuGemm
 from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
-from mt_model.norm import rms_norm, rms_norm_reference
+from mt_model.norm import _torch_rms_norm, rms_norm, rms_norm_reference
 from mt_model.reference_attention import causal_mask, reference_attention
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rotary import rotary_table, rotate, rotate_reference
@@ -49,6 +52,46 @@ def test_rms_norm_matches_plain_form(dtype, shape):
         inputs,
         dtype,
     )
+
+
+FORMS = [{"zero_centered": True}, {"rounds_first": True}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_rms_norm_match_the_plain_one(dtype, form):
+    assert_same_function(
+        lambda x, w: rms_norm(x, w, 1e-5, **form),
+        lambda x, w: rms_norm_reference(x, w, 1e-5, **form),
+        [rand(3, 5, 16), rand(16)],
+        dtype,
+    )
+    assert_same_function(
+        lambda x: rms_norm(x, None, 1e-5), lambda x: rms_norm(x, None, 1e-5), [rand(3, 16)], dtype
+    )
+
+
+@pytest.mark.parametrize("function", [rms_norm, rms_norm_reference, _torch_rms_norm])
+def test_the_weight_multiplies_before_the_rounding_or_after_it(function):
+    """1.0078 and a weight of the same size: one rounding gives another bf16 than two."""
+    x, weight = rand(64, 32, dtype=torch.bfloat16), (rand(32) * 0.3 + 1).bfloat16()
+    exact = F.rms_norm(x.double(), (32,), None, 1e-5)
+    once = (exact * weight.double()).bfloat16()
+    twice = exact.bfloat16() * weight
+
+    def differ(a, b):
+        return (a != b).double().mean()
+
+    assert differ(once, twice) > 0.1
+    plain = {"zero_centered": False, "rounds_first": False}
+    # The root is taken in fp32, which may round another way where a value is between two.
+    assert differ(function(x, weight, 1e-5, **plain), once) < 0.005
+    assert differ(function(x, weight, 1e-5, **{**plain, "rounds_first": True}), twice) < 0.005
+    # 1 + w is not rounded: bf16 has no number between 1 and 1.0078.
+    small = torch.full((32,), 0.003, dtype=torch.bfloat16)
+    centered = function(x, small, 1e-5, **{**plain, "zero_centered": True})
+    assert differ(centered, (exact * (1 + small.double())).bfloat16()) < 0.005
+    assert differ(centered, exact.bfloat16()) > 0.1
 
 
 def test_rms_norm_matches_torch_and_finite_differences():
@@ -116,11 +159,29 @@ def test_rotation_is_multiplication_of_its_pairs_by_a_complex_phase(rope, functi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu2"])
-def test_gated_activation_matches_plain_form(dtype, kind):
+@pytest.mark.parametrize("kind", get_args(Activation))
+@pytest.mark.parametrize("terms", [{}, {"clamp": 0.8, "up_offset": 1.0}])
+def test_gated_activation_matches_plain_form(dtype, kind, terms):
     assert_same_function(
-        lambda x: gated(x, kind), lambda x: gated_reference(x, kind), [rand(3, 4, 2, 16)], dtype
+        lambda x: gated(x, kind, **terms),
+        lambda x: gated_reference(x, kind, **terms),
+        [rand(3, 4, 2, 16)],
+        dtype,
     )
+
+
+def test_clamped_gate_is_that_of_gpt_oss():
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    sizes = {"hidden_size": 4, "intermediate_size": 8, "num_local_experts": 1}
+    theirs = GptOssExperts(GptOssConfig(**sizes))
+    gate_up = 6 * rand(5, 2, 8)
+    interleaved = gate_up.transpose(1, 2).flatten(1)
+    expected = theirs._apply_gate(interleaved)
+    ours = gated(gate_up, "gelu_quick", clamp=theirs.limit, up_offset=1.0)
+    assert (gate_up.abs() > theirs.limit).any()
+    assert torch.allclose(ours, expected, rtol=1e-12)
 
 
 def test_activations_match_their_formulas():
@@ -129,6 +190,8 @@ def test_activations_match_their_formulas():
     assert torch.allclose(activate(x, "gelu"), x * 0.5 * (1 + torch.erf(x / 2**0.5)))
     tanh = torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
     assert torch.allclose(activate(x, "gelu_tanh"), 0.5 * x * (1 + tanh))
+    assert torch.allclose(activate(x, "gelu_quick"), x / (1 + torch.exp(-1.702 * x)))
+    assert torch.equal(activate(x, "relu"), torch.where(x > 0, x, 0.0))
     assert torch.allclose(activate(x, "relu2"), torch.where(x > 0, x * x, 0.0))
     with pytest.raises(ValueError, match="'swish' is not one of silu"):
         activate(x, "swish")
@@ -216,8 +279,8 @@ def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
             self.device = torch.device(device)
 
     def names():
-        norm = kernel_for(RMS_NORM_KERNELS, On(), None, 0.0).name
-        gates = [kernel_for(GATED_KERNELS, On(), kind).name for kind in ("silu", "gelu")]
+        norm = kernel_for(RMS_NORM_KERNELS, On(), On()).name
+        gates = [kernel_for(GATED_KERNELS, On(), kind, None, 0).name for kind in ("silu", "gelu")]
         return [norm, *gates, kernel_for(ROTATE_KERNELS, On(), None).name]
 
     norm = "cpu" if device == "cpu" else "torch"

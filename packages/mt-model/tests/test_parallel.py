@@ -47,6 +47,39 @@ VARIANTS = {
     "padded": {"vocab_size": 49, "vocab_multiple": 4, "tied": False},
     "ropes": {"num_kv_heads": 2},
     "relative": {"score_bias": {"type": "relative", "buckets": 4, "max_distance": 5}},
+    "gemma2": {
+        "num_kv_heads": 2,
+        "norms": "sandwich",
+        "norm_zero_centered": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": 4.0,
+        "logit_softcap": 3.0,
+        "z_loss": 1e-2,
+        "dropout": 0.1,
+    },
+    "bert": {
+        "positions": "learned",
+        "norm": "layer",
+        "norms": "post",
+        "gated": False,
+        "bias": True,
+        "embedding_norm": True,
+        "token_types": 3,
+        "head_transform": "gelu",
+        "head_bias": True,
+        "dropout": 0.1,
+    },
+    "neox": {"norm": "layer", "parallel": True, "bias": True, "tied": False, "dropout": 0.1},
+    "phi": {
+        "norm": "layer",
+        "parallel": True,
+        "shared_norm": True,
+        "tied": False,
+        "head_bias": True,
+        "logit_scale": 0.3,
+        "residual_scale": 0.5,
+    },
+    "olmo2": {"norms": "output", "clamp": 0.5, "up_offset": 1.0, "activation": "gelu_quick"},
 }
 ROPES = (
     RopeConfig(theta=50.0, scaling=DynamicScaling(factor=2.0, original_length=4)),
@@ -115,7 +148,9 @@ def gradients(config, state, stages, **rest):
     """Each loss, in the order of its weights, the count and the models with gradients."""
     models = [build(config, state, layers=layers, **rest) for layers in stages]
     data, received, sent, losses, weights = batch(), [None], [], [], config.loss_weights
-    for name in ("tokens", "labels"):
+    if config.token_types:
+        data["token_types"] = data["tokens"] % config.token_types
+    for name in data.keys() & {"tokens", "labels", "token_types"}:
         data[name] = shard(data[name], state.group("cp"))
     for model in models:
         output = model(received[-1], data)
@@ -130,8 +165,9 @@ def gradients(config, state, stages, **rest):
         losses[::-1], [None, *sent[::-1]], [None, *received[:0:-1]], strict=True
     ):
         weighed = [weights[name] * value for name, value in named.items() if name in weights]
-        roots = [*weighed, *([] if x is None else [x])]
-        grads = [*map(torch.ones_like, weighed), *([] if x is None else [next_in.grad])]
+        total = [sum(weighed)] if weighed else []
+        roots = [*total, *([] if x is None else [x])]
+        grads = [*map(torch.ones_like, total), *([] if x is None else [next_in.grad])]
         torch.autograd.backward(roots, grads)
     values = [sum(named[n].detach() for named in losses if n in named) for n in weights]
     return torch.stack(values), int(losses[-1]["tokens"]), models
@@ -206,7 +242,13 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize("variant", ["untied_dropout", "gpt2", "losses", *RECURRENT, "relative"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("untied_dropout", "gpt2", "losses", "gemma2", "bert", "neox", "phi"),
+        *(*RECURRENT, "relative"),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):

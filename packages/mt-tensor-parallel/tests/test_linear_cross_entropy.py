@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from mt_parallel_state import copy_to_group
 from mt_tensor_parallel import (
     linear_cross_entropy,
+    linear_cross_entropy_and_z,
     linear_cross_entropy_reference,
     vocab_parallel_cross_entropy,
 )
@@ -258,3 +259,99 @@ def test_a_compiled_loss_is_the_eager_one_and_checks_labels() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
     with pytest.raises(RuntimeError, match="a label is outside the vocabulary: ids go from 0 to"):
         compiled(_rand(18, 16), _rand(24, 16), torch.full((18,), 13), **terms)
+
+
+HEADS = {
+    "bias": {},
+    "capped": {"softcap": 1.5},
+    "all": {"softcap": 2.0, "label_smoothing": 0.2, "z_loss": 1e-2, "vocab_size": 13},
+}
+
+
+def _head(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Hidden states, and a head with a bias."""
+    sizes = (18, 16), (24, 16), (24,)
+    return [_rand(*size, seed=seed, dtype=dtype) for seed, size in enumerate(sizes)]
+
+
+def _by_hand(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, terms: dict) -> Tensor:
+    size, cap = terms.get("vocab_size", 24), terms.get("softcap")
+    logits = hidden @ weight[:size].T + bias[:size]
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    alpha, z = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
+    return _smoothed_by_hand(logits, labels, alpha, z).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [None, 5])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_bias_and_a_cap_of_the_logits_match_the_formula(name, dtype, block_size) -> None:
+    terms = HEADS[name]
+    labels = _labels(18, terms.get("vocab_size", 24))
+    fast = [x.requires_grad_() for x in _head(dtype)]
+    plain = [x.detach().double().requires_grad_() for x in fast]
+    loss = linear_cross_entropy(*fast[:2], labels, bias=fast[2], block_size=block_size, **terms)
+    expected = _by_hand(*plain, labels, terms)
+    reference = linear_cross_entropy_reference(*plain[:2], labels, bias=plain[2], **terms)
+    torch.testing.assert_close(reference, expected, rtol=1e-12, atol=0)
+    _near(loss, expected, dtype)
+    (loss * 0.25).backward()
+    (expected * 0.25).backward()
+    for ours, exact in zip(fast, plain, strict=True):
+        _near(ours.grad, exact.grad, dtype)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_split_head_with_a_bias_and_a_cap_is_the_whole_one(ranks, name) -> None:
+    def body() -> None:
+        terms, group, rank = HEADS[name], dist.group.WORLD, dist.get_rank()
+        labels = _labels(18, terms.get("vocab_size", 24))
+        whole = [x.requires_grad_() for x in _head()]
+        expected = _by_hand(*whole, labels, terms)
+        expected.backward()
+        hidden = whole[0].detach().clone().requires_grad_()
+        weight, bias = (x.detach().chunk(2)[rank].clone().requires_grad_() for x in whole[1:])
+        given = copy_to_group(hidden, group), weight, labels
+        loss = linear_cross_entropy(*given, bias=bias, group=group, block_size=5, **terms)
+        loss.backward()
+        _near(loss, expected, torch.float64)
+        _near(hidden.grad, whole[0].grad, torch.float64)
+        for own, all_rows in zip((weight, bias), whole[1:], strict=True):
+            _near(own.grad, all_rows.grad.chunk(2)[rank], torch.float64)
+
+    ranks(2, body)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_cross_entropy_and_the_square_are_the_loss_with_both(compiled) -> None:
+    labels, results = _labels(18, 24), []
+    for split in (False, True):
+        leaves = [x.requires_grad_() for x in _head()]
+        terms = {"bias": leaves[2], "softcap": 2.0, "z_loss": 0.1}
+        function = linear_cross_entropy_and_z if split else linear_cross_entropy
+        if compiled:
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        found = function(*leaves[:2], labels, **terms)
+        loss = found
+        if split:
+            loss = found[0] + 0.1 * found[1]
+            assert not found[1].requires_grad
+            plain = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], softcap=2.0)
+            torch.testing.assert_close(found[0], plain, rtol=1e-12, atol=0)
+        (loss * 0.5).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, "softcap=0.0 must be above 0; None caps nothing"),
+        ({"softcap": float("nan")}, "softcap=nan must be finite"),
+        ({"bias": _rand(5)}, r"bias \(5,\) must have one number for each of the head's 6 rows"),
+    ],
+)
+def test_a_bias_or_cap_that_cannot_be_is_refused(options, message) -> None:
+    for loss in (linear_cross_entropy, linear_cross_entropy_reference):
+        with pytest.raises(ValueError, match=message):
+            loss(_rand(4, 8), _rand(6, 8), torch.zeros(4).long(), **options)

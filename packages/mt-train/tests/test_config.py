@@ -248,9 +248,9 @@ def test_a_broken_file_gives_one_message_with_place_and_way_out(name: str, tmp_p
 
 
 def test_an_unknown_preset_is_suggested(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, MINIMAL.replace("hidden_size: 64", "preset: gpt2-124n"))
+    (found,) = problems(tmp_path, MINIMAL.replace("hidden_size: 64", "preset: gpt2-xk"))
     assert found.startswith("run.yaml:2: model.preset: ")
-    assert "gpt2-124m" in found
+    assert "gpt2-xl" in found
 
 
 def test_all_problems_are_reported_in_one_pass(tmp_path: Path) -> None:

@@ -244,12 +244,15 @@ class _Binder:
         hints, before = hints_of(cls), self.count
         prefix = f"{path}." if path else ""
         names = {_key(name): name for name in hints}
-        values = {}
+        values: dict[Any, Any] = {}
+        listed = ""  # once for each mapping
         for key, child in given.items():
             if key in names:
                 values[names[key]] = self.bind(hints[names[key]], child, f"{prefix}{key}")
             elif len(self.problems) < MAX_PROBLEMS:
-                text = f"unknown key. {did_you_mean(str(key), names, path)}"
+                hint = did_you_mean(str(key), names, path)
+                text = "unknown key" if hint == listed else f"unknown key. {hint}"
+                listed = listed if "Did you mean" in hint else hint
                 self.add(f"{prefix}{_short_key(key)}", text)
             else:
                 self.count += 1  # a hint for each of very many keys takes long

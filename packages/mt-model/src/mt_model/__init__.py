@@ -6,14 +6,21 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_model.choice import Activation, AttentionKernel, Positions, QKNorm, Recompute, Sinks
+from mt_model.choice import (
+    Activation,
+    AttentionKernel,
+    Norms,
+    Positions,
+    QKNorm,
+    Recompute,
+    Sinks,
+)
 from mt_model.config import (
     EntryConfig,
     FeedForwardConfig,
     LayerConfig,
     MixerConfig,
     ModelConfig,
-    NormConfig,
     validate_context,
     validate_split,
 )
@@ -22,7 +29,8 @@ from mt_model.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mamba2_config import Mamba2Config
 from mt_model.mla_config import MLAConfig
-from mt_model.presets import PRESETS, gpt, gpt_arguments, preset
+from mt_model.norm_config import NormConfig
+from mt_model.presets import gpt, gpt_arguments
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rope_scaling import (
     DynamicScaling,
@@ -33,6 +41,7 @@ from mt_model.rope_scaling import (
     YarnScaling,
 )
 from mt_model.score_bias import AlibiConfig, RelativeConfig, ScoreBias
+from mt_model.shapes import PRESETS, preset
 
 if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
@@ -81,6 +90,7 @@ __all__ = [
     "MixerConfig",
     "ModelConfig",
     "NormConfig",
+    "Norms",
     "Positions",
     "Pretrained",
     "QKNorm",

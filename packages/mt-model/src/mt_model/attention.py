@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
 from mt_context_parallel import AttentionDropout
 from mt_parallel_state import MatrixSpec, PartitionSpec, mark_matrix, shard_param
@@ -17,7 +20,7 @@ from mt_model.initialization import start_from
 from mt_model.kinds import AttentionConfig
 from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
-from mt_model.norm import RMSNorm, rms_norm
+from mt_model.norm import RMSNorm, build_rms_norm, rms_norm
 from mt_model.placement import Placement
 from mt_model.rotary import RotaryTable, rotate
 from mt_model.score_table import ScoreTable
@@ -57,8 +60,8 @@ def _norms(
     if config.qk_norm not in ("head", "whole"):
         return None, None
     heads = (config.num_heads, config.num_kv_heads) if config.qk_norm == "whole" else (1, 1)
-    eps, dtype = model.norm.eps, placement.dtype
-    made = [RMSNorm(n * config.head_dim, eps=eps, dtype=dtype) for n in heads]
+    form, dtype = replace(model.norm, weight=True), placement.dtype
+    made = [build_rms_norm(form, n * config.head_dim, dtype=dtype) for n in heads]
     for norm in made:
         placement.mark_replicated(norm, partial=True)
     return made[0], made[1]
@@ -79,7 +82,7 @@ class Attention(nn.Module):
 
     Args:
         config: sizes.
-        model: width of input and output, eps of the query and key norms.
+        model: width of input and output, form of the query and key norms.
         layer: global index.
         placement: of this rank.
 
@@ -310,7 +313,8 @@ class Attention(nn.Module):
     def _norm_weights(self, kind: str) -> tuple[Tensor, Tensor] | None:
         if self.qk_norm != kind or self.q_norm is None or self.k_norm is None:
             return None
-        return self.q_norm.weight, self.k_norm.weight
+        query, key = (cast("Tensor", norm.factor()) for norm in (self.q_norm, self.k_norm))
+        return query, key
 
     def _head_norm(self) -> HeadNorm | None:
         weights = self._norm_weights("head")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
+Norms: TypeAlias = Literal["pre", "output", "sandwich", "post"]
 Positions: TypeAlias = Literal["rope", "learned", "none"]
 QKNorm: TypeAlias = Literal["none", "head", "whole", "l2"]
 AttentionKernel: TypeAlias = Literal[

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain, groupby
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mt_files import (
     Checks,
@@ -19,7 +20,8 @@ from mt_files import (
     to_plain,
 )
 
-from mt_model.choice import Positions
+from mt_model.choice import Activation, Norms, Positions
+from mt_model.norm_config import NormConfig
 from mt_model.rope import Rotary
 
 if TYPE_CHECKING:
@@ -33,25 +35,8 @@ Sizes: TypeAlias = tuple[int, ...]
 _RESERVED = ("lm", "tokens", "total", "val")
 # Above these no parameter's size fits 64 bits, or a list of layers no memory.
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27
+MAX_TYPES = 1 << 16
 MAX_LAYERS = 4096  # above the deepest networks published
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormConfig:
-    """The normalisation in front of every mixer, feed-forward and head.
-
-    Attributes:
-        kind: `rms` (weight only) or `layer` (weight and bias).
-        eps: added to the mean square or variance before the inverse root.
-    """
-
-    kind: Literal["rms", "layer"] = "rms"
-    eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.above(0, "eps")
-        checks.done()
 
 
 class EntryConfig(ABC):
@@ -160,23 +145,56 @@ class FeedForwardConfig(EntryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))` if there is one.
+    """One layer: a mixer and a feed-forward, each a branch of the residual stream with its norms.
+
+    With f a branch and n its norms, the stream x becomes `x + s f(n(x))` (`pre`, Llama and GPT-2),
+    `x + s n(f(x))` (`output`, OLMo-2), `x + s n2(f(n1(x)))` (`sandwich`, Gemma 2) or
+    `n(x + s f(x))` (`post`, BERT), where s is `residual_scale`.
 
     Attributes:
         mixer: attention, where plain values don't name another `type`.
         feed_forward: an MLP, likewise; None for none.
         repeat: how often the layer comes; 1 in a `ModelConfig`, which has each on its own.
+        norms: where the norms are: `pre`, `output`, `sandwich` or `post`.
+        parallel: both branches start from the layer's input, and are added at once (GPT-NeoX).
+        shared_norm: parallel branches have one norm in front of both (GPT-J, Phi).
+        residual_scale: what a branch is multiplied by before it is added (Granite).
     """
 
     mixer: MixerConfig
     feed_forward: FeedForwardConfig | None = None
     repeat: int = 1
+    norms: Norms = "pre"
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "repeat")
         checks.at_most(MAX_LAYERS, "repeat")
+        checks.above(0, "residual_scale")
         checks.done()
+        if self.parallel and (self.feed_forward is None or self.norms == "post"):
+            checks.add(
+                "parallel",
+                "True, but there is only one branch, or the norm of the one is the input of the "
+                "other (norms='post'). Use parallel=False.",
+            )
+        if self.shared_norm and not (self.parallel and self.norms in ("pre", "sandwich")):
+            checks.add(
+                "shared_norm",
+                "True, but only parallel branches with a norm in front can share one. Use "
+                "parallel=True and norms='pre' or 'sandwich', or shared_norm=False.",
+            )
+        checks.done()
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of the layer itself, before and after its branches."""
+        branches = len(self.entries)
+        each = branches * (2 if self.norms == "sandwich" else 1)
+        return each - 1 if self.shared_norm else each
 
     @property
     def entries(self) -> tuple[EntryConfig, ...]:
@@ -204,14 +222,28 @@ class ModelConfig:
         hidden_size: width of the residual stream.
         max_sequence_length: longest sequence; also the rows of a learned position table.
         layers: one entry per layer; they may differ. What is given with a `repeat` becomes as many.
-        norm: kind and eps of every norm.
+        norm: the form of every norm.
         positions: `rope` (at least one layer turns its heads), `learned` (a table added to the
             embedding) or `none`.
         tied: the head is the embedding matrix.
+        final_norm: a norm in front of the head; layers with `post` norms end in one already.
+        embedding_scale: of the embeddings of tokens, rounded to the model's dtype (Gemma:
+            `sqrt(hidden_size)`); not of positions, token types or given embeddings.
+        embedding_norm: a norm of the sum of all embeddings, before its dropout (BERT).
+        token_types: kinds of tokens with an embedding each, `batch["token_types"]` (BERT: 2).
+        head_transform: the activation of a layer in front of the head, behind the final norm:
+            `norm(act(W x + b))` (BERT); None for none.
+        head_bias: a bias for each token of the vocabulary.
+        logit_scale: of what the head multiplies (Cohere, Granite, muP: 1 / width multiplier).
+        logit_softcap: logits become `softcap * tanh(logit / softcap)` (Gemma 2), with the bias.
+        z_loss: weight of the loss `z`, the squared log-sum-exp of the logits (Chowdhery et al.,
+            2022); 0 for none.
         dropout: probability of dropping an element of the embedding, mixer or feed-forward
             output in training.
         init_std: standard deviation of the initial weights; projections that write to the
             residual stream use `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+        embedding_std: that of embeddings and head; `init_std` where None. In muP it stays while
+            `init_std` falls with the root of the width (Yang et al., 2022).
         vocab_multiple: the embedding and the head have rows for a multiple of it, so that ranks
             can share a vocabulary that does not divide. Rows beyond `vocab_size` are zeros, no
             part of the softmax, and have no logits.
@@ -221,12 +253,22 @@ class ModelConfig:
     hidden_size: int
     max_sequence_length: int
     layers: tuple[LayerConfig, ...]
-    norm: NormConfig = NormConfig()
+    norm: NormConfig = NormConfig()  # noqa: RUF009 - it is frozen
     positions: Positions = "rope"
     tied: bool = True
+    final_norm: bool = True
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    token_types: int = 0
+    head_transform: Activation | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
     dropout: float = 0.0
     init_std: float = 0.02
     vocab_multiple: int = 1
+    embedding_std: float | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -234,7 +276,10 @@ class ModelConfig:
         checks.at_most(MAX_VOCAB, "vocab_size", "vocab_multiple")
         checks.at_most(MAX_WIDTH, "hidden_size")
         checks.at_most(MAX_LENGTH, "max_sequence_length")
-        checks.above(0, "init_std")
+        checks.at_least(0, "token_types", "z_loss")
+        checks.at_most(MAX_TYPES, "token_types")
+        checks.above(0, "init_std", "embedding_std", "embedding_scale")
+        checks.above(0, "logit_scale", "logit_softcap")
         checks.fraction("dropout")
         checks.done()
         count = sum(layer.repeat for layer in self.layers)
@@ -278,7 +323,7 @@ class ModelConfig:
     def score_tables(self) -> dict[str, tuple[int, int]]:
         """Buckets and heads of the tables of biases that layers share, by name."""
         tables: dict[str, tuple[int, int]] = {}
-        for layer, _ in runs(self.layers):
+        for layer, _ in self.runs:
             shared = layer.mixer.shared_table
             if shared is not None:
                 tables.setdefault(shared[0], shared[1:])
@@ -286,11 +331,12 @@ class ModelConfig:
 
     def _check_losses(self) -> None:
         weights: dict[str, float] = {}
-        for layer, _ in runs(self.layers):
+        reserved = (*_RESERVED, "z") if self.z_loss else _RESERVED
+        for layer, _ in self.runs:
             for entry in layer.entries:
                 for name, weight in entry.loss_weights.items():
-                    if not name.isidentifier() or name in _RESERVED:
-                        text = f"a loss is called {name!r}; use a word other than {_RESERVED}"
+                    if not name.isidentifier() or name in reserved:
+                        text = f"a loss is called {name!r}; use a word other than {reserved}"
                         raise FieldError({"layers": text}, "ModelConfig")
                     if weights.setdefault(name, weight) != weight or not isfinite(weight):
                         text = (
@@ -301,11 +347,22 @@ class ModelConfig:
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """What each loss of the model weighs in the objective, by name: `lm` 1, then layers'."""
+        """What each loss of the model weighs in the objective, by name: `lm` 1, then others."""
         weights = {"lm": 1.0}
-        for layer, _ in runs(self.layers):
+        if self.z_loss:
+            weights["z"] = self.z_loss
+        for layer, _ in self.runs:
             weights |= layer.loss_weights
         return weights
+
+    def __str__(self) -> str:
+        """A table of the layers, equal neighbours in one row, with parameters and FLOPs."""
+        return import_module("mt_model.table").table(self)
+
+    @property
+    def runs(self) -> tuple[tuple[LayerConfig, int], ...]:
+        """Equal neighbours of the layer list as one layer, and how often it comes."""
+        return tuple(runs(self.layers))
 
     @property
     def vocab_rows(self) -> int:
@@ -326,14 +383,17 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Parameters of the whole model with padding, from the sizes; a tied head counts once."""
         hidden = self.hidden_size
-        norm = hidden * (2 if self.norm.kind == "layer" else 1)
-        total = self.vocab_rows * hidden * (1 if self.tied else 2) + norm
+        norm = self.norm.num_parameters(hidden)
+        total = self.vocab_rows * (hidden * (1 if self.tied else 2) + self.head_bias)
+        total += norm * (self.final_norm + self.embedding_norm) + self.token_types * hidden
+        if self.head_transform is not None:
+            total += hidden * (hidden + 1) + norm
         if self.positions == "learned":
             total += self.max_sequence_length * hidden
         total += sum(buckets * heads for buckets, heads in self.score_tables.values())
-        for layer, repeats in runs(self.layers):
-            each = sum(norm + entry.num_parameters(hidden) for entry in layer.entries)
-            total += repeats * each
+        for layer, repeats in self.runs:
+            each = sum(entry.num_parameters(hidden) for entry in layer.entries)
+            total += repeats * (each + norm * layer.num_norms)
         return total
 
     def cache_break(self, held: int, length: int) -> int | None:
@@ -345,7 +405,7 @@ class ModelConfig:
         """
         if not held:
             return None
-        breaks = (layer.mixer.cache_break for layer, _ in runs(self.layers))
+        breaks = (layer.mixer.cache_break for layer, _ in self.runs)
         return next((at for at in breaks if at is not None and held <= at < length), None)
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -361,7 +421,9 @@ class ModelConfig:
             sequence_length: tokens per sequence (`s`).
         """
         total = 6 * self.hidden_size * self.vocab_size
-        for layer, repeats in runs(self.layers):
+        if self.head_transform is not None:
+            total += 6 * self.hidden_size**2
+        for layer, repeats in self.runs:
             entries = layer.entries
             each = sum(e.flops_per_token(self.hidden_size, sequence_length) for e in entries)
             total += repeats * each
@@ -372,7 +434,7 @@ class ModelConfig:
 
         Equal neighbours in `layers` are one entry with a `repeat`.
         """
-        layers = [{**to_plain(layer), "repeat": repeats} for layer, repeats in runs(self.layers)]
+        layers = [{**to_plain(layer), "repeat": repeats} for layer, repeats in self.runs]
         return {**to_plain(self), "layers": layers}
 
     @classmethod

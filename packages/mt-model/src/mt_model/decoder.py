@@ -14,6 +14,7 @@ from mt_parallel_state import (
     GradSink,
     ParallelLayout,
     ParallelState,
+    PartitionSpec,
     WgradStore,
     all_gather,
     copy_to_group,
@@ -27,6 +28,7 @@ from mt_tensor_parallel import (
     VocabParallelEmbedding,
     defer_weight_gradients,
     linear_cross_entropy,
+    linear_cross_entropy_and_z,
     parallel_linear,
     sum_weight_gradients,
 )
@@ -39,7 +41,8 @@ from mt_model.config import ModelConfig, validate_context, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
-from mt_model.initialization import materialize
+from mt_model.head_transform import HeadTransform
+from mt_model.initialization import materialize, start_from
 from mt_model.layer import Step, TransformerLayer
 from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
@@ -249,12 +252,13 @@ class GPT(nn.Module):
         Args:
             x: int64 tokens; with a batch the activation of the stage before, None on the first.
             batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
-                of tokens; `documents`, ids of packed documents that do not see each other;
-                `positions` other than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True
-                where a token is and False at padding, which no token sees and which has no
-                positions; `memory` and `memory_mask` for cross-attention, whole on every rank; and
-                for generation this stage's own `cache`, with which the last stage returns the
-                logits after the last token of each row alone.
+                of tokens; `token_types`, 0 where missing; `documents`, ids of packed documents
+                that do not see each other; `positions` other than 0, 1, 2 and on, or three for
+                each token (MRoPE); `mask`, True where a token is and False at padding, which no
+                token sees and which has no positions; `memory` and `memory_mask` for
+                cross-attention, whole on every rank; and for generation this stage's own `cache`,
+                with which the last stage returns the logits after the last token of each row
+                alone.
             labels: of the next token after each, int64; -100 does not count.
             sample_ids: unique per training sample; needed with dropout in training.
 
@@ -265,9 +269,10 @@ class GPT(nn.Module):
             tensor-parallel group and has gradients.
 
         Shape:
-            tokens, labels, positions: [B, S / cp], this rank's as `mt_context_parallel.shard` cuts
-            them, or positions [3, B, S / cp]; documents, mask: [B, S], whole; sample_ids: [B];
-            embeddings: [B, S / cp, hidden]; memory: [B, M, size]; memory_mask: [B, M];
+            tokens, labels, positions, token_types: [B, S / cp], this rank's as
+            `mt_context_parallel.shard` cuts them, or positions [3, B, S / cp]; documents, mask:
+            [B, S], whole; sample_ids: [B]; embeddings: [B, S / cp, hidden]; memory: [B, M, size];
+            memory_mask: [B, M];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
 
@@ -332,7 +337,7 @@ class GPT(nn.Module):
         return x, shared
 
     def embed(self, batch: Batch, positions: Tensor, shared: Pass) -> Tensor:
-        """Embed this rank's tokens, or take their embeddings from the batch; add positions.
+        """Embed this rank's tokens, or take their embeddings from the batch, and add the others.
 
         Shape:
             positions: [S / cp] or [B, S / cp]. Returns [B, S / cp, hidden], of which sequence
@@ -341,11 +346,31 @@ class GPT(nn.Module):
         given = batch.get("embeddings")
         if given is None:
             x = self.embedding(batch["tokens"])
+            x = x if self.embedding_scale == 1 else x * self.embedding_scale
         else:
             x = self._between(given.to(self.placement.dtype), dim=1)
         if self.position_embedding is not None:
             x = x + self.position_embedding(self._between(positions, dim=-1))
+        if (kinds := self._type_embedding(batch)) is not None:
+            x = x + kinds
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         return self.embedding_dropout(x, shared.hidden_index)
+
+    def _type_embedding(self, batch: Batch) -> Tensor | None:
+        """Embeddings of the tokens' types; of type 0 where the batch has none.
+
+        Shape:
+            [B, S / cp, hidden] or [hidden].
+        """
+        table, types = self.token_type_embedding, batch.get("token_types")
+        if table is not None:
+            return table.weight[0] if types is None else table(self._between(types, dim=1))
+        if types is not None:
+            raise ValueError(
+                "the batch has token_types, but the model was built with token_types=0; leave them "
+                "out, or build it with as many as there are"
+            )
+        return None
 
     def run_layers(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         """Apply this stage's layers in order, and sum their losses over them and their tokens.
@@ -453,17 +478,13 @@ class GPT(nn.Module):
             self.embedding = self._vocab_matrix()
             self._mark_tied(self.embedding.weight)
         if self.has_embedding:
-            self.position_embedding = None
-            if config.positions == "learned":
-                self.position_embedding = nn.Embedding(
-                    config.max_sequence_length,
-                    config.hidden_size,
-                    device="meta",
-                    dtype=placement.dtype,
-                )
-                placement.mark_replicated(
-                    self.position_embedding, partial=placement.sequence_parallel
-                )
+            scale = torch.tensor(config.embedding_scale, dtype=placement.dtype)
+            self.embedding_scale = scale.item()
+            learned = config.positions == "learned"
+            self.position_embedding = self._table(config.max_sequence_length) if learned else None
+            types = config.token_types
+            self.token_type_embedding = self._table(types) if types else None
+            self.embedding_norm = self._norm() if config.embedding_norm else None
             self.embedding_dropout = DropoutSite(
                 config.dropout, seed=placement.seed, layer=-1, name="embedding"
             )
@@ -482,13 +503,37 @@ class GPT(nn.Module):
         for table in self.score_tables.values():
             self._mark_shared(cast("ScoreTable", table).weight)
         if self.has_head:
-            self.final_norm = build_norm(config.norm, config.hidden_size, dtype=placement.dtype)
-            placement.mark_replicated(self.final_norm, partial=placement.sequence_parallel)
+            self.final_norm = self._norm() if config.final_norm else None
+            self.head_transform = None
+            if config.head_transform is not None:
+                kind = config.head_transform
+                self.head_transform = HeadTransform(config, kind, placement=placement)
             if not config.tied:
                 self.head = self._vocab_matrix()
+            self.head_bias = self._vocab_bias() if config.head_bias else None
+
+    def _norm(self) -> nn.Module:
+        norm = build_norm(self.config.norm, self.config.hidden_size, dtype=self.placement.dtype)
+        self.placement.mark_replicated(norm, partial=self.placement.sequence_parallel)
+        return norm
+
+    def _table(self, rows: int) -> nn.Embedding:
+        """A table that every rank has whole."""
+        like = {"dtype": self.placement.dtype, "device": "meta"}
+        table = nn.Embedding(rows, self.config.hidden_size, **like)
+        start_from(cast("nn.Parameter", table.weight), "embedding")
+        self.placement.mark_replicated(table, partial=self.placement.sequence_parallel)
+        return table
+
+    def _vocab_bias(self) -> nn.Parameter:
+        rows = self.config.vocab_rows // self.placement.tp
+        bias = nn.Parameter(torch.empty(rows, dtype=self.placement.dtype, device="meta"))
+        start_from(bias, "zeros")
+        spec = PartitionSpec() if self.placement.group is None else PartitionSpec("tp")
+        return shard_param(bias, spec)
 
     def _vocab_matrix(self) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(
+        matrix = VocabParallelEmbedding(
             self.config.vocab_rows,
             self.config.hidden_size,
             num_tokens=self.config.vocab_size,
@@ -497,6 +542,8 @@ class GPT(nn.Module):
             dtype=self.placement.dtype,
             device=torch.device("meta"),
         )
+        start_from(matrix.weight, "embedding")
+        return matrix
 
     def _mark_tied(self, weight: nn.Parameter) -> None:
         if self.config.tied and not (self.has_embedding and self.has_head):
@@ -590,6 +637,12 @@ class GPT(nn.Module):
     def _drops(self) -> bool:
         return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
 
+    def _before_head(self, x: Tensor) -> Tensor:
+        """What the head multiplies: the last layer's output, normed, transformed and scaled."""
+        x = x if self.final_norm is None else self.final_norm(x)
+        x = x if self.head_transform is None else self.head_transform(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
     def _head_weight(self) -> Tensor:
         return (self.embedding if self.config.tied else self.head).weight
 
@@ -597,35 +650,38 @@ class GPT(nn.Module):
         """Norm the last layer's output and score the next token, over the whole vocabulary."""
         group = self.placement.group
         scores = parallel_linear(
-            self.final_norm(x),
+            self._before_head(x),
             self._head_weight(),
+            self.head_bias,
             mode="column",
             group=group,
             gemm=self.placement.gemm,
             sequence_parallel=self.placement.sequence_parallel,
         )
+        if (softcap := self.config.logit_softcap) is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         return gather_from_group(scores, group, dim=-1)[..., : self.config.vocab_size]
 
     def loss(self, x: Tensor, labels: Tensor) -> Losses:
         """Norm the last layer's output, and sum its cross entropies with this rank's labels.
 
         Returns:
-            `lm`, the sum, and `tokens`, the number of labels that are not -100.
+            `lm`, the sum; `tokens`, the number of labels that are not -100; and for a model with
+            a `z_loss` the sum `z`, whose gradient comes with that of `lm`, made in one sweep.
         """
-        group, hidden = self.placement.group, self.final_norm(x)
+        group, hidden = self.placement.group, self._before_head(x)
         if self.placement.sequence_parallel:
             hidden = all_gather(hidden, group, dim=1)
         else:
             hidden = copy_to_group(hidden, group)
-        total = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            self._head_weight(),
-            labels.flatten(),
-            group=group,
-            gemm=self.placement.gemm,
-            vocab_size=self.config.vocab_size,
-        )
-        return {"lm": total, "tokens": (labels != IGNORE_INDEX).sum()}
+        operands = hidden.flatten(0, 1), self._head_weight(), labels.flatten()
+        how: dict[str, Any] = {"group": group, "gemm": self.placement.gemm, "bias": self.head_bias}
+        how |= {"softcap": self.config.logit_softcap, "vocab_size": self.config.vocab_size}
+        tokens = (labels != IGNORE_INDEX).sum()
+        if not self.config.z_loss:
+            return {"lm": linear_cross_entropy(*operands, **how), "tokens": tokens}
+        lm, z = linear_cross_entropy_and_z(*operands, z_loss=self.config.z_loss, **how)
+        return {"lm": lm, "z": z, "tokens": tokens}
 
     def _check_length(self, end: int) -> None:
         if end > self.config.max_sequence_length:
@@ -734,7 +790,8 @@ def check_batch(batch: Batch) -> None:
         shape = given.shape[:2]
     elif batch.get("tokens") is None:
         raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
-    for name in ("tokens", "labels", "documents", "positions", "mask", "sample_ids"):
+    integers = ("tokens", "labels", "documents", "positions", "mask", "token_types", "sample_ids")
+    for name in integers:
         x = batch.get(name)
         if x is None:
             continue

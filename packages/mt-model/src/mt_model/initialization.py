@@ -58,7 +58,7 @@ class Uniform:
         param.copy_(values)
 
 
-Initial: TypeAlias = Literal["normal", "residual", "ones", "zeros"] | Uniform
+Initial: TypeAlias = Literal["normal", "residual", "embedding", "ones", "zeros"] | Uniform
 _ATTRIBUTE = "_mt_initial"
 
 
@@ -67,9 +67,9 @@ def start_from(param: nn.Parameter, initial: Initial) -> None:
 
     Args:
         param: Of a module under construction.
-        initial: `normal` has the config's `init_std`, and `residual`, for what writes to the
-            residual stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019); or the
-            interval that values are drawn from.
+        initial: `normal` has the config's `init_std`, `residual`, for what writes to the residual
+            stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019), and `embedding`, for
+            tables and the head, its `embedding_std`; or the interval that values are drawn from.
     """
     setattr(param, _ATTRIBUTE, initial)
 
@@ -138,6 +138,7 @@ def _initializer(
     std = {
         "normal": config.init_std,
         "residual": config.init_std / math.sqrt(2 * config.num_layers),
+        "embedding": config.init_std if config.embedding_std is None else config.embedding_std,
     }
     known: dict[str, Initial] = {
         name: getattr(meta, _ATTRIBUTE, "zeros" if name.split(".")[-1] == "bias" else "normal")

@@ -167,20 +167,31 @@ class MLPConfig(FeedForwardConfig):
 
     Attributes:
         ffn_size: width between the projections.
-        activation: `silu`, `gelu` (exact, erf), `gelu_tanh` (GPT-2's) or `relu2` (squared ReLU).
+        activation: `silu`, `gelu` (exact, erf), `gelu_tanh` (GPT-2's), `gelu_quick`
+            (`x sigmoid(1.702 x)`, CLIP's), `relu` or `relu2` (squared ReLU).
         gated: multiply the activation by a second projection (SwiGLU with `silu`).
         bias: bias on both projections.
+        clamp: gated only: `g x` is cut to at most this, and `up x` to its size (GPT-OSS: 7).
+        up_offset: gated only: it is `act(g x) * (up x + up_offset)` (GPT-OSS: 1).
     """
 
     ffn_size: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    clamp: float | None = None
+    up_offset: float = 0.0
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "ffn_size")
         checks.at_most(MAX_WIDTH, "ffn_size")
+        checks.above(0, "clamp")
+        checks.done()
+        for name in ("clamp", "up_offset"):
+            if not self.gated and getattr(self, name):
+                text = f"{getattr(self, name)}, which a plain feed-forward does not have. Use "
+                checks.add(name, text + "gated=True, or leave it out.")
         checks.done()
 
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:

@@ -1,4 +1,4 @@
-"""One transformer layer: two residual branches, each behind its norm."""
+"""One transformer layer: branches of the residual stream, with their norms."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from mt_model.dropout import DropoutSite
 from mt_model.losses import Losses, add_losses, take_losses
 from mt_model.norm import build_norm
 from mt_model.placement import Placement
-from mt_model.recomputation import discard_between
+from mt_model.recomputation import discard_between_all
 
 Step: TypeAlias = Callable[[Tensor, Pass], tuple[Tensor, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
+Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and losses
 
 
 class TransformerLayer(nn.Module):
-    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))` where the layer has one.
+    """A mixer and a feed-forward where the layer has one, each a branch as `LayerConfig` describes.
 
     Beside the residual stream it returns what losses its mixer and feed-forward return, by name.
+    Norms in front of a branch are `mixer_norm` and `feed_forward_norm`, those behind one
+    `mixer_output_norm` and `feed_forward_output_norm`; what a layer does not have is None.
 
     Args:
         config: the layer's entry in `model.layers`.
@@ -47,18 +50,28 @@ class TransformerLayer(nn.Module):
         self.group = None if placement.sequence_parallel else placement.group
         self.index, self.config = layer, config
 
-        def branch(name: str, entry: EntryConfig) -> tuple[nn.Module, nn.Module, DropoutSite]:
-            norm = build_norm(model.norm, model.hidden_size, dtype=placement.dtype)
-            placement.mark_replicated(norm, partial=placement.sequence_parallel)
-            site = DropoutSite(model.dropout, seed=placement.seed, layer=layer, name=name)
-            return norm, entry.build(model, layer=layer, placement=placement), site
+        def norm(*, there: bool) -> nn.Module | None:
+            if not there:
+                return None
+            module = build_norm(model.norm, model.hidden_size, dtype=placement.dtype)
+            placement.mark_replicated(module, partial=placement.sequence_parallel)
+            return module
 
-        self.mixer_norm, self.mixer, self.mixer_dropout = branch("mixer", config.mixer)
-        self.feed_forward_norm = self.feed_forward = None
+        def dropout(name: str) -> DropoutSite:
+            return DropoutSite(model.dropout, seed=placement.seed, layer=layer, name=name)
+
+        before, after = config.norms in ("pre", "sandwich"), config.norms != "pre"
+        has_second = config.feed_forward is not None
+        self.mixer_norm = norm(there=before)
+        self.mixer = config.mixer.build(model, layer=layer, placement=placement)
+        self.mixer_output_norm = norm(there=after)
+        self.mixer_dropout = dropout("mixer")
+        self.feed_forward_norm = norm(there=before and has_second and not config.shared_norm)
+        self.feed_forward = None
         if config.feed_forward is not None:
-            self.feed_forward_norm, self.feed_forward, self.feed_forward_dropout = branch(
-                "feed_forward", config.feed_forward
-            )
+            self.feed_forward = config.feed_forward.build(model, layer=layer, placement=placement)
+        self.feed_forward_output_norm = norm(there=after and has_second)
+        self.feed_forward_dropout = dropout("feed_forward")
 
     def forward(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         """Apply the layer."""
@@ -79,35 +92,77 @@ class TransformerLayer(nn.Module):
         return y, dict(zip(self.config.loss_weights, values, strict=True))
 
     def parts(self) -> list[Step]:
-        """The layer in parts, to be applied one after the other; whole where it is run again."""
+        """The layer in parts, to be applied one after the other.
+
+        One part where it is run again as a whole, and where both branches have the same input.
+        """
         if self.recompute == "full":
             return [self]
+        if self.config.parallel:
+            return [self._both]
         return [self._mix] if self.feed_forward is None else [self._mix, self._feed]
 
     def _run(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+        if self.config.parallel:
+            return self._both(x, shared)
         x, losses = self._mix(x, shared)
         x, more = self._feed(x, shared)
         return x, add_losses(losses, more)
 
     def _mix(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
-        mixer = partial(self.mixer, shared=shared)
-        mixed, losses = self._behind(self.mixer_norm, mixer, x, self.config.mixer)
-        return x + self.mixer_dropout(mixed, shared.hidden_index), losses
+        (output,) = self._behind(self.mixer_norm, [partial(self.mixer, shared=shared)], x)
+        mixed, losses = self._take(output, self.config.mixer)
+        return self._add_mixed(x, mixed, shared), losses
 
     def _feed(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
-        norm, feed_forward = self.feed_forward_norm, self.feed_forward
-        entry = self.config.feed_forward
-        if norm is None or feed_forward is None or entry is None:
+        feed_forward, entry = self.feed_forward, self.config.feed_forward
+        if feed_forward is None or entry is None:
             return x, {}
-        fed, losses = self._behind(norm, feed_forward, x, entry)
-        return x + self.feed_forward_dropout(fed, shared.hidden_index), losses
+        (output,) = self._behind(self.feed_forward_norm, [feed_forward], x)
+        fed, losses = self._take(output, entry)
+        return self._add_fed(x, fed, shared), losses
+
+    def _both(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+        feed_forward, entry = self.feed_forward, self.config.feed_forward
+        if feed_forward is None or entry is None:
+            return self._mix(x, shared)
+        mixer = partial(self.mixer, shared=shared)
+        if self.config.shared_norm:
+            outputs = self._behind(self.mixer_norm, [mixer, feed_forward], x)
+        else:
+            outputs = self._behind(self.mixer_norm, [mixer], x)
+            outputs += self._behind(self.feed_forward_norm, [feed_forward], x)
+        mixed, losses = self._take(outputs[0], self.config.mixer)
+        fed, more = self._take(outputs[1], entry)
+        x = self._add_fed(self._add_mixed(x, mixed, shared), fed, shared)
+        return x, add_losses(losses, more)
 
     def _behind(
-        self, norm: nn.Module, branch: Callable[[Tensor], Any], x: Tensor, entry: EntryConfig
-    ) -> tuple[Tensor, Losses]:
-        if self.recompute == "selective":
-            output = discard_between(norm, branch, x)
-        else:
-            output = branch(norm(x))
+        self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Tensor
+    ) -> list[Output]:
+        """Outputs of the branches behind their norm, which selective recomputation discards."""
+        if norm is not None and self.recompute == "selective":
+            return discard_between_all(norm, branches, x)
+        normed = x if norm is None else norm(x)
+        return [branch(normed) for branch in branches]
+
+    def _take(self, output: Output, entry: EntryConfig) -> tuple[Tensor, Losses]:
         of = f"the {type(entry).__name__} of layer {self.index}"
         return take_losses(output, entry.loss_weights, of=of)
+
+    def _add_mixed(self, x: Tensor, mixed: Tensor, shared: Pass) -> Tensor:
+        return self._add(x, mixed, self.mixer_output_norm, self.mixer_dropout, shared)
+
+    def _add_fed(self, x: Tensor, fed: Tensor, shared: Pass) -> Tensor:
+        return self._add(x, fed, self.feed_forward_output_norm, self.feed_forward_dropout, shared)
+
+    def _add(
+        self, x: Tensor, y: Tensor, norm: nn.Module | None, dropout: DropoutSite, shared: Pass
+    ) -> Tensor:
+        """Add a branch's output to the stream, with the norm behind the branch or the sum."""
+        scale, is_post = self.config.residual_scale, self.config.norms == "post"
+        if norm is not None and not is_post:
+            y = norm(y)
+        y = dropout(y, shared.hidden_index)
+        x = x + y if scale == 1 else torch.add(x, y, alpha=scale)
+        return norm(x) if norm is not None and is_post else x

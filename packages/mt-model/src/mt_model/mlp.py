@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: MLPConfig, hidden_size: int, *, placement: Placement) -> None:
         super().__init__()
-        self.activation, self.gated = config.activation, config.gated
+        self.config = config
         self.recompute = placement.recompute
         linear = placement.linear_arguments()
         shape = (2, config.ffn_size) if config.gated else config.ffn_size
@@ -46,7 +44,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to each token."""
-        up, act = self.up(x), partial(gated if self.gated else activate, kind=self.activation)
+        up = self.up(x)
         if self.recompute == "selective":
-            return discard_between(act, self.down, up)
-        return self.down(act(up))
+            return discard_between(self._activate, self.down, up)
+        return self.down(self._activate(up))
+
+    def _activate(self, up: Tensor) -> Tensor:
+        config = self.config
+        if not config.gated:
+            return activate(up, config.activation)
+        return gated(up, config.activation, clamp=config.clamp, up_offset=config.up_offset)

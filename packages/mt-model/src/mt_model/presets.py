@@ -1,4 +1,4 @@
-"""Builders of layer lists: a uniform GPT from its sizes, and named shapes."""
+"""The builder of a uniform decoder from its sizes, and back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mt_files import FieldError, build, did_you_mean, shorten, to_plain
+from mt_files import FieldError, build, shorten, to_plain
 
-from mt_model.choice import Activation, Positions, QKNorm, Sinks
-from mt_model.config import (
-    MAX_LAYERS,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-)
+from mt_model.choice import Activation, Norms, Positions, QKNorm, Sinks
+from mt_model.config import MAX_LAYERS, LayerConfig, ModelConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
 from mt_model.score_bias import ScoreBias
 
@@ -40,14 +36,33 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     qk_norm: QKNorm = "none",
     norm: Literal["rms", "layer"] = "rms",
     norm_eps: float = 1e-5,
+    norm_zero_centered: bool = False,
+    norm_rounds_first: bool = False,
+    norm_weight: bool = True,
+    norm_bias: bool = True,
+    norms: Norms = "pre",
+    parallel: bool = False,
+    shared_norm: bool = False,
+    residual_scale: float = 1.0,
+    final_norm: bool | None = None,
     activation: Activation = "silu",
     gated: bool = True,
+    clamp: float | None = None,
+    up_offset: float = 0.0,
     bias: bool = False,
     qkv_bias: bool | None = None,
     out_bias: bool | None = None,
     output_gate: bool = False,
     causal: bool = True,
     tied: bool = True,
+    embedding_scale: float = 1.0,
+    embedding_norm: bool = False,
+    token_types: int = 0,
+    head_transform: Activation | None = None,
+    head_bias: bool = False,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    z_loss: float = 0.0,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     window: int | None = None,
@@ -56,6 +71,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     attention_scale: float | None = None,
     score_bias: ScoreBias | Mapping[str, Any] | None = None,
     init_std: float = 0.02,
+    embedding_std: float | None = None,
     vocab_multiple: int = 1,
 ) -> ModelConfig:
     """A decoder of `num_layers` equal layers, or of a list of them.
@@ -78,14 +94,33 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         qk_norm: RMSNorm on queries and keys: `head`, `whole`, `l2` or `none` (`AttentionConfig`).
         norm: `rms` or `layer`.
         norm_eps: eps of every norm.
+        norm_zero_centered: weights of norms stand for 1 + w.
+        norm_rounds_first: weights of norms multiply after the rounding to the model's dtype.
+        norm_weight: norms have weights.
+        norm_bias: `layer` norms have biases.
+        norms: where they are: `pre`, `output`, `sandwich` or `post`; see `LayerConfig`.
+        parallel: attention and feed-forward start from the same input.
+        shared_norm: they have one norm in front of both.
+        residual_scale: of their outputs, before they are added.
+        final_norm: a norm in front of the head; by default unless norms are `post`.
         activation: of the feed-forward.
         gated: gated feed-forward.
+        clamp: cuts what the gated feed-forward multiplies.
+        up_offset: is added to what the activation is multiplied by.
         bias: bias on every projection of the layers.
         qkv_bias: bias on that of queries, keys and values; as `bias` where None.
         out_bias: bias on that behind attention; as `bias` where None.
         output_gate: what attention gives is multiplied by a sigmoid gate.
         causal: a query sees the tokens up to its own; False: all of them.
         tied: the head is the embedding matrix.
+        embedding_scale: of the embeddings of tokens.
+        embedding_norm: a norm of the sum of all embeddings.
+        token_types: kinds of tokens with an embedding each.
+        head_transform: the activation of a layer in front of the head.
+        head_bias: a bias for each token of the vocabulary.
+        logit_scale: of what the head multiplies.
+        logit_softcap: logits become `softcap * tanh(logit / softcap)`.
+        z_loss: weight of the squared log-sum-exp of the logits.
         dropout: of embedding, attention and feed-forward outputs.
         attention_dropout: of attention weights.
         window: tokens that a query sees, the last of which is itself; None for all before it.
@@ -95,6 +130,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         score_bias: what is added to the scores by distance: AlibiConfig() or RelativeConfig(), or
             their fields as a mapping with the `type`, `alibi` or `relative`.
         init_std: standard deviation of the initial weights.
+        embedding_std: that of embeddings and head, where it is another.
         vocab_multiple: embedding and head are padded to rows for a multiple of it.
 
     Raises:
@@ -142,18 +178,46 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             scale=attention_scale,
             score_bias=_score_bias(score_bias),
         ),
-        feed_forward=MLPConfig(ffn_size=ffn_size, activation=activation, gated=gated, bias=bias),
+        feed_forward=MLPConfig(
+            ffn_size=ffn_size,
+            activation=activation,
+            gated=gated,
+            bias=bias,
+            clamp=clamp,
+            up_offset=up_offset,
+        ),
+        norms=norms,
+        parallel=parallel,
+        shared_norm=shared_norm,
+        residual_scale=residual_scale,
     )
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_sequence_length=max_sequence_length,
         layers=(layer,) * num_layers,
-        norm=NormConfig(kind=norm, eps=norm_eps),
+        norm=NormConfig(
+            kind=norm,
+            eps=norm_eps,
+            zero_centered=norm_zero_centered,
+            rounds_first=norm_rounds_first,
+            weight=norm_weight,
+            bias=norm_bias,
+        ),
         positions=positions,
         tied=tied,
+        final_norm=norms != "post" if final_norm is None else final_norm,
+        embedding_scale=embedding_scale,
+        embedding_norm=embedding_norm,
+        token_types=token_types,
+        head_transform=head_transform,
+        head_bias=head_bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        z_loss=z_loss,
         dropout=dropout,
         init_std=init_std,
+        embedding_std=embedding_std,
         vocab_multiple=vocab_multiple,
     )
 
@@ -194,10 +258,14 @@ def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
         if given[name] != inspect.signature(gpt).parameters[name].default:
             text = f"{shorten(given[name])}; say it in the entries of layers, or leave layers out"
             raise FieldError({name: text}, "gpt")
-    same = ("vocab_size", "hidden_size", "max_sequence_length", "positions", "tied", "dropout")
-    plain = {name: given[name] for name in (*same, "init_std", "vocab_multiple")}
-    plain["norm"] = {"kind": given["norm"], "eps": given["norm_eps"]}
-    plain["layers"] = [to_plain(item) for item in layers]
+    plain: dict[str, Any] = {name: given[name] for name in _OF_MODEL}
+    norm = {field: given[name] for name, field in _OF_NORM.items()}
+    if given["final_norm"] is not None:
+        plain["final_norm"] = given["final_norm"]
+    ready = [item for item in layers if isinstance(item, LayerConfig)]
+    if len(ready) == len(layers):
+        return ModelConfig(**plain, norm=NormConfig(**norm), layers=tuple(ready))
+    plain |= {"norm": norm, "layers": [to_plain(item) for item in layers]}
     return ModelConfig.from_dict(plain)
 
 
@@ -206,23 +274,19 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
 
     Where they can't, as layers differ, `layers` takes the place of those that describe one.
     """
-    whole: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in ("vocab_size", "hidden_size", "num_layers", "max_sequence_length")
-    }
-    whole |= {"positions": config.positions, "norm": config.norm.kind, "norm_eps": config.norm.eps}
-    whole |= {"tied": config.tied, "dropout": config.dropout, "init_std": config.init_std}
-    whole["vocab_multiple"] = config.vocab_multiple
+    whole: dict[str, Any] = {name: getattr(config, name) for name in (*_OF_MODEL, "final_norm")}
+    whole |= {name: getattr(config.norm, field) for name, field in _OF_NORM.items()}
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
     if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
-        shared = {name: getattr(mixer, name) for name in _OF_ATTENTION}
+        shared: dict[str, Any] = {"num_layers": config.num_layers}
+        shared |= {name: getattr(config.layers[0], name) for name in _OF_LAYER}
+        shared |= {name: getattr(mixer, name) for name in _OF_ATTENTION}
         shared |= _rope_arguments(mixer.rope)
         shared |= {"attention_dropout": mixer.dropout, "attention_scale": mixer.scale}
         shared["score_bias"] = to_plain(mixer)["score_bias"]
         shared |= {name: getattr(mlp, name) for name in _OF_MLP}
         if gpt(**whole, **shared) == config:
             return {**whole, **shared}
-    del whole["num_layers"]
     return {**whole, "layers": config.to_dict()["layers"]}
 
 
@@ -234,106 +298,38 @@ def _rope_arguments(rope: RopeConfig | None) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope": None if plain else to_plain(rope)}
 
 
+# Arguments of `gpt` that are fields of the parts of a config, by the names they have there.
+_OF_MODEL = (
+    *("vocab_size", "hidden_size", "max_sequence_length", "positions", "tied"),
+    *("embedding_scale", "embedding_norm", "token_types"),
+    *(
+        "head_transform",
+        "head_bias",
+        "logit_scale",
+        "logit_softcap",
+        "z_loss",
+        "dropout",
+        "init_std",
+    ),
+    *("embedding_std", "vocab_multiple"),
+)
+_OF_NORM: Mapping[str, str] = MappingProxyType(
+    {
+        "norm": "kind",
+        "norm_eps": "eps",
+        "norm_zero_centered": "zero_centered",
+        "norm_rounds_first": "rounds_first",
+        "norm_weight": "weight",
+        "norm_bias": "bias",
+    }
+)
+_OF_LAYER = ("norms", "parallel", "shared_norm", "residual_scale")
 _OF_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias"),
     *("output_gate", "causal", "window", "sinks", "softcap"),
 )
-_OF_MLP = ("ffn_size", "activation", "gated", "bias")
+_OF_MLP = ("ffn_size", "activation", "gated", "bias", "clamp", "up_offset")
 _OF_ONE_LAYER = (
-    *_OF_ATTENTION[1:],
-    *_OF_MLP,
-    "rope_theta",
-    "rope",
-    "attention_dropout",
-    "attention_scale",
-    "score_bias",
+    *(*_OF_LAYER, *_OF_ATTENTION[1:], *_OF_MLP, "rope_theta", "rope"),
+    *("attention_dropout", "attention_scale", "score_bias"),
 )
-
-_GPT2: Mapping[str, Any] = MappingProxyType(
-    {
-        "max_sequence_length": 1024,
-        "positions": "learned",
-        "norm": "layer",
-        "activation": "gelu_tanh",
-        "gated": False,
-        "bias": True,
-    }
-)
-
-
-def _shape(vocab: int, hidden: int, layers: int, heads: int, **rest: Any) -> Mapping[str, Any]:
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_layers": layers, "num_heads": heads}
-    return MappingProxyType({**sizes, **rest})
-
-
-def _mamba2(hidden: int, layers: int) -> Mapping[str, Any]:
-    """Shapes of Dao & Gu (2024): twice as wide inside, heads of 64, one group."""
-    mixer = {"type": "mamba2", "num_heads": hidden // 32, "head_dim": 64, "state_size": 128}
-    return MappingProxyType(
-        {
-            "vocab_size": 50288,
-            "hidden_size": hidden,
-            "positions": "none",
-            "layers": ({"mixer": mixer, "repeat": layers},),
-        }
-    )
-
-
-_LLAMA3: Mapping[str, Any] = MappingProxyType(
-    {"num_kv_heads": 8, "rope_theta": 500000.0, "max_sequence_length": 8192}
-)
-
-# GPT-2's 50257 tokens are padded to 50304 = 128 * 393 so that the vocabulary divides by tp.
-_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "tiny": _shape(512, 64, 4, 4, num_kv_heads=2, ffn_size=192, max_sequence_length=256),
-        "gpt2-124m": _shape(50304, 768, 12, 12, **_GPT2),
-        "gpt2-355m": _shape(50304, 1024, 24, 16, **_GPT2),
-        "gpt2-1.5b": _shape(50304, 1600, 48, 25, **_GPT2),
-        "gpt-1.3b": _shape(50304, 2048, 24, 16, ffn_size=5504, max_sequence_length=2048),
-        "llama-2-7b": _shape(
-            32000, 4096, 32, 32, ffn_size=11008, max_sequence_length=4096, tied=False
-        ),
-        "llama-3-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_LLAMA3),
-        "llama-3-70b": _shape(128256, 8192, 80, 64, ffn_size=28672, tied=False, **_LLAMA3),
-        "llama-3.2-1b": _shape(128256, 2048, 16, 32, ffn_size=8192, **_LLAMA3),
-        "qwen3-0.6b": _shape(
-            151936,
-            1024,
-            28,
-            16,
-            num_kv_heads=8,
-            head_dim=128,
-            ffn_size=3072,
-            qk_norm="head",
-            rope_theta=1e6,
-            norm_eps=1e-6,
-            max_sequence_length=32768,
-        ),
-        "mamba2-130m": _mamba2(768, 24),
-        "mamba2-370m": _mamba2(1024, 48),
-        "mamba2-780m": _mamba2(1536, 48),
-        "mamba2-1.3b": _mamba2(2048, 48),
-        "mamba2-2.7b": _mamba2(2560, 64),
-    }
-)
-
-PRESETS: tuple[str, ...] = tuple(_PRESETS)
-
-
-def preset(name: str, **overrides: Any) -> ModelConfig:
-    """The named shape, with any argument of `gpt` replaced.
-
-    Raises:
-        FieldError: the name or an override is unknown, or sizes do not fit; the message suggests
-            the nearest.
-    """
-    if name not in _PRESETS:
-        text = f"{shorten(name)} is not known. {did_you_mean(name, PRESETS)}"
-        raise FieldError({"preset": text})
-    known = sorted(inspect.signature(gpt).parameters)
-    for key in overrides:
-        if key not in known:
-            text = f"unknown override of preset {name!r}. {did_you_mean(key, known)}"
-            raise FieldError({key: text})
-    return gpt(**{**_PRESETS[name], **overrides})

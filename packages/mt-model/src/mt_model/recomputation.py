@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,12 +22,21 @@ def discard_between(
         second: keeps its input for backward, as a linear layer does; may return losses too.
         inputs: of `first`.
     """
+    return discard_between_all(first, (second,), *inputs)[0]
+
+
+def discard_between_all(
+    first: Callable[..., Tensor], readers: Sequence[Callable[[Tensor], Output]], *inputs: Tensor
+) -> list[Output]:
+    """`discard_between` with several functions that read the output of `first`."""
     if not torch.is_grad_enabled():
-        return second(first(*inputs))
-    between = DiscardedOutput()
-    y = second(between.run(first, *inputs))
-    if isinstance(y, Tensor):
-        between.discard(y)
-    else:
-        between.discard(y[0], *y[1].values())
-    return y
+        between = first(*inputs)
+        return [reader(between) for reader in readers]
+    discarded = DiscardedOutput()
+    between = discarded.run(first, *inputs)
+    outputs = [reader(between) for reader in readers]
+    results: list[Tensor] = []
+    for y in outputs:
+        results += [y] if isinstance(y, Tensor) else [y[0], *y[1].values()]
+    discarded.discard(*results)
+    return outputs

@@ -21,6 +21,7 @@ from mt_tensor_parallel.linear import (
 from mt_tensor_parallel.linear_cross_entropy import (
     IGNORE_INDEX,
     linear_cross_entropy,
+    linear_cross_entropy_and_z,
     linear_cross_entropy_reference,
 )
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
@@ -46,6 +47,7 @@ __all__ = [
     "defer_weight_gradients",
     "exchange_kv_groups",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_z",
     "linear_cross_entropy_reference",
     "lora_state",
     "parallel_linear",

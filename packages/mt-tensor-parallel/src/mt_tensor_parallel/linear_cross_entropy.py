@@ -12,7 +12,7 @@ from mt_parallel_state import Group, apply_outside_graph
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.arguments import check_labels, positive_int
+from mt_tensor_parallel.arguments import check_labels, check_number, positive_int
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
@@ -21,11 +21,13 @@ from mt_tensor_parallel.loss_terms import LossTerms
 IGNORE_INDEX = -100
 
 
-def linear_cross_entropy_reference(
+def linear_cross_entropy_reference(  # noqa: PLR0913 - the terms of a loss, by keyword
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -36,13 +38,14 @@ def linear_cross_entropy_reference(
     It explains the arguments; `weight` is the whole head.
 
     Shape:
-        hidden: [N, H]. weight: [V, H]. labels: [N]. Returns a scalar, fp32 (fp64 for fp64).
+        hidden: [N, H]. weight: [V, H]. labels: [N]. bias: [V]. Returns a scalar, fp32 (fp64 for
+        fp64).
 
     Raises:
         TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, or an option is out of range.
     """
-    _check(hidden, weight, labels)
+    _check(hidden, weight, labels, bias, softcap)
     terms = LossTerms(
         weight.shape[0],
         None,
@@ -51,8 +54,11 @@ def linear_cross_entropy_reference(
         z_loss=z_loss,
         vocab_size=vocab_size,
     )
-    logits = F.linear(hidden, weight[: terms.vocab_size])
+    real = slice(terms.vocab_size)
+    logits = F.linear(hidden, weight[real], None if bias is None else bias[real])
     logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(
         logits,
         labels,
@@ -73,6 +79,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
     *,
     group: Group = None,
     gemm: Gemm | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -96,6 +104,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         labels: Global token ids, or `ignore_index` for tokens that do not count.
         group: Ranks that share the vocabulary.
         gemm: Multiplies; `None` is `TorchGemm`. Each operand is made once.
+        bias: This rank's part of the head's bias.
+        softcap: Logits become `softcap * tanh(logit / softcap)`, in fp32.
         ignore_index: Such tokens have neither loss nor gradient.
         label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
         z_loss: Weight of the squared log-sum-exp.
@@ -103,44 +113,114 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         block_size: Tokens per block, at least 1; by default about 4 million logits.
 
     Shape:
-        hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. Returns a scalar.
+        hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. bias: [V / ranks]. Returns a scalar.
 
     Raises:
         TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """
-    _check(hidden, weight, labels)
+    terms = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "vocab_size": vocab_size,
+    }
+    operands = hidden, weight, labels, bias
+    return _sums(*operands, group, gemm, softcap=softcap, block_size=block_size, terms=terms)[0]
+
+
+def linear_cross_entropy_and_z(  # noqa: PLR0913 - as linear_cross_entropy
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    z_loss: float,
+    group: Group = None,
+    gemm: Gemm | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy of all tokens, and the sum of their squared log-sum-exp.
+
+    For who reports both: `first + z_loss * second` is `linear_cross_entropy` with the same terms,
+    in value and gradient. As all gradients are made in one sweep over the logits, the first has
+    that of both, and the second has none.
+
+    Args:
+        hidden: Final hidden states, replicated over the group.
+        weight: This rank's rows of the head.
+        labels: Global token ids, or -100 for tokens that do not count.
+        z_loss: Weight of the second in the objective.
+        group: Ranks that share the vocabulary.
+        gemm: Multiplies; `None` is `TorchGemm`.
+        bias: This rank's part of the head's bias.
+        softcap: Logits become `softcap * tanh(logit / softcap)`, in fp32.
+        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
+
+    Shape:
+        As `linear_cross_entropy`. Returns two scalars.
+
+    Raises:
+        TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
+        ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
+            range.
+    """
+    terms = {
+        "ignore_index": IGNORE_INDEX,
+        "label_smoothing": 0.0,
+        "z_loss": z_loss,
+        "vocab_size": vocab_size,
+    }
+    operands = hidden, weight, labels, bias
+    total, z = _sums(*operands, group, gemm, softcap=softcap, block_size=None, terms=terms)
+    return total - z_loss * z, z
+
+
+def _sums(  # noqa: PLR0913 - as the functions above
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    gemm: Gemm | None,
+    *,
+    softcap: float | None,
+    block_size: int | None,
+    terms: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The summed loss with all terms, and the summed square of the log-sum-exp without gradient."""
+    _check(hidden, weight, labels, bias, softcap)
     if block_size is not None:
         positive_int(block_size, "block_size")
-    terms = LossTerms(
-        weight.shape[0],
-        group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
-    )
-    check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
+    of_loss = LossTerms(weight.shape[0], group, **terms)
+    ignored = labels == of_loss.ignore_index
+    check_range(labels.masked_fill(ignored, 0), of_loss.vocab_size, what="label")
     if block_size is None:
         block_size = max(256, (1 << 22) // weight.shape[0])
     gemm = checked_gemm(gemm)
-    in_graph = torch.compiler.is_compiling() and terms.group is None and gemm.is_torch
+    in_graph = torch.compiler.is_compiling() and of_loss.group is None and gemm.is_torch
     if in_graph:  # where blocks would be unrolled
         block_size = max(1, hidden.shape[0])
     how = _How(
         gemm=gemm,
-        terms=terms,
+        terms=of_loss,
+        softcap=softcap,
         block_size=block_size,
         grad_enabled=torch.is_grad_enabled(),
     )
-    operands = as_autocast(hidden), as_autocast(weight), labels, how
+    floats = (None if x is None else as_autocast(x) for x in (hidden, weight, bias))
     if in_graph:
-        return cast(Tensor, _LinearCrossEntropy.apply(*operands))
-    return apply_outside_graph(_LinearCrossEntropy, *operands)
+        found = _LinearCrossEntropy.apply(*floats, labels, how)
+    else:
+        found = apply_outside_graph(_LinearCrossEntropy, *floats, labels, how)
+    return cast("tuple[Tensor, Tensor]", found)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, softcap: float | None
+) -> None:
     check_type("hidden", hidden, Tensor)
     check_type("weight", weight, Tensor)
     check_labels(labels, "labels")
@@ -154,6 +234,18 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
             f"{tuple(labels.shape)} must be [N, H], [V / ranks, H] and [N]"
         )
     check_dtypes(hidden, weight, "hidden")
+    if bias is not None:
+        check_type("bias", bias, Tensor)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias {tuple(bias.shape)} must have one number for each of the head's "
+                f"{weight.shape[0]} rows on this rank"
+            )
+        check_dtypes(hidden, bias, "hidden")
+    if softcap is not None:
+        check_number(softcap, "softcap")
+        if softcap <= 0:
+            raise ValueError(f"softcap={softcap} must be above 0; None caps nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,26 +255,35 @@ class _How:
     Attributes:
         gemm: Multiplies.
         terms: Of the loss.
+        softcap: Of the logits, or None.
         block_size: Tokens per block.
         grad_enabled: Whether gradients may be wanted.
     """
 
     gemm: Gemm
     terms: LossTerms
+    softcap: float | None
     block_size: int
     grad_enabled: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How
+    ) -> tuple[Tensor, Tensor]:
         gemm, size = how.gemm, how.block_size
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        needs_hidden, needs_weight = (
-            how.grad_enabled and needed for needed in ctx.needs_input_grad[:2]
+        z = torch.zeros_like(total)
+        needs_hidden, needs_weight, needs_bias = (
+            how.grad_enabled and needed for needed in ctx.needs_input_grad[:3]
         )
+        wants_grad = needs_hidden or needs_weight or needs_bias
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_bias = None
+        if bias is not None and needs_bias:
+            grad_bias = torch.zeros_like(bias, dtype=wide)
         # Blocks are summed in fp32 so that their number does not change the precision.
         single = 0 < hidden.shape[0] <= size
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not single else None
@@ -192,10 +293,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Ignored tokens are zeroed on the H side of all products, not over the logits.
             counts = (labels[rows] != how.terms.ignore_index).to(hidden.dtype).unsqueeze(1)
             x = gemm.operand(hidden[rows] * counts, "input")
-            logits = gemm.forward(x, matrix)
-            total += _block_loss(logits, labels[rows], how, wants_grad=needs_hidden or needs_weight)
-            if not (needs_hidden or needs_weight):
+            logits = gemm.forward(x, matrix, bias)
+            loss, square = _block_loss(logits, labels[rows], how, wants_grad=wants_grad)
+            total, z = total + loss, z + square
+            if not wants_grad:
                 continue
+            if grad_bias is not None:
+                grad_bias += logits.t().mv(counts.squeeze(1).to(logits.dtype))
             grad_logits = gemm.operand(logits, "grad")
             if grad_hidden is not None:
                 torch.mul(gemm.dgrad(grad_logits, matrix), counts, out=grad_hidden[rows])
@@ -203,9 +307,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gemm.wgrad_into(grad_logits, x, grad_weight, accumulate=True)
             elif needs_weight:
                 grad_weight = gemm.wgrad(grad_logits, x)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.mark_non_differentiable(z)
+        return total, z
 
     @staticmethod
     @once_differentiable
@@ -226,38 +331,44 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
-def _block_loss(logits: Tensor, labels: Tensor, how: _How, *, wants_grad: bool) -> Tensor:
-    """Return the summed loss of a block, and turn its logits into their gradient.
+def _block_loss(
+    logits: Tensor, labels: Tensor, how: _How, *, wants_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss and square of a block, and turn its logits into their gradient.
 
     Also those of ignored tokens, which have no loss.
 
     Shape:
-        logits: [N, V / ranks]; labels: [N]. Returns a scalar.
+        logits: [N, V / ranks]; labels: [N]. Returns two scalars.
     """
     size, terms = how.block_size, how.terms
     # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
     if logits.device.type == "cpu" and terms.group is None and not torch.compiler.is_compiling():
         size = max(16, (1 << 19) // logits.shape[1])
-    losses = []
+    losses: list[Tensor] = []
+    squares: list[Tensor] = []
     for part, own in zip(logits.split(size), labels.split(size), strict=True):
-        loss, probs = _part_loss(part[:, : terms.columns], own, terms)
+        loss, square, probs = _part_loss(part[:, : terms.columns], own, how)
         losses.append(loss)
+        squares.append(square)
         if wants_grad:
             if part.dtype != probs.dtype or torch.compiler.is_compiling():  # else it is in place
                 part[:, : terms.columns] = probs
             part[:, terms.columns :] = 0
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum(), torch.stack(squares).sum()
 
 
-def _part_loss(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of some tokens, and the gradient of their logits.
+def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss and square of some tokens, and the gradient of their logits.
 
     fp32 and fp64 logits are overwritten, by their gradient outside of compiled graphs.
 
     Shape:
-        logits: [N, terms.columns]; labels: [N]. Returns a scalar and [N, terms.columns].
+        logits: [N, terms.columns]; labels: [N]. Returns two scalars and [N, terms.columns].
     """
+    terms = how.terms
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide, slope = _capped(wide, how.softcap)
     counts = labels != terms.ignore_index
     local = labels - terms.first
     mine = counts & (local >= 0) & (local < terms.columns)
@@ -280,6 +391,24 @@ def _part_loss(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor
         probs.mul_((lse - whole).exp_().unsqueeze(1))
         lse = whole
     loss = torch.where(counts, terms.loss(lse, target, sums), 0).sum()
+    square = torch.where(counts, lse.square(), 0).sum() if terms.z_loss else loss.new_zeros(())
     if terms.columns:
         terms.grad_(probs, lse, column, mine)
-    return loss, probs
+        if slope is not None:
+            probs.mul_(slope)
+    return loss, square, probs
+
+
+def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Cap the logits, in place outside of compiled graphs, and return the derivative of that.
+
+    Shape:
+        logits: any. Returns the same twice.
+    """
+    if softcap is None:
+        return logits, None
+    turned = torch.tanh(logits / softcap)
+    slope = 1 - turned.square()
+    if torch.compiler.is_compiling():
+        return turned * softcap, slope
+    return torch.mul(turned, softcap, out=logits), slope

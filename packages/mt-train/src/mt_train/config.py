@@ -14,6 +14,7 @@ from mt_model import (
     Activation,
     AttentionKernel,
     LayerConfig,
+    Norms,
     Positions,
     QKNorm,
     Recompute,
@@ -31,10 +32,19 @@ _MAX_TOKENS = 1 << 32  # of one micro-batch
 _MAX_TOKENIZER = 10**7
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 # What a list of layers says layer by layer.
-_UNIFORM = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
-_UNIFORM += ("activation", "gated", "rope_theta", "rope", "qk_norm", "bias", "attention_dropout")
-_UNIFORM += ("window", "sinks", "softcap", "attention_scale", "score_bias", "qkv_bias", "out_bias")
-_UNIFORM += ("output_gate", "causal")
+UNIFORM_FIELDS = ("preset", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
+UNIFORM_FIELDS += (
+    "activation",
+    "gated",
+    "rope_theta",
+    "rope",
+    "qk_norm",
+    "bias",
+    "attention_dropout",
+)
+UNIFORM_FIELDS += ("window", "sinks", "softcap", "attention_scale", "clamp", "up_offset")
+UNIFORM_FIELDS += ("score_bias", "norms", "parallel", "shared_norm", "residual_scale")
+UNIFORM_FIELDS += ("qkv_bias", "out_bias", "output_gate", "causal")
 _WITH_FROM = ("from_", "vocab_multiple", "dropout")
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -51,7 +61,7 @@ class ModelSection:
         from_: A folder of Hugging Face transformers: the model that its config.json describes, with
             its weights where the run starts anew, and its tokenizer for a corpus. Only
             `vocab_multiple` and `dropout` go with it.
-        preset: A named shape of mt-model, such as `gpt2-124m` or `llama-3.2-1b`.
+        preset: A named shape of mt-model, such as `gpt2` or `llama3.2-1b`.
         vocab_size: Tokens that the model knows; by default the tokenizer's size, rounded up to a
             multiple of 128.
         vocab_multiple: Embedding and head have rows for a multiple of it, of which those beyond
@@ -65,10 +75,27 @@ class ModelSection:
         ffn_size: Width of the feed-forward; by default 4 x hidden_size, or 8/3 of it rounded up to
             64 when gated.
         activation: Of the feed-forward; `silu` by default. `gelu` is exact, `gelu_tanh` is
-            GPT-2's, `relu2` the squared ReLU.
+            GPT-2's, `gelu_quick` CLIP's, `relu2` the squared ReLU.
         gated: Multiply the activation by a second projection (SwiGLU with `silu`); true by default.
+        clamp: Cuts the gate to at most this, and what it multiplies to its size (GPT-OSS); not by
+            default.
+        up_offset: Is added to what the activation is multiplied by (GPT-OSS: 1); 0 by default.
         norm: `rms` (the default) or `layer`.
         norm_eps: Added to the mean square before the root; 1e-5 by default.
+        norm_zero_centered: Weights of norms stand for 1 + w and start at 0 (Gemma); false by
+            default.
+        norm_rounds_first: Weights of rms norms multiply after the rounding to `precision.dtype`
+            (Llama), not before it; false by default.
+        norm_weight: Norms have weights; true by default.
+        norm_bias: Norms of kind `layer` have biases; true by default.
+        norms: Where a layer has them: in front of attention and feed-forward (`pre`, the default),
+            of their `output` before it is added (OLMo-2), both (`sandwich`, Gemma 2), or after it
+            is added (`post`, BERT).
+        parallel: Attention and feed-forward start from the same input (GPT-NeoX); false by
+            default.
+        shared_norm: With `parallel`, one norm in front of both (GPT-J, Phi); false by default.
+        residual_scale: Of their outputs before they are added (Granite); 1 by default.
+        final_norm: A norm in front of the head; by default unless `norms` is `post`.
         positions: `rope` (the default), `learned` (a table) or `none`.
         rope_theta: Base of the rotary embedding; 10000 by default.
         rope: All of the rotary embedding, in place of `rope_theta`: mt-model's `RopeConfig`, such
@@ -84,6 +111,19 @@ class ModelSection:
         causal: A token sees those up to its own, which is all that can be trained here; true by
             default.
         tied: The head is the embedding matrix; true by default.
+        embedding_scale: Of the embeddings of tokens (Gemma: the root of `hidden_size`); 1 by
+            default.
+        embedding_norm: A norm of the sum of all embeddings (BERT); false by default.
+        token_types: Kinds of tokens with an embedding each; text here is of kind 0. 0 (none) by
+            default.
+        head_transform: The activation of a layer with a norm in front of the head (BERT); none by
+            default.
+        head_bias: A bias for each token of the vocabulary; false by default.
+        logit_scale: Of what the head multiplies (Granite; muP: 1 / `optimizer.width_multiplier`);
+            1 by default.
+        logit_softcap: Logits become `softcap * tanh(logit / softcap)` (Gemma 2); not by default.
+        z_loss: Weight of the loss `z`, the squared log-sum-exp of the logits, which keeps them from
+            drifting (1e-4 in PaLM); 0 by default.
         dropout: Probability of dropping an element of embedding, attention or feed-forward outputs;
             0 by default.
         attention_dropout: Probability of dropping an attention weight; 0 by default.
@@ -95,12 +135,13 @@ class ModelSection:
         score_bias: Added to the scores of attention by distance: `{type: alibi}`, or T5's
             `{type: relative}` with mt-model's `RelativeConfig`; none by default.
         init_std: Standard deviation of the initial weights; 0.02 by default.
-        layers: Layers that differ, in order, instead of `num_layers` equal ones: a list of
-            `{mixer: {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's
-            `AttentionConfig` and `MLPConfig`, or with `type: mamba2` or `type: gateddeltanet` in
-            the mixer those of `Mamba2Config` or `GatedDeltaNetConfig`. Only `hidden_size`,
-            `vocab_size`, `vocab_multiple`, `norm`, `norm_eps`, `positions`, `tied`, `dropout` and
-            `init_std` go with it.
+        embedding_std: That of embeddings and head; `init_std` by default.
+        layers: Layers that differ, in order, instead of `num_layers` equal ones: a list of `{mixer:
+            {...}, feed_forward: {...}, repeat: N}` with the fields of mt-model's `AttentionConfig`,
+            `MLPConfig` and `LayerConfig`, or with `type: mamba2` or `type: gateddeltanet` in the
+            mixer those of `Mamba2Config` or `GatedDeltaNetConfig`. With it go `hidden_size`,
+            `vocab_size`, `vocab_multiple`, `positions`, `tied`, `dropout`, `init_std`, and what is
+            said of the form of norms, of embeddings, head and logits.
     """
 
     from_: str | None = None
@@ -115,8 +156,19 @@ class ModelSection:
     ffn_size: int | None = None
     activation: Activation | None = None
     gated: bool | None = None
+    clamp: float | None = None
+    up_offset: float | None = None
     norm: Literal["rms", "layer"] | None = None
     norm_eps: float | None = None
+    norm_zero_centered: bool | None = None
+    norm_rounds_first: bool | None = None
+    norm_weight: bool | None = None
+    norm_bias: bool | None = None
+    norms: Norms | None = None
+    parallel: bool | None = None
+    shared_norm: bool | None = None
+    residual_scale: float | None = None
+    final_norm: bool | None = None
     positions: Positions | None = None
     rope_theta: float | None = None
     rope: RopeConfig | None = None
@@ -127,6 +179,14 @@ class ModelSection:
     output_gate: bool | None = None
     causal: bool | None = None
     tied: bool | None = None
+    embedding_scale: float | None = None
+    embedding_norm: bool | None = None
+    token_types: int | None = None
+    head_transform: Activation | None = None
+    head_bias: bool | None = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+    z_loss: float | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
     window: int | None = None
@@ -135,6 +195,7 @@ class ModelSection:
     attention_scale: float | None = None
     score_bias: ScoreBias | None = None
     init_std: float | None = None
+    embedding_std: float | None = None
     layers: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -143,10 +204,13 @@ class ModelSection:
             1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
         )
         checks.at_least(1, "ffn_size", "window", "vocab_multiple")
+        checks.at_least(0, "token_types", "z_loss")
         checks.above(0, "init_std", "rope_theta", "norm_eps", "softcap", "attention_scale")
+        checks.above(0, "clamp", "residual_scale", "embedding_scale", "embedding_std")
+        checks.above(0, "logit_scale", "logit_softcap")
         checks.fraction("dropout", "attention_dropout")
         if self.layers and not checks.errors:
-            for name in _UNIFORM:
+            for name in UNIFORM_FIELDS:
                 if getattr(self, name) is not None:
                     checks.add(name, "does not go with model.layers; say it in the entries")
         if self.from_ is not None and not checks.errors:
@@ -239,6 +303,9 @@ class TrainingSection:
         sequence_length: Tokens per sequence.
         dtype: Of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16` needs
             `optimizer.loss_scale`.
+        loss_mean: What the objective is a mean of: `tokens` weighs each label of a step alike;
+            `micro-batches` each micro-batch, by the mean over its labels, so that the numbers
+            depend on `micro_batch_size`. What is reported is the mean over tokens.
         grad_clip: Largest norm of the gradient; a longer one is scaled down.
         seed: Of initial weights, data order and dropout. Seed and step are the whole random state.
         time_budget: Seconds of training after which the run ends, however many steps are done. The
@@ -258,6 +325,7 @@ class TrainingSection:
     micro_batch_size: int
     sequence_length: int
     dtype: Dtype = "bf16"
+    loss_mean: Literal["tokens", "micro-batches"] = "tokens"
     grad_clip: float = 1.0
     seed: int = 1234
     time_budget: float | None = None

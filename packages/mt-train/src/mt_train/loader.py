@@ -21,11 +21,11 @@ class HostStep:
 
     Attributes:
         batches: Tensors of this rank's micro-batches.
-        labels: Labels in them that count.
+        labels: Labels that count, in each of them.
     """
 
     batches: list[Batch]
-    labels: int
+    labels: list[int]
 
 
 def rows_of(
@@ -53,7 +53,8 @@ def prefetched(sampler: BatchSampler, device: torch.device) -> Prefetcher[HostSt
     """Read steps on a thread while the ones before them are computed."""
 
     def prepare(batches: list[MicroBatch]) -> HostStep:
-        return HostStep(batches=on_host(batches, device), labels=count_labels(batches))
+        labels = [count_labels([batch]) for batch in batches]
+        return HostStep(batches=on_host(batches, device), labels=labels)
 
     return Prefetcher(sampler, prepare)
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from mt_files import (
 from mt_model import (
     ExchangeError,
     ModelConfig,
-    NormConfig,
     describe_pretrained,
     gpt,
     gpt_arguments,
@@ -35,7 +34,7 @@ from mt_model import (
     validate_split,
 )
 
-from mt_train.config import ModelSection, RunConfig
+from mt_train.config import UNIFORM_FIELDS, ModelSection, RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
 from mt_train.limits import listed
 from mt_train.parallel_section import ParallelSection
@@ -109,16 +108,15 @@ class LoadedConfig:
             both = {"vocab_multiple": model.vocab_multiple, "dropout": model.dropout}
             return dataclasses.replace(self.config, model=dataclasses.replace(section, **both))
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
-        if section.layers:
-            shared = ("hidden_size", "positions", "tied", "dropout", "init_std", "vocab_multiple")
-            arguments = {name: getattr(model, name) for name in shared}
-            arguments |= {"norm": model.norm.kind, "norm_eps": model.norm.eps}
-        else:
-            arguments = gpt_arguments(model)
-            del arguments["max_sequence_length"]  # training.sequence_length
+        arguments = gpt_arguments(model)
+        del arguments["max_sequence_length"]  # training.sequence_length
+        if section.layers or "layers" in arguments:  # a preset may have layers that differ, too
+            arguments |= dict.fromkeys(UNIFORM_FIELDS)
+            arguments["layers"] = tuple(replace(layer, repeat=n) for layer, n in model.runs)
         arguments["vocab_size"] = model.vocab_size if is_known else None
-        filled = dataclasses.replace(section, **arguments)
-        return dataclasses.replace(self.config, model=filled)
+        arguments["vocab_multiple"] = section.vocab_multiple  # without it the size is rounded
+        filled = replace(section, **arguments)
+        return replace(self.config, model=filled)
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
@@ -333,9 +331,7 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
     fields = {name: value for name, value in fields.items() if value is not None}
     fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
     if section.layers:
-        norm = {"kind": fields.pop("norm", None), "eps": fields.pop("norm_eps", None)}
-        given = {name: value for name, value in norm.items() if value is not None}
-        return ModelConfig(layers=section.layers, norm=NormConfig(**given), **fields)
+        return gpt(layers=section.layers, **fields)
     chosen = fields.pop("preset", None)
     return gpt(**fields) if chosen is None else preset(chosen, **fields)
 

@@ -184,14 +184,15 @@ class Trainer:
         weight_decay = self.course.weight_decay(self.progress)
         ready = self._loader.step(self.progress.step)
         batches = to_device(ready.batches, self.state.device)
-        total = max(summed(self.state, ready.labels, axes="dp-cp")[0], 1.0)
+        total = max(summed(self.state, sum(ready.labels), axes="dp-cp")[0], 1.0)
         self.on_event("train.forward_backward")
         if self._clip is not None:
             self._clip.start()
         self.buffer.start(self._backwards)
         weights, scale = self.loss_weights, self.optimizer.loss_scale
+        counts = dict(zip(map(id, batches), self._counts(ready.labels, total), strict=True))
         outputs = self.executor.run(
-            batches, objective=lambda own, _: weighed(own, weights) / total * scale
+            batches, objective=lambda own, batch: weighed(own, weights) / counts[id(batch)] * scale
         )
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
@@ -214,6 +215,18 @@ class Trainer:
         )
         record = self._record(losses, lr, total, seconds)
         return Step(record=record | self._found(result), stop=stop, save=save)
+
+    def _counts(self, labels: list[int], total: float) -> list[float]:
+        """Say by what the losses of each micro-batch are divided, for the mean that is trained on.
+
+        Args:
+            labels: Labels of each of this rank's micro-batches.
+            total: Labels of the step.
+        """
+        if self.config.training.loss_mean == "tokens":
+            return [total] * len(labels)
+        shared = summed(self.state, *labels, axes="cp")  # ranks that share sequences share batches
+        return [max(count, 1.0) * len(labels) * self.state.size("dp") for count in shared]
 
     def _check_finite(self, losses: Mapping[str, float]) -> None:
         """Raise on every rank alike; a smaller loss scale is no help, so no step is skipped."""

@@ -1,0 +1,107 @@
+"""A model's configuration as a table to read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mt_model.config import EntryConfig, LayerConfig, ModelConfig
+
+_HEADINGS = ("layers", "parameters", "FLOPs/token", "norms", "mixer", "feed-forward")
+_NUMBERS = (1, 2)  # columns that are aligned to the right
+
+
+def table(config: ModelConfig) -> str:
+    """Describe a model: a row for each run of equal layers, with its parameters and FLOPs.
+
+    FLOPs are those of forward and backward for a token of a full sequence. A row's are of all its
+    layers together. Entries show what differs from their defaults.
+    """
+    hidden, length = config.hidden_size, config.max_sequence_length
+    norm = config.norm.num_parameters(hidden)
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    first = in_layers = flops_in_layers = 0
+    for layer, count in config.runs:
+        parameters = norm * layer.num_norms + sum(e.num_parameters(hidden) for e in layer.entries)
+        flops = sum(entry.flops_per_token(hidden, length) for entry in layer.entries)
+        in_layers, flops_in_layers = in_layers + count * parameters, flops_in_layers + count * flops
+        names = str(first) if count == 1 else f"{first}-{first + count - 1}"
+        numbers = f"{count * parameters:,}", _short(count * flops)
+        feed_forward = "-" if layer.feed_forward is None else _entry(layer.feed_forward)
+        rows.append((names, *numbers, _norms(layer), _entry(layer.mixer), feed_forward))
+        first += count
+    rest = config.num_parameters - in_layers
+    in_head = config.flops_per_token(length) - flops_in_layers
+    rows.append(("others", f"{rest:,}", _short(in_head), *_outside(config)))
+    total = config.flops_per_token(length)
+    rows.append(("total", f"{config.num_parameters:,}", _short(total), "", "", ""))
+    return "\n".join([*_lines(rows), "", _summary(config)])
+
+
+def _lines(rows: list[tuple[str, ...]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in _NUMBERS else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _outside(config: ModelConfig) -> tuple[str, str, str]:
+    """What is not in layers: norms, embeddings and the head."""
+    norms = [name for name in ("embedding_norm", "final_norm") if getattr(config, name)]
+    embeddings = [f"embedding [{config.vocab_size}, {config.hidden_size}]"]
+    if config.positions == "learned":
+        embeddings.append(f"positions [{config.max_sequence_length}]")
+    if config.token_types:
+        embeddings.append(f"token types [{config.token_types}]")
+    head = "head = embedding" if config.tied else f"head [{config.vocab_size}]"
+    if config.head_transform is not None:
+        head = f"{config.head_transform} layer, {head}"
+    return ", ".join(norms) or "-", ", ".join(embeddings), head + " + bias" * config.head_bias
+
+
+def _norms(layer: LayerConfig) -> str:
+    words = [layer.norms, *(name for name in ("parallel", "shared_norm") if getattr(layer, name))]
+    if layer.residual_scale != 1:
+        words.append(f"scale={layer.residual_scale:g}")
+    return " ".join(words)
+
+
+def _entry(entry: EntryConfig) -> str:
+    """Its kind and what differs from the defaults, as `attention(num_heads=8, head_dim=64)`."""
+    kind = type(entry).__name__.removesuffix("Config").lower()
+    return f"{kind}({', '.join(_changes(entry))})"
+
+
+def _changes(value: Any) -> Iterable[str]:
+    for item in dataclasses.fields(value):
+        found = getattr(value, item.name)
+        if item.default is dataclasses.MISSING or found != item.default:
+            yield f"{item.name}={_value(found)}"
+
+
+def _value(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"({', '.join(_changes(value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _summary(config: ModelConfig) -> str:
+    """The fields of the model that are in no row."""
+    shown = {"layers", "vocab_size", "hidden_size", "tied", "head_bias", "token_types"}
+    shown |= {"head_transform", "embedding_norm", "final_norm"}
+    fields = [item for item in dataclasses.fields(config) if item.name not in shown]
+    return ", ".join(f"{item.name}={_value(getattr(config, item.name))}" for item in fields)
+
+
+def _short(number: float) -> str:
+    """A large number in three digits, such as 12.3 G."""
+    for unit in ("", " K", " M", " G", " T", " P"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.0f} E"
