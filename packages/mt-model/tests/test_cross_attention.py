@@ -178,6 +178,17 @@ def test_keys_of_the_memory_are_made_once_in_decoding(name: str, cuts) -> None:
             assert torch.allclose(x, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_a_cache_that_begins_anew_takes_the_memory_it_is_given() -> None:
+    model, data = model_of("plain").eval(), batch("plain")
+    cache, tokens = model.new_cache(batch_size=2, max_length=4), data["tokens"][:, :4]
+    with torch.no_grad():
+        for memory in (data["memory"], data["memory"].flip(1) * 2):
+            cache.length = 0
+            found = model(None, {"tokens": tokens, "cache": cache, "memory": memory})
+            expected = model(None, {"tokens": tokens, "memory": memory})[:, -1:]
+            assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_counts_are_those_of_the_parameters() -> None:
     for name in VARIANTS:
         config = config_of(name)

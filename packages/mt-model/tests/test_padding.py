@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from mt_context_parallel import shard
-from mt_model import GPT, gpt
+from mt_model import GPT, Mamba2Config, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -134,6 +135,17 @@ def test_logits_of_padded_rows_take_the_mask() -> None:
 def test_a_mask_that_does_not_fit_is_refused(change, error, message) -> None:
     with pytest.raises(error, match=message):
         model_of("rope")(None, {**padded("left"), **change})
+
+
+def test_a_state_of_all_tokens_takes_no_padding() -> None:
+    config = gpt(**SIZES)
+    mixer = Mamba2Config(num_heads=4, head_dim=4, state_size=4, num_groups=2)
+    layers = (config.layers[0], replace(config.layers[1], mixer=mixer))
+    model, data = GPT(replace(config, layers=layers)).eval(), padded("left")
+    cache = model.new_cache(batch_size=3, max_length=8)
+    with pytest.raises(ValueError, match="the Mamba2Config of layer 1 keeps a state of all that"):
+        model.logits(data["tokens"], cache=cache, mask=data["mask"])
+    assert model.logits(data["tokens"], cache=cache).isfinite().all()
 
 
 def test_what_sees_both_ways_or_packs_documents_has_no_cache() -> None:

@@ -111,6 +111,11 @@ class MixerConfig(EntryConfig):
         """Names of what is kept in fp32 even of a model in fewer bits, as sums over tokens are."""
         return ()
 
+    @property
+    def hides_padding(self) -> bool:
+        """Whether tokens don't see the padding that a cache holds; a state of them all does."""
+        return False
+
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give the shapes of what one rank keeps of tokens it has seen, by name.
 

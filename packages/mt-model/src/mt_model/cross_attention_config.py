@@ -64,6 +64,11 @@ class CrossAttentionConfig(MixerConfig):
         """Whether attention weights are dropped."""
         return self.dropout > 0
 
+    @property
+    def hides_padding(self) -> bool:
+        """Attention masks it."""
+        return True
+
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `CrossAttention`."""
         made = import_module("mt_model.cross_attention").CrossAttention

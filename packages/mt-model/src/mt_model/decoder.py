@@ -576,7 +576,7 @@ class GPT(nn.Module):
                     f"{end} do not serve {cache.length + length}: the factors of longrope change "
                     "there. Make a new cache, and give all tokens again"
                 )
-            cache.note(whole_of(batch, "mask", length))
+            self._note_padding(cache, whole_of(batch, "mask", length))
             places = torch.arange(cache.length, cache.length + length, device=device)
             mask = cache.mask
         else:
@@ -589,6 +589,16 @@ class GPT(nn.Module):
         if mask is None:
             return places
         return positions_of(mask).clamp(min=0).index_select(1, places)
+
+    def _note_padding(self, cache: KVCache, mask: Tensor | None) -> None:
+        for index in self.layer_range:
+            mixer = self.config.layers[index].mixer
+            if mask is not None and not mixer.hides_padding:
+                raise ValueError(
+                    f"the {type(mixer).__name__} of layer {index} keeps a state of all that it has "
+                    "seen, padding too. Give rows of equal length without a mask, or one at a time"
+                )
+        cache.note(mask)
 
     def _share(self, batch: Batch, positions: Tensor, length: int, device: torch.device) -> Pass:
         cache, sample_ids, index = batch.get("cache"), None, None

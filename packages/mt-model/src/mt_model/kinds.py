@@ -119,6 +119,11 @@ class AttentionConfig(MixerConfig):
         """Whether attention weights are dropped."""
         return self.dropout > 0
 
+    @property
+    def hides_padding(self) -> bool:
+        """Attention masks it."""
+        return True
+
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build an `Attention`."""
         attention = import_module("mt_model.attention")

@@ -86,6 +86,11 @@ class MLAConfig(MixerConfig):
         """Whether attention weights are dropped."""
         return self.dropout > 0
 
+    @property
+    def hides_padding(self) -> bool:
+        """Attention masks it."""
+        return True
+
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `LatentAttention`."""
         made = import_module("mt_model.mla").LatentAttention
