@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpoint
 from mt_files import Checks, UserError, to_plain
@@ -14,6 +14,7 @@ from mt_optim import ScaleState
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
 
+Saved = TypeVar("Saved", SavedModel, "SavedRun")
 _SECTIONS = ("model", "data", "training")
 
 
@@ -35,7 +36,7 @@ class SavedRun:
         skipped_steps: Steps that changed no weight.
         loss_scale: Where the scale of the loss is; null where it is not scaled.
         data: What the run drew its samples from.
-        tokenizer: Of the data; None for weights that came without one.
+        tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
         config: The configuration, as JSON values.
     """
@@ -46,7 +47,7 @@ class SavedRun:
     skipped_steps: int
     loss_scale: ScaleState | None
     data: Mixture
-    tokenizer: SavedTokenizer | None
+    tokenizer: SavedTokenizer
     model: Mapping[str, Any]
     config: Mapping[str, Mapping[str, Any]]
 
@@ -89,36 +90,30 @@ class SavedRun:
         return {**to_plain(self), "layout": dict(layout)}
 
 
-def read_saved(path: Path, *, weights_only: bool = False) -> SavedRun:
+def read_saved(path: Path) -> SavedRun:
     """Read and check the metadata of a step folder.
-
-    Args:
-        path: The step folder.
-        weights_only: It may be of weights that were imported, and of no run.
 
     Raises:
         CheckpointError: The manifest is damaged.
         ResumeError: The checkpoint is not of mt-train, or its metadata contradicts itself.
     """
+    return _read(path, SavedRun)
+
+
+def read_imported(path: Path) -> SavedModel | None:
+    """Read the metadata of weights that were imported, and trained by no run; None for a run's.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+        ResumeError: The metadata contradicts itself.
+    """
+    is_run = "config" in inspect_checkpoint(path).metadata
+    return None if is_run else _read(path, SavedModel)
+
+
+def _read(path: Path, kind: type[Saved]) -> Saved:
     manifest = inspect_checkpoint(path)
     try:
-        if weights_only and "config" not in manifest.metadata:
-            return _imported(manifest.metadata_as(SavedModel))
-        return manifest.metadata_as(SavedRun)
+        return manifest.metadata_as(kind)
     except CheckpointError as error:
         raise ResumeError(f"{path}: {error}") from error
-
-
-def _imported(saved: SavedModel) -> SavedRun:
-    """Return imported weights as those of a run that has not begun."""
-    return SavedRun(
-        step=0,
-        elapsed=0.0,
-        consumed_samples=0,
-        skipped_steps=0,
-        loss_scale=None,
-        data=Mixture(sources=()),
-        tokenizer=saved.tokenizer,
-        model=saved.model,
-        config={name: {} for name in _SECTIONS},
-    )

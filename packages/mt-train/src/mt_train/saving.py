@@ -57,13 +57,13 @@ def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
     )
 
 
-def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -> None:
+def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: bool) -> None:
     """Fill a trainer from a checkpoint written on any layout; every rank calls it.
 
     Args:
         trainer: Gets the weights, and the moments, the progress and the loss scale with them.
         path: The checkpoint.
-        saved: Its metadata.
+        saved: Its metadata, which weights alone do without.
         weights_only: Leave optimizer and progress as new.
 
     Raises:
@@ -76,7 +76,7 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun, *, weights_only: bool) -
             f"{path}: its weights are not all finite, so training can't go on from them; "
             + way_back(trainer, path)
         )
-    if not weights_only:
+    if not weights_only and saved is not None:
         trainer.optimizer.step_count = saved.progress.updates
         trainer.progress = saved.progress
         if trainer.optimizer.scaler is not None and saved.loss_scale is not None:

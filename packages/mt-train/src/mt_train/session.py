@@ -162,7 +162,7 @@ class _Session:
             model=model.to_dict(),
             config=to_plain(config),
         )
-        if self.start.path is not None and self.start.saved is not None:
+        if self.start.path is not None:
             only = self.start.weights_only
             saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)
         elif self.start.pretrained is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt import RunFolder, hold_checkpoint, latest_checkpoint
+from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
 from mt_files import to_plain
 
 from mt_train.config import RunConfig
@@ -15,7 +15,7 @@ from mt_train.history import changes
 from mt_train.loading import LoadedConfig
 from mt_train.mixture import Mixture
 from mt_train.progress import Progress
-from mt_train.saved import ResumeError, SavedRun, read_saved
+from mt_train.saved import ResumeError, SavedRun, read_imported, read_saved
 
 # What may differ between two parts of a run: everything but the model, the tokenizer and these.
 _FIXED = ("seed", "sequence_length")
@@ -30,6 +30,7 @@ class Start:
         saved: Its metadata.
         own: Whether it is the run's own.
         weights_only: Whether only the model is taken from it.
+        imported: The metadata of a checkpoint that is of no run.
         pretrained: The Hugging Face folder whose weights a new run starts with.
     """
 
@@ -37,6 +38,7 @@ class Start:
     saved: SavedRun | None = None
     own: bool = False
     weights_only: bool = False
+    imported: SavedModel | None = None
     pretrained: Path | None = None
 
     @property
@@ -70,15 +72,14 @@ class Start:
             config: The configuration from here on.
             tokenizer: The SHA-256 of the tokenizer.
         """
-        if self.pretrained is not None:
-            return [f"starting with the weights of {self.pretrained}"]
+        if self.pretrained is not None or self.imported is not None:
+            return [f"starting with the weights of {self.pretrained or self.path}"]
         if self.saved is None:
             return []
         differ = changes(self.saved.config, to_plain(config))
         if self.weights_only:
             differ = [line for line in differ if line.startswith("model.")]
-            differ = differ if self.saved.config["model"] else []  # imported, by no run
-            if self.saved.tokenizer is not None and self.saved.tokenizer.sha256 != tokenizer:
+            if self.saved.tokenizer.sha256 != tokenizer:
                 differ.append("another tokenizer than the weights were trained with")
             return [f"starting with the weights of {self.path}", *(f"  {d}" for d in differ)]
         return [
@@ -117,7 +118,9 @@ def find_start(
         raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
     path = held.enter_context(hold_checkpoint(root, None if is_step else step))
     only = checkpoint.load_mode == "weights"
-    return Start(path=path, saved=read_saved(path, weights_only=only), weights_only=only)
+    imported = read_imported(path) if only else None
+    saved = read_saved(path) if imported is None else None
+    return Start(path=path, saved=saved, weights_only=only, imported=imported)
 
 
 def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], tokenizer: str) -> None:
@@ -140,10 +143,9 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
     if dict(saved.model) != model:
         lines = changes({"model": before["model"]}, {"model": now["model"]})
         differences += lines or ["model: another architecture"]
-    trained_with = None if saved.tokenizer is None else saved.tokenizer.sha256
-    if trained_with != tokenizer:
+    if saved.tokenizer.sha256 != tokenizer:
         differences.append(
-            f"data.tokenizer: sha256 {str(trained_with)[:12]}... -> {tokenizer[:12]}...; ids "
+            f"data.tokenizer: sha256 {saved.tokenizer.sha256[:12]}... -> {tokenizer[:12]}...; ids "
             "would mean other text"
         )
     then, current = before["training"], now["training"]

@@ -11,9 +11,9 @@ from mt_files import Checks, shorten
 
 from mt_model.choice import Activation, QKNorm
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
+from mt_model.families.rope import read_rope, write_rope
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
-from mt_model.rope import RopeConfig
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -63,7 +63,11 @@ class DecoderFields:
             known = ", ".join(ACTIVATIONS)
             checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
         if not checks.errors:
-            check_rope(self, checks)
+            try:
+                read_rope(self)
+            except ValueError as error:
+                name = "rope_scaling" if self.rope_scaling else "rope_parameters"
+                checks.add(name, str(error).replace("\n", "; "))
         checks.done()
 
     @property
@@ -74,32 +78,6 @@ class DecoderFields:
 
 
 FieldsT = TypeVar("FieldsT", bound=DecoderFields)
-
-
-def rope_fields(given: DecoderFields) -> dict[str, Any]:
-    """Return the rotary embedding as one mapping, wherever its parts are written.
-
-    `rope_parameters` is how transformers writes it from version 5 on; before it were `rope_theta`
-    and `rope_scaling`, with `type` where it now is `rope_type`.
-    """
-    found = dict(given.rope_scaling or given.rope_parameters or {})
-    old = found.pop("type", None)
-    found.setdefault("rope_type", old or "default")
-    found.setdefault("rope_theta", 10000.0 if given.rope_theta is None else given.rope_theta)
-    return found
-
-
-def check_rope(given: DecoderFields, checks: Checks) -> None:
-    """Note what of the rotary embedding is not built."""
-    name = "rope_scaling" if given.rope_scaling else "rope_parameters"
-    found = rope_fields(given)
-    kind, theta = found.pop("rope_type"), found.pop("rope_theta")
-    if kind != "default":
-        checks.add(name, f"the rope_type {shorten(kind)} is not known; known is default")
-    elif found:
-        checks.add(name, f"{shorten(found)} is not known beside rope_type and rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        checks.add(name, f"rope_theta is {shorten(theta)}; a number above 0 is needed")
 
 
 def decoder_config(
@@ -122,7 +100,7 @@ def decoder_config(
                 num_heads=heads,
                 num_kv_heads=groups,
                 head_dim=width,
-                rope=RopeConfig(theta=float(rope_fields(given)["rope_theta"])),
+                rope=read_rope(given),
                 qk_norm=qk_norm,
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
@@ -171,7 +149,7 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tied,
         "attention_dropout": mixer.dropout,
-        "rope_theta": None if mixer.rope is None else mixer.rope.theta,
+        **write_rope(mixer.rope),
     }
     return kind(**{name: value for name, value in common.items() if name in known}, **rest)
 

@@ -1,0 +1,104 @@
+"""Runs that start from a folder of Hugging Face, and write one at their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from mt_model import GPT, from_pretrained, gpt, import_pretrained, save_pretrained
+from mt_train import ConfigError, load_config
+
+STILL = ("optimizer.name=sgd", "optimizer.lr=1e-30", "training.steps=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("pretrained") / "model"
+    config = gpt(
+        vocab_size=301,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        ffn_size=16,
+        max_sequence_length=32,
+    )
+    save_pretrained(GPT(config, seed=9), out)
+    shutil.copy(tiny.data / "tokenizer.json", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def started(tiny, folder, tmp_path_factory):
+    """The tiny run with the folder's model, and without a tokenizer of its own."""
+    given = yaml.safe_load(tiny.config.read_text())
+    given["model"] = {"from": str(folder)}
+    del given["data"]["tokenizer"]
+    config = tmp_path_factory.mktemp("config") / "run.yaml"
+    config.write_text(yaml.safe_dump(given))
+    return dataclasses.replace(tiny, config=config)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(from_pretrained(folder, vocab_multiple=1).named_parameters())
+
+
+def test_a_run_starts_with_the_weights_and_gives_them_back(started, folder, tmp_path) -> None:
+    out = tmp_path / "out"
+    started.run(tmp_path / "run", *STILL, f"export.hugging_face={out}")
+    found, expected = tensors_of(out), tensors_of(folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    for name in ("config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert written["model"]["from"] == str(folder)
+
+
+def test_it_trains_and_goes_on(started, folder, tmp_path) -> None:
+    started.run(tmp_path / "run")
+    out = tmp_path / "out"
+    started.run(tmp_path / "run", "training.steps=5", f"export.hugging_face={out}")
+    assert started.run(tmp_path / "run", f"export.hugging_face={out}").step == 5
+    name = "layers.1.mixer.qkv.weight"
+    assert not torch.equal(tensors_of(out)[name], tensors_of(folder)[name])
+    assert tensors_of(out)[name].dtype == torch.float32
+
+
+def test_imported_weights_are_loaded_into_a_run(started, folder, tmp_path) -> None:
+    import_pretrained(folder, tmp_path / "imported")
+    load = (f"checkpoint.load={tmp_path / 'imported'}", "checkpoint.load_mode=weights")
+    out = tmp_path / "out"
+    started.run(tmp_path / "run", *STILL, *load, f"export.hugging_face={out}")
+    for name, tensor in tensors_of(folder).items():
+        assert torch.equal(tensors_of(out)[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.from=nowhere", "model.from: "),
+        ("model.hidden_size=8", "model.hidden_size: does not go with model.from"),
+        ("training.sequence_length=64", "training.sequence_length: 64 is longer than"),
+        ("export.family=mistral", "export.family: needs export.hugging_face"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(started, override, says) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(started.config, [override])
+    assert says in str(caught.value)
+
+
+def test_an_export_that_can_not_be_is_refused_before_training(started, tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/note").touch()
+    with pytest.raises(ConfigError, match=r"export\.hugging_face: .*exists"):
+        started.run(tmp_path / "run", f"export.hugging_face={tmp_path / 'out'}")
+    more = (f"export.hugging_face={tmp_path / 'new'}", "export.family=mistrall")
+    with pytest.raises(ConfigError, match=r"export\.family: .*Did you mean mistral"):
+        started.run(tmp_path / "run", *more)
+    assert not (tmp_path / "run/checkpoints").exists()
