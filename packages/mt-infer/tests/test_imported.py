@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from mt_data import load_tokenizer, train_tokenizer
-from mt_infer.cli import main
 from mt_model import GPT, from_pretrained, gpt, import_pretrained, save_pretrained
 
 PROMPT = "to be"
@@ -28,24 +27,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_the_greedy_text_is_that_of_the_folder(folder, tmp_path, capsys) -> None:
+def test_the_greedy_text_is_that_of_the_folder(folder, tmp_path, generate) -> None:
     import_pretrained(folder, tmp_path / "run")
-    arguments = ["generate", str(tmp_path / "run"), PROMPT]
-    main([*arguments, "--max-tokens", "12", "--temperature", "0"])
+    code, out, _ = generate(tmp_path / "run", "--max-tokens", 12, "--temperature", 0, prompt=PROMPT)
     tokenizer, model = load_tokenizer(folder / "tokenizer.json"), from_pretrained(folder)
-    ids = tokenizer.encode(PROMPT)
+    ids = given = tokenizer.encode(PROMPT)
     for _ in range(12):
-        scores = model.logits(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size]
-        if int(scores.argmax()) == tokenizer.eod_id:
+        best = int(model.logits(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size].argmax())
+        if best == tokenizer.eod_id:
             break
-        ids.append(int(scores.argmax()))
-    assert len(ids) > len(tokenizer.encode(PROMPT))
-    assert tokenizer.decode(ids) in capsys.readouterr().out
+        ids = [*ids, best]
+    assert code == 0
+    assert len(ids) > len(given)
+    assert tokenizer.decode(ids[len(given) :]) in out
 
 
-def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, capsys) -> None:
+def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> None:
     (folder / "tokenizer.json").unlink()
     import_pretrained(folder, tmp_path / "run")
-    with pytest.raises(SystemExit):
-        main(["generate", str(tmp_path / "run"), PROMPT])
-    assert "tokenizer" in capsys.readouterr().err
+    code, _, err = generate(tmp_path / "run")
+    assert code != 0
+    assert "tokenizer" in err
