@@ -30,6 +30,8 @@ class Row:
         draws: How many there are.
         module: The module in transformers, where it is not called like the family.
         config: Name of the config's class, where it is not the family's name with `Config`.
+        layouts: On which it is tested.
+        prefixes: What names begin with in files, and in the model of transformers.
     """
 
     name: str
@@ -38,10 +40,17 @@ class Row:
     draws: int
     module: str | None = None
     config: str | None = None
+    layouts: tuple[str, ...] = ("tp2", "pp2", "tp2pp2", "cp2")
+    prefixes: tuple[str, str] = ("", "")
 
     @property
     def home(self) -> str:
         return self.module or self.name
+
+    def in_memory(self, stored: str) -> str:
+        """The name of a stored tensor in the model of transformers."""
+        first, second = self.prefixes
+        return second + stored.removeprefix(first) if stored.startswith(first) else stored
 
     def classes(self) -> tuple[type, type]:
         """The config and the model of transformers."""
@@ -118,4 +127,7 @@ def _rows() -> list[Row]:
 
 ROWS = _rows()
 DRAWS = [pytest.param(row, i, id=f"{row.name}-{i}") for row in ROWS for i in range(row.draws)]
+PLACED = [
+    pytest.param(row, layout, id=f"{row.name}-{layout}") for row in ROWS for layout in row.layouts
+]
 FIRST = [pytest.param(row, id=row.name) for row in ROWS]

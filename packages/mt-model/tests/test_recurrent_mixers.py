@@ -96,6 +96,34 @@ def test_generation_step_by_step_equals_the_whole_pass(name):
         assert torch.allclose(torch.cat(pieces, 1), expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_in_front_changes_nothing(name, cached):
+    model, tokens, length = model_of(name), tokens_of(1, 9), 6
+    for real in (1, 2, 5):
+        expected = model.logits(tokens[:, : real + 3])[:, real - 1 :]
+        padded = torch.cat((tokens_of(1, length - real), tokens[:, : real + 3]), 1)
+        mask = torch.arange(padded.shape[1])[None] >= length - real
+        if not cached:
+            found = model.logits(padded, mask=mask)[:, length - 1 :]
+        else:
+            cache = model.new_cache(batch_size=1, max_length=16)
+            found = [model.logits(padded[:, :length], cache=cache, mask=mask[:, :length])[:, -1:]]
+            found += [model.logits(padded[:, i : i + 1], cache=cache) for i in range(6, 9)]
+            found = torch.cat(found, 1)
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_padding_behind_tokens_is_refused_where_a_state_would_have_it():
+    model, tokens = model_of("hybrid"), tokens_of(1, 4)
+    cache = model.new_cache(batch_size=1, max_length=16)
+    with pytest.raises(ValueError, match=r"layer 0 keeps a state.*put all padding in front"):
+        model.logits(tokens, cache=cache, mask=torch.tensor([[True, True, True, False]]))
+    model.logits(tokens, cache=cache)
+    with pytest.raises(ValueError, match=r"give no more of it later"):
+        model.logits(tokens, cache=cache, mask=torch.tensor([[False, True, True, True]]))
+
+
 def test_the_state_of_a_cache_is_fp32_and_does_not_grow_with_the_length():
     model = model_of("hybrid", torch.bfloat16)
     small, large = (model.new_cache(batch_size=2, max_length=n) for n in (8, 64))

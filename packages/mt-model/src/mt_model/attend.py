@@ -292,10 +292,20 @@ class Pass:
     memory_mask: Tensor | None = None
 
     def kept(self, layer: int) -> Mapping[str, Tensor] | None:
-        """What a layer keeps in generation; zeros before the first token of a sequence."""
+        """What a layer with a state keeps in generation; zeros before the first token.
+
+        Raises:
+            ValueError: There is padding elsewhere than in front of the first tokens, which a state
+                can't leave out.
+        """
         if self.cache is None:
             return None
-        held = self.cache.layers[layer]
+        held, tokens = self.cache.layers[layer], self.documents
+        if tokens is not None and not (tokens if self.cache.length else tokens[:, -1]).all():
+            raise ValueError(
+                f"layer {layer} keeps a state of the tokens, and the mask has padding behind some "
+                "of them; put all padding in front, and give no more of it later"
+            )
         if self.cache.length == 0:
             for tensor in held.values():
                 tensor.zero_()

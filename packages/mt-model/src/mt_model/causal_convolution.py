@@ -100,5 +100,10 @@ class CausalConvolution(nn.Module):
         bias = None if self.bias is None else self.bias.flatten()
         y = causal_convolution(x, weight, bias, before=tail, segments=segments)
         if tail is not None:
-            tail.copy_(with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :])
+            last = with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :]
+            if segments is not None:
+                first = segments[:, :1].expand(-1, self.taps - 1)
+                known = torch.cat((first, segments), 1)[:, x.shape[1] :]
+                last = last * (known == segments[:, -1:])[..., None]
+            tail.copy_(last)
         return F.silu(y)

@@ -618,7 +618,7 @@ class GPT(nn.Module):
         if cache is not None:
             places = torch.arange(cache.length, cache.length + length, device=device)
             attend = CachedAttend(cache=cache, places=places)
-        elif mask is not None:
+        if mask is not None:
             documents = padding_as_document(mask, documents)
         return Pass(
             attend=attend,
