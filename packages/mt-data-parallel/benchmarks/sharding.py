@@ -3,6 +3,7 @@
 `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/sharding.py`
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 Step = Callable[[], None]
-WIDTH, LAYERS, ROWS, STEPS, ROUNDS = 512, 8, 64, 1, 9
+WIDTH, LAYERS, ROWS, ROUNDS = 512, 8, 64, 36
 
 
 class Net(nn.Module):
@@ -75,10 +76,9 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> St
 def seconds(step: Step) -> float:
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(STEPS):
-        step()
+    step()
     dist.barrier()
-    return (time.perf_counter() - start) / STEPS
+    return time.perf_counter() - start
 
 
 def held(buffer: GradBuffer, numel: int) -> float:
@@ -106,20 +106,21 @@ def main() -> None:
         step()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS):
-        order = list(runs) if number % 2 else list(reversed(runs))  # neighbours take turns
-        for name in order:
+        first = number % len(runs)  # they take turns
+        for name in [*runs, *runs][first : first + len(runs)]:
             times[name].append(seconds(runs[name][0]))
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {numel / 1e6:.1f}M parameters")
         base = {"full": "torch fully_shard"}
         for name in names:
             other = base.get(name, "torch DDP")
-            ratios = sorted(a / b for a, b in zip(times[name], times[other], strict=True))
+            ratios = [a / b for a, b in zip(times[name], times[other], strict=True)]
+            low, middle, high = statistics.quantiles(ratios)
             buffer = runs[name][1]
             bytes_per = held(buffer, numel) if buffer is not None else 0
             print(
                 f"{name:20} {bytes_per:5.2f} B per parameter; step / {other}: "
-                f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
             )
     for _, buffer in runs.values():
         if buffer is not None:

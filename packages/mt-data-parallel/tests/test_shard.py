@@ -5,7 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_data_parallel import Reduction, shard
-from mt_parallel_state import PartitionSpec, shard_param, sharding_of
+from mt_parallel_state import (
+    CheckMode,
+    ParallelLayout,
+    ParallelState,
+    PartitionSpec,
+    shard_param,
+    sharding_of,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -399,3 +406,27 @@ def test_bad_arguments_are_named():
         shard(Net(device="meta"), "full", group=None)
     with pytest.raises(TypeError, match="model must be a Module"):
         shard(3, "full", group=None)  # pyright: ignore[reportArgumentType]
+
+
+def checked_step(strategy):
+    """One step whose calls are all compared between the ranks."""
+    with ParallelState(ParallelLayout(dp=2), check=CheckMode(timeout=20)) as state:
+        net = make_net()
+        with shard(net, strategy, group=state.group("dp")) as buffer:
+            for step in range(2):
+                buffer.start(1)
+                net(tokens_of(step, state.rank)).backward()
+                buffer.finish()
+                buffer.gather_params()
+            return {piece.name: (piece.start, piece.grad.clone()) for piece in buffer.pieces()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_check_mode_takes_every_strategy(ranks, strategy):
+    net = make_net()
+    for part in range(2):
+        net(tokens_of(1, part)).backward()
+    for grads in ranks(2, checked_step, strategy):
+        for name, (start, grad) in grads.items():
+            whole = net.get_parameter(name).grad.view(-1)[start : start + grad.numel()]
+            torch.testing.assert_close(grad.reshape(-1), whole, rtol=1e-12, atol=1e-12)

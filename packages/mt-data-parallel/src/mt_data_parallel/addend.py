@@ -43,7 +43,7 @@ class Addends:
         named = {name: grad for name, grad in grads.items() if name in self._extremes}
         if not named:
             return
-        flats = list(named.values())
+        flats = [grad.detach() for grad in named.values()]
         if flats[0].device.type == "cpu":  # norms read one element at a time there
             found = [torch.stack(torch.aminmax(flat)) for flat in flats]
         else:

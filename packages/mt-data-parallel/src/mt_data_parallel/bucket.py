@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_data_parallel.addend import Addends
+from mt_data_parallel.exchange import Exchange, start_gather
 from mt_data_parallel.piece import Piece
 from mt_data_parallel.reduction import Reduction
 from mt_data_parallel.sum import Sum
@@ -109,7 +110,7 @@ class Bucket:
     is_idle: bool = False
     is_needed_first: bool = False
     _sum: tuple[Sum, Tensor, bool] | None = None  # its result, and whether that is the first one
-    _coming: tuple[dist.Work | None, Tensor] | None = None  # with what is sent
+    _coming: tuple[Exchange | dist.Work | None, Tensor] | None = None  # with what is sent
 
     @property
     def reduction(self) -> Reduction:
@@ -215,8 +216,7 @@ class Bucket:
         if group is None:
             self.params.copy_(own)
             return
-        work = dist.all_gather_into_tensor(self.params, own, group=group, async_op=True)
-        self._coming = (work, own)
+        self._coming = (start_gather(self.params, own, group), own)
 
     def arrive(self) -> None:
         """Wait for the parameters."""

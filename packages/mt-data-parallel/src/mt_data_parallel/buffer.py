@@ -470,9 +470,9 @@ class GradBuffer:
 
     def _launch(self) -> None:
         """Start the next reduction."""
-        if self._next:
-            before = self._sequence[self._next - 1]
-            # At most two are whole at a time, where gradients are released.
-            before.advance() if self._release == "nothing" else before.settle()
+        if self._release != "nothing" and self._next:
+            self._sequence[self._next - 1].settle()  # at most two are whole at a time
+        elif self._next > 1:
+            self._sequence[self._next - 2].advance()  # the last one is still on its way
         self._sequence[self._next].launch()
         self._next += 1

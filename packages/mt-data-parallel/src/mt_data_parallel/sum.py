@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_data_parallel.exchange import Exchange, start_gather, start_swap
 from mt_data_parallel.reduction import Reduction
 
 
@@ -15,8 +16,9 @@ class Sum:
     Where `out` is as large as the addends, every rank gets the whole sum, else rank `r` the `r`-th
     equal part of it. Communicated is what `Reduction` says: `reduce_dtype` elements, summed by the
     collective (all-reduce or reduce-scatter), or, with `local_sum`, sent to the rank that has the
-    part (all-to-all), added there in fp32 (fp64) in the order of the ranks, and where everybody
-    wants all of it gathered in the dtype of `out`.
+    part, added there in fp32 (fp64) in the order of the ranks, and where everybody wants all of it
+    gathered in the dtype of `out`. On a CPU a reduce-scatter is done like that too, in the dtype
+    that was sent.
 
     Args:
         addend: This rank's, which may be overwritten; `out` may be it, or a part of it.
@@ -29,44 +31,42 @@ class Sum:
     def __init__(
         self, addend: Tensor, out: Tensor, group: dist.ProcessGroup, how: Reduction, scale: float
     ) -> None:
+        # Who writes gradients into the buffer may have left them in a graph.
+        addend, out = addend.detach(), out.detach()
         self._out, self._group, self._how = out, group, how
-        self._parts: Tensor | None = None
+        self._parts: list[Tensor] = []
         self._sent = _sent(addend, how.reduce_dtype or addend.dtype, scale)
         self._found = out
         is_whole = out.numel() == addend.numel()
         op = dist.ReduceOp.AVG if how.average else dist.ReduceOp.SUM
-        if how.local_sum:
-            self._parts = torch.empty_like(self._sent)
-            work = dist.all_to_all_single(self._parts, self._sent, group=group, async_op=True)
+        self._work: Exchange | dist.Work | None
+        if how.local_sum or (not is_whole and addend.device.type == "cpu"):
+            self._work, self._parts = start_swap(self._sent, group)
         elif is_whole:
             self._found = self._sent
-            work = dist.all_reduce(self._sent, op=op, group=group, async_op=True)
+            self._work = dist.all_reduce(self._sent, op=op, group=group, async_op=True)
         else:
             if self._sent.dtype != out.dtype:
                 self._found = torch.empty_like(out, dtype=self._sent.dtype)
-            work = dist.reduce_scatter_tensor(
+            self._work = dist.reduce_scatter_tensor(
                 self._found, self._sent, op=op, group=group, async_op=True
             )
-        self._work: dist.Work | None = work
 
     def advance(self) -> None:
         """Do the second step of a local sum as far as it does not wait for other ranks' sums."""
-        parts, self._parts = self._parts, None
-        if parts is None:
+        parts, self._parts = self._parts, []
+        if not parts:
             return
         self._finish_work()
         ranks, out = self._group.size(), self._out
-        first, *others = parts.view(ranks, -1).unbind()
-        own = first.to(torch.promote_types(out.dtype, torch.float32), copy=True)
-        for other in others:
-            own += other
+        own = self._added(parts)
         if self._how.average:
             own /= ranks
         if out.numel() == own.numel():
             out.copy_(own)
             return
         self._sent = own.to(out.dtype)
-        self._work = dist.all_gather_into_tensor(out, self._sent, group=self._group, async_op=True)
+        self._work = start_gather(out, self._sent, self._group)
 
     def wait(self) -> None:
         """Have the sum in `out`."""
@@ -74,6 +74,21 @@ class Sum:
         self._finish_work()
         if self._found.data_ptr() != self._out.data_ptr():
             self._out.copy_(self._found)
+
+    def _added(self, parts: list[Tensor]) -> Tensor:
+        """Add the parts in the order of the ranks; one that came is overwritten, ours is not.
+
+        A local sum is in fp32 or wider, and what stands for a collective is in what was sent.
+        """
+        first, second, *others = parts
+        wide = torch.promote_types(self._out.dtype, torch.float32)
+        if not self._how.local_sum or first.dtype == wide:
+            own = torch.add(first, second, out=second if self._group.rank() == 0 else first)
+        else:
+            own = first.to(wide).add_(second)
+        for other in others:
+            own += other
+        return own
 
     def _finish_work(self) -> None:
         work, self._work = self._work, None
