@@ -67,7 +67,8 @@ def test_an_output_gate_is_that_of_qwen3_next() -> None:
     )
     config._attn_implementation = "eager"
     theirs = Qwen3NextAttention(config, 0).eval()
-    model = attention_of(output_gate=True, qk_norm="head", bias=True)
+    form = {"norm_zero_centered": True}
+    model = attention_of(output_gate=True, qk_norm="head", bias=True, **form)
     mixer = model.layers["0"].mixer
     for part in ("weight", "bias"):
         given = getattr(mixer.qkv, part)  # [G, gates and queries, keys, values]
@@ -77,8 +78,8 @@ def test_an_output_gate_is_that_of_qwen3_next() -> None:
         getattr(theirs.v_proj, part).copy_(rows(given[:, 5:6]))
     theirs.o_proj.weight.copy_(mixer.out.weight.flatten(1))
     theirs.o_proj.bias.copy_(mixer.out.bias)
-    theirs.q_norm.weight.copy_(mixer.q_norm.weight - 1)
-    theirs.k_norm.weight.copy_(mixer.k_norm.weight - 1)
+    theirs.q_norm.weight.copy_(mixer.q_norm.weight)
+    theirs.k_norm.weight.copy_(mixer.k_norm.weight)
     assert_near(ours(model, x_of()), theirs(x_of(), turning(), causal())[0])
 
 

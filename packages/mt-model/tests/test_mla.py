@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -221,8 +222,8 @@ def test_tensor_parallel_decoding_equals_one_rank(ranks) -> None:
 
 
 def test_counts_are_those_of_the_parameters() -> None:
-    for name in VARIANTS:
-        config = config_of(name)
+    bare = NormConfig(kind="layer", weight=False)  # of layers; those of latents have weights
+    for config in (*map(config_of, VARIANTS), replace(config_of("v3"), norm=bare)):
         model = GPT(config)
         assert config.num_parameters == sum(p.numel() for p in model.parameters())
         assert ModelConfig.from_dict(config.to_dict()) == config

@@ -17,7 +17,7 @@ from mt_model.config import ModelConfig
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
 from mt_model.mla_config import MLAConfig
-from mt_model.norm import build_norm
+from mt_model.norm import build_rms_norm
 from mt_model.placement import Placement
 from mt_model.rotary import rotate
 
@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
         self.group, self.sequence_parallel = placement.group, placement.sequence_parallel
         linear = placement.linear_arguments()
         eps = model.norm.eps if config.norm_eps is None else config.norm_eps
-        norm = replace(model.norm, kind="rms", eps=eps)
+        norm = replace(model.norm, weight=True, eps=eps)
 
         def down(size: int) -> nn.Linear:
             where = {"device": "meta", "dtype": placement.dtype}
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
             return made
 
         def normed(size: int) -> nn.Module:
-            made = build_norm(norm, size, dtype=placement.dtype)
+            made = build_rms_norm(norm, size, dtype=placement.dtype)
             placement.mark_replicated(made, partial=placement.sequence_parallel)
             return made
 
