@@ -30,6 +30,10 @@ VARIANTS = {
     "off by one": {"sinks": "zero", "qk_norm": "l2"},
     "whole norm, gate": {"qk_norm": "whole", "output_gate": True, "qkv_bias": True},
     "both ways": {"causal": False},
+    "both ways, relative": {
+        "score_bias": {"type": "relative", "buckets": 12, "max_distance": 9, "bidirectional": True},
+        "causal": False,
+    },
     "both ways, window": {"causal": False, "window": 3, "sinks": "zero", "output_gate": True},
     "all": {"window": 5, "sinks": "learned", "softcap": 2.0, "attention_dropout": 0.1},
 }
@@ -70,11 +74,13 @@ def plain_bias(layer, shared, length):
     weight = layer.score_table.weight if own else shared.score_tables["relative"]
 
     def bucket(distance):
-        half = bias.buckets // 2
+        count = bias.buckets // 2 if bias.bidirectional else bias.buckets
+        first, half = (count if bias.bidirectional and distance < 0 else 0), count // 2
+        distance = abs(distance) if bias.bidirectional else max(distance, 0)
         if distance < half:
-            return max(distance, 0)
-        grown = math.log(distance / half) / math.log(bias.max_distance / half) * half
-        return min(half + int(grown), bias.buckets - 1)
+            return first + distance
+        grown = math.log(distance / half) / math.log(bias.max_distance / half) * (count - half)
+        return first + min(half + int(grown), count - 1)
 
     places = range(length)
     rows = torch.stack([torch.stack([weight[bucket(i - j)] for j in places]) for i in places])

@@ -17,6 +17,8 @@ VARIANTS = {
     "rope": {},
     "learned, window": {"positions": "learned", "window": 3},
     "sinks, cap": {"sinks": "learned", "softcap": 2.0, "positions": "none"},
+    "alibi, window": {"score_bias": {"type": "alibi"}, "positions": "none", "window": 4},
+    "relative": {"score_bias": {"type": "relative", "buckets": 6, "max_distance": 7}},
     "both ways": {"causal": False, "window": 4, "positions": "learned"},
 }
 LENGTHS, LENGTH = (8, 3, 5), 8
