@@ -13,6 +13,8 @@ from mt_files import FieldError, did_you_mean, shorten
 
 from mt_model.config import ModelConfig
 from mt_model.presets import gpt
+from mt_model.rope import RopeConfig
+from mt_model.rope_scaling import Llama3Scaling
 
 _Arguments = Mapping[str, Any]
 
@@ -37,11 +39,60 @@ _LLAMA3: _Arguments = {
     "rope_theta": 500000.0,
     "max_sequence_length": 8192,
 }
+
+
+def _llama31(factor: float) -> _Arguments:
+    """Llama 3 with the rotation stretched to 131,072 positions."""
+    rope = RopeConfig(theta=500000.0, scaling=Llama3Scaling(factor=factor))
+    return {**_LLAMA3, "rope": rope, "max_sequence_length": 131072}
+
+
 _QWEN: _Arguments = {
     "norm_rounds_first": True,
     "norm_eps": 1e-6,
     "rope_theta": 1e6,
     "max_sequence_length": 32768,
+}
+_QWEN2: _Arguments = {**_QWEN, "qkv_bias": True}
+_OLMO2: _Arguments = {
+    "norm_eps": 1e-6,
+    "norms": "output",
+    "qk_norm": "whole",
+    "rope_theta": 500000.0,
+    "tied": False,
+    "max_sequence_length": 4096,
+}
+_NEOX: _Arguments = {
+    "norm": "layer",
+    "parallel": True,
+    "activation": "gelu",
+    "gated": False,
+    "bias": True,
+    "rope": RopeConfig(fraction=0.25),
+    "tied": False,
+    "max_sequence_length": 2048,
+}
+_PHI2: _Arguments = {
+    **_NEOX,
+    "shared_norm": True,
+    "activation": "gelu_tanh",
+    "rope": RopeConfig(fraction=0.4),
+    "head_bias": True,
+}
+_BERT: _Arguments = {
+    "positions": "learned",
+    "causal": False,
+    "norm": "layer",
+    "norm_eps": 1e-12,
+    "norms": "post",
+    "activation": "gelu",
+    "gated": False,
+    "bias": True,
+    "embedding_norm": True,
+    "token_types": 2,
+    "head_transform": "gelu",
+    "head_bias": True,
+    "max_sequence_length": 512,
 }
 _QWEN3: _Arguments = {**_QWEN, "num_kv_heads": 8, "head_dim": 128, "qk_norm": "head"}
 _GEMMA: _Arguments = {
@@ -89,8 +140,10 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
         "llama2-70b": _shape(32000, 8192, 80, 64, num_kv_heads=8, ffn_size=28672, **_LLAMA2),
         "llama3-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_LLAMA3),
         "llama3-70b": _shape(128256, 8192, 80, 64, ffn_size=28672, tied=False, **_LLAMA3),
-        "llama3.2-1b": _shape(128256, 2048, 16, 32, ffn_size=8192, **_LLAMA3),
-        "llama3.2-3b": _shape(128256, 3072, 28, 24, ffn_size=8192, **_LLAMA3),
+        "llama3.1-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_llama31(8.0)),
+        "llama3.1-70b": _shape(128256, 8192, 80, 64, ffn_size=28672, tied=False, **_llama31(8.0)),
+        "llama3.2-1b": _shape(128256, 2048, 16, 32, ffn_size=8192, **_llama31(32.0)),
+        "llama3.2-3b": _shape(128256, 3072, 28, 24, ffn_size=8192, **_llama31(32.0)),
         "mistral-7b": _shape(
             32000,
             4096,
@@ -102,6 +155,11 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
             tied=False,
             norm_rounds_first=True,
             max_sequence_length=32768,
+        ),
+        "qwen2.5-0.5b": _shape(151936, 896, 24, 14, num_kv_heads=2, ffn_size=4864, **_QWEN2),
+        "qwen2.5-1.5b": _shape(151936, 1536, 28, 12, num_kv_heads=2, ffn_size=8960, **_QWEN2),
+        "qwen2.5-7b": _shape(
+            152064, 3584, 28, 28, num_kv_heads=4, ffn_size=18944, tied=False, **_QWEN2
         ),
         "qwen3-0.6b": _shape(151936, 1024, 28, 16, ffn_size=3072, **_QWEN3),
         "qwen3-1.7b": _shape(151936, 2048, 28, 16, ffn_size=6144, **_QWEN3),
@@ -150,6 +208,13 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
             norm_rounds_first=True,
             max_sequence_length=4096,
         ),
+        "olmo2-1b": _shape(100352, 2048, 16, 16, ffn_size=8192, **_OLMO2),
+        "olmo2-7b": _shape(100352, 4096, 32, 32, ffn_size=11008, **_OLMO2),
+        "pythia-410m": _shape(50304, 1024, 24, 16, ffn_size=4096, **_NEOX),
+        "gpt-neox-20b": _shape(50432, 6144, 44, 64, ffn_size=24576, **_NEOX),
+        "phi2": _shape(51200, 2560, 32, 32, ffn_size=10240, **_PHI2),
+        "bert-base": _shape(30522, 768, 12, 12, ffn_size=3072, **_BERT),
+        "bert-large": _shape(30522, 1024, 24, 16, ffn_size=4096, **_BERT),
         "granite3-2b": _shape(49155, 2048, 40, 32, ffn_size=8192, **_GRANITE3),
         "mamba2-130m": _mamba2(768, 24),
         "mamba2-370m": _mamba2(1024, 48),
