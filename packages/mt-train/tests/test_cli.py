@@ -144,6 +144,17 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
         assert after.resolved() == before.resolved()
 
 
+@pytest.mark.parametrize("preset", ["llama3.2-1b", "gemma2-2b", "pythia-410m", "mamba2-130m"])
+def test_config_of_a_preset_with_layers_that_differ_loads_back_to_it(
+    preset: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{preset: {preset}}}\ndata:" + LAYERS.partition("data:")[2])
+    loaded = load_config(path)
+    path.write_text(to_yaml(loaded.resolved()))
+    assert load_config(path).model(300) == loaded.model(300)
+
+
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options

@@ -110,6 +110,9 @@ class LoadedConfig:
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
         arguments = gpt_arguments(model)
         del arguments["max_sequence_length"]  # training.sequence_length
+        for name in ("rope", "score_bias"):
+            if arguments.get(name) is not None:
+                arguments[name] = getattr(model.layers[0].mixer, name)
         if section.layers or "layers" in arguments:  # a preset may have layers that differ, too
             arguments |= dict.fromkeys(UNIFORM_FIELDS)
             arguments["layers"] = tuple(replace(layer, repeat=n) for layer, n in model.runs)
