@@ -96,6 +96,10 @@ VARIANTS = {
     },
     "gptoss": {"activation": "gelu_quick", "clamp": 0.7, "up_offset": 1.0, "bias": True},
 }
+SCALED = {
+    "interleaved": True,
+    "scaling": {"type": "dynamic", "factor": 4.0, "original_length": 5},
+}
 
 
 def batch(rows=2, length=9, vocab=48, seed=0):
@@ -395,6 +399,8 @@ def test_dropout_sites_drop_the_configured_share_independently():
         (range(2, 3), VARIANTS["gemma2"]),
         (range(2, 3), VARIANTS["phi"]),
         (range(1, 2), VARIANTS["bert"]),
+        (range(1, 2), {"rope": SCALED, "score_bias": {"type": "relative", "table": None}}),
+        (range(2, 3), {"positions": "none", "score_bias": {"type": "relative"}}),
     ],
 )
 def test_stage_compiles_to_the_same_numbers(layers, blocks):
