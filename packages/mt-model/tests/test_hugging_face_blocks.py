@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from mt_model import GPT, NormConfig, gpt
+from mt_model import GPT, NormConfig, from_pretrained, gpt, save_pretrained
 from mt_model.norm import build_norm
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 48}
@@ -254,3 +254,14 @@ def test_the_scale_of_embeddings_is_rounded_as_gemma_rounds_it():
     found, _ = model.begin(None, {"tokens": tokens})
     assert torch.equal(found, other(tokens))
     assert not torch.equal(found, (weight[tokens].float() * scale).bfloat16())
+
+
+@pytest.mark.parametrize("rounds_first", [True, False])
+def test_a_llama_is_exported_wherever_its_norms_round_and_with_a_z_loss(rounds_first, tmp_path):
+    forms = {"norm_rounds_first": rounds_first, "z_loss": 1e-4, "embedding_std": 0.1}
+    model = GPT(gpt(**OURS, norm_eps=1e-6, **forms))
+    save_pretrained(model, tmp_path / "out")
+    again = from_pretrained(tmp_path / "out")
+    assert again.config.norm.rounds_first  # as transformers computes it
+    tokens = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-5)

@@ -116,7 +116,7 @@ def decoder_config(
         hidden_size=given.hidden_size,
         max_sequence_length=given.max_position_embeddings,
         layers=layers,
-        norm=NormConfig(kind="rms", eps=given.rms_norm_eps),
+        norm=NormConfig(kind="rms", eps=given.rms_norm_eps, rounds_first=True),
         tied=given.tie_word_embeddings,
         init_std=given.initializer_range or ModelConfig.init_std,
     )

@@ -124,7 +124,10 @@ class Family:
 
 
 def comparable(config: ModelConfig) -> ModelConfig:
-    """Return a model without what changes no logit: dropout, initial values, padding."""
+    """Return a model without what changes no logit: dropout, initial values, padding.
+
+    Nor does it have where norms round in bf16, and the weight of the z-loss.
+    """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, dropout=0.0))
         if hasattr(layer.mixer, "dropout")
@@ -132,7 +135,8 @@ def comparable(config: ModelConfig) -> ModelConfig:
         for layer in config.layers
     )
     same = {"dropout": 0.0, "init_std": ModelConfig.init_std, "vocab_multiple": 1}
-    return replace(config, layers=layers, **same)
+    norm = replace(config.norm, rounds_first=False)
+    return replace(config, layers=layers, norm=norm, z_loss=0.0, embedding_std=None, **same)
 
 
 def _refusal(problem: FieldProblem, given: Mapping[str, Any]) -> str:
