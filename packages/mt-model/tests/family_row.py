@@ -32,6 +32,7 @@ class Row:
         config: Name of the config's class, where it is not the family's name with `Config`.
         layouts: On which it is tested.
         prefixes: What names begin with in files, and in the model of transformers.
+        norm_center: What weights of norms are drawn around: 0 where 1 is added to them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     config: str | None = None
     layouts: tuple[str, ...] = ("tp2", "pp2", "tp2pp2", "cp2")
     prefixes: tuple[str, str] = ("", "")
+    norm_center: float = 1.0
 
     @property
     def home(self) -> str:
@@ -70,7 +72,7 @@ class Row:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 values = torch.randn(param.shape, generator=generator)
-                center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                center = self.norm_center if "norm" in name and name.endswith("weight") else 0.0
                 param.copy_(center + 0.2 * values)
         return model
 
