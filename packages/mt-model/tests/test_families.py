@@ -101,11 +101,13 @@ def test_gradients_of_padded_sequences_are_those_of_transformers(saved, row, ind
     assert torch.allclose(losses["lm"], loss, rtol=1e-10, atol=0)
     found = open_pretrained(folder)
     grads = {name: param.grad for name, param in wide.named_parameters()}
+    # A bias of all keys moves no softmax: what is left of its gradient is rounding.
+    rounding = 1e-12 * max(grad.norm() for grad in grads.values())
     for name, param in ours.named_parameters():
         for link in found.links[name]:
             expected = link.window(grads[row.in_memory(link.source)], param.shape)
             got = param.grad[tuple(slice(*ends) for ends in link.area(param.shape))]
-            assert (got - expected).norm() <= 1e-4 * expected.norm(), link.source
+            assert (got - expected).norm() <= max(1e-4 * expected.norm(), rounding), link.source
 
 
 @pytest.mark.parametrize(("row", "index"), DRAWS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from mt_files import Checks, shorten
 
@@ -23,11 +23,23 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu_new": "gelu_tanh",
         "gelu_fast": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
+        "quick_gelu": "gelu_quick",
+        "relu": "relu",
         "relu2": "relu2",
     }
 )
-_NAMES: Mapping[str, str] = MappingProxyType(
-    {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+ACTIVATION_NAMES: Mapping[Activation, str] = MappingProxyType(
+    {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_tanh": "gelu_pytorch_tanh",
+        "gelu_quick": "quick_gelu",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+)
+_NORMS: Mapping[str, str] = MappingProxyType(
+    {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
 )
 
 
@@ -78,6 +90,9 @@ class DecoderFields:
 
 
 FieldsT = TypeVar("FieldsT", bound=DecoderFields)
+EntryT = TypeVar("EntryT")
+EntryLinks: TypeAlias = Callable[[str, str, EntryT, int], Iterator[Link]]
+"""Yields the links of an entry: prefixes of tensors and of parameters, the entry, the width."""
 
 
 def decoder_config(
@@ -143,7 +158,7 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
-        "hidden_act": _NAMES[mlp.activation],
+        "hidden_act": ACTIVATION_NAMES[mlp.activation],
         "max_position_embeddings": config.max_sequence_length,
         "initializer_range": config.init_std,
         "rms_norm_eps": config.norm.eps,
@@ -167,21 +182,33 @@ def first_layer(config: ModelConfig) -> tuple[AttentionConfig, MLPConfig]:
     return mixer, mlp
 
 
-def decoder_links(config: ModelConfig) -> Iterator[Link]:
-    """Yield what Llama, Mistral and Qwen call each parameter."""
+def decoder_links(
+    config: ModelConfig,
+    *,
+    norms: Mapping[str, str] = _NORMS,
+    attention: EntryLinks[AttentionConfig] | None = None,
+    mlp: EntryLinks[MLPConfig] | None = None,
+) -> Iterator[Link]:
+    """Yield what Llama, Mistral and Qwen call each parameter.
+
+    Args:
+        config: The model.
+        norms: Ours for the name of each norm of a layer, in families that have others.
+        attention: What is linked in place of `attention_links`.
+        mlp: What is linked in place of `mlp_links`.
+    """
     hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
     yield Link(source="model.embed_tokens.weight", shape=rows, target="embedding.weight")
     for index, layer in enumerate(config.layers):
         source, target = f"model.layers.{index}", f"layers.{index}"
-        mixer, mlp = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
-        for norm, ours in (
-            ("input_layernorm", "mixer_norm"),
-            ("post_attention_layernorm", "feed_forward_norm"),
-        ):
+        mixer, entry = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
+        for norm, ours in norms.items():
             name = f"{source}.{norm}.weight"
             yield Link(source=name, shape=(hidden,), target=f"{target}.{ours}.weight")
-        yield from attention_links(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
-        yield from mlp_links(f"{source}.mlp", f"{target}.feed_forward", mlp, hidden)
+        link = attention or attention_links
+        yield from link(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
+        link = mlp or mlp_links
+        yield from link(f"{source}.mlp", f"{target}.feed_forward", entry, hidden)
     yield Link(source="model.norm.weight", shape=(hidden,), target="final_norm.weight")
     if not config.tied:
         yield Link(source="lm_head.weight", shape=rows, target="head.weight")

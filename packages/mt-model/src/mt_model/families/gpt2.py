@@ -9,12 +9,10 @@ from typing import cast
 from mt_files import Checks, shorten
 
 from mt_model.config import LayerConfig, ModelConfig, NormConfig, Sizes
-from mt_model.families.decoder import ACTIVATIONS, first_layer
+from mt_model.families.decoder import ACTIVATION_NAMES, ACTIVATIONS, first_layer
 from mt_model.hugging_face.family import Family
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
-
-_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,11 @@ class GPT2Fields:
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False
     n_ctx: int | None = None
-    summary_type: str | None = None
-    summary_use_proj: bool | None = None
+    summary_type: str = "cls_index"
+    summary_use_proj: bool = True
     summary_activation: str | None = None
-    summary_proj_to_labels: bool | None = None
-    summary_first_dropout: float | None = None
+    summary_proj_to_labels: bool = True
+    summary_first_dropout: float = 0.1
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -116,7 +114,7 @@ def _write(config: ModelConfig) -> GPT2Fields:
         n_layer=config.num_layers,
         n_head=mixer.num_heads,
         n_inner=mlp.ffn_size,
-        activation_function=_NAMES[mlp.activation],
+        activation_function=ACTIVATION_NAMES[mlp.activation],
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=mixer.dropout,
