@@ -1,4 +1,4 @@
-"""OLMo-2: groups of keys, biases, tied and untied heads."""
+"""OLMo-2: groups of keys, biases, scaled angles, tied and untied heads."""
 
 from family_row import Row, decoder
 
@@ -9,6 +9,7 @@ SIZES = [
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.5},
     },
 ]
 

@@ -14,6 +14,7 @@ from mt_model.config import LayerConfig, ModelConfig, NormConfig
 from mt_model.families.rope import read_rope, write_rope
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.rope import RopeConfig
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -76,7 +77,7 @@ class DecoderFields:
             checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
         if not checks.errors:
             try:
-                read_rope(self)
+                _ = self.rope
             except ValueError as error:
                 name = "rope_scaling" if self.rope_scaling else "rope_parameters"
                 checks.add(name, str(error).replace("\n", "; "))
@@ -87,6 +88,15 @@ class DecoderFields:
         """Query heads, key and value heads, and the width of a head."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         return heads, self.num_key_value_heads or heads, self.head_dim or hidden // heads
+
+    @property
+    def rope(self) -> RopeConfig:
+        """How heads turn.
+
+        Raises:
+            ValueError: A kind or a field is not known, or a value is refused.
+        """
+        return read_rope(self)
 
 
 FieldsT = TypeVar("FieldsT", bound=DecoderFields)
@@ -115,7 +125,7 @@ def decoder_config(
                 num_heads=heads,
                 num_kv_heads=groups,
                 head_dim=width,
-                rope=read_rope(given),
+                rope=given.rope,
                 qk_norm=qk_norm,
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
