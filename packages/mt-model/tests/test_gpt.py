@@ -490,7 +490,9 @@ def test_recomputation_keeps_less():
     nothing, selective, full = (kept_bytes(how) for how in ("none", "selective", "full"))
     assert full < 0.5 * selective
     assert selective < 0.9 * nothing
-    with pytest.raises(ValueError, match=r"recompute must be one of .*, got 'all'"):
+    with pytest.raises(
+        ValueError, match=r"recompute must be one of .* or a RecomputePlan, got 'all'"
+    ):
         GPT(gpt(**TINY), recompute="all")
 
 

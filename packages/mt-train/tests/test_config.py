@@ -95,6 +95,14 @@ BROKEN = {
         MINIMAL + "  recompute: full\n  compile: true\n",
         "run.yaml:12: training.recompute: 'full' does not go with training.compile",
     ),
+    "a plan of compiled stages": (
+        MINIMAL + "  recompute: {rules: [{first: 2}]}\n  compile: true\n",
+        "run.yaml:12: training.recompute: a plan does not go with training.compile",
+    ),
+    "a plan of no layers": (
+        MINIMAL + "  recompute: {rules: [{first: 0}]}\n",
+        "run.yaml:12: training.recompute.rules[0].first: 0 is too small",
+    ),
     "unknown choice": (
         MINIMAL + "optimizer:\n  schedule: cosin\n",
         "run.yaml:13: optimizer.schedule: 'cosin' is not one of constant, linear, cosine, "
@@ -329,6 +337,7 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
         (["parallel.cp=8", "parallel.cp_algorithm=ulysses"], 8, "ulysses shares 4 heads and 2 key"),
         (["parallel.cp=2", "training.attention=flash"], 2, "training.attention: flash needs whole"),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
+        (["training.recompute={offload: {layers: [9]}}"], 1, "layers: 9 is no layer; the model"),
         (["pipeline.stages=2", "pipeline.microbatches=3"], 2, "pipeline.microbatches: 3, but"),
         (["pipeline.stages=3", "pipeline.schedule=dualpipe"], 3, "pipeline.schedule: "),
         (["pipeline.stages=4", "pipeline.schedule=zb-v"], 4, "8 stages for 4 layers; every"),

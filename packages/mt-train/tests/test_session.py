@@ -598,3 +598,16 @@ def test_the_largest_value_of_a_gradient_reaches_the_step(tiny, tmp_path, weight
     first, second = weights(tmp_path, 1), weights(tmp_path, 2)
     ways = [np.abs(second[name] - first[name]).max() for name in first if name.startswith("model/")]
     assert max(ways) == pytest.approx(1e-4, rel=1e-6)
+
+
+def test_a_plan_of_recomputation_says_what_layers_keep(tiny, tmp_path, rows, losses, capsys):
+    plan = "training.recompute={rules: [{first: 1}], offload: {every: 3, min_bytes: 0}}"
+    tiny.run(tmp_path / "planned", "training.steps=2", plan)
+    assert "of activations and " in capsys.readouterr().out
+    tiny.run(tmp_path / "plain", "training.steps=2")
+    assert losses(tmp_path / "planned") == losses(tmp_path / "plain")
+    first, second = (row for row in rows(tmp_path / "planned") if "loss" in row)
+    assert first["offloaded_bytes"] > 0
+    for name in ("activation_bytes", "offloaded_bytes"):
+        assert first[name] == pytest.approx(first[f"expected_{name}"], rel=0.03)
+    assert "activation_bytes" not in second

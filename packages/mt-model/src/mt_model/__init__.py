@@ -31,6 +31,7 @@ from mt_model.mamba2_config import Mamba2Config
 from mt_model.mla_config import MLAConfig
 from mt_model.norm_config import NormConfig
 from mt_model.presets import gpt, gpt_arguments
+from mt_model.recompute_plan import OffloadConfig, RecomputePlan, RecomputeRule
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rope_scaling import (
     DynamicScaling,
@@ -44,6 +45,7 @@ from mt_model.score_bias import AlibiConfig, RelativeConfig, ScoreBias
 from mt_model.shapes import PRESETS, preset
 
 if TYPE_CHECKING:
+    from mt_model.activation_memory import expected_bytes
     from mt_model.allocator import keep_freed_memory
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from mt_model.initialization import initializer
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
+    from mt_model.saved_activations import KeptBytes
 
 __all__ = [
     "DTYPES",
@@ -78,6 +81,7 @@ __all__ = [
     "FeedForwardConfig",
     "GatedDeltaNetConfig",
     "KVCache",
+    "KeptBytes",
     "LayerConfig",
     "LinearScaling",
     "Link",
@@ -91,10 +95,13 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "Norms",
+    "OffloadConfig",
     "Positions",
     "Pretrained",
     "QKNorm",
     "Recompute",
+    "RecomputePlan",
+    "RecomputeRule",
     "RelativeConfig",
     "RopeConfig",
     "RopeScaling",
@@ -103,6 +110,7 @@ __all__ = [
     "Sinks",
     "YarnScaling",
     "describe_pretrained",
+    "expected_bytes",
     "export_checkpoint",
     "export_lora",
     "find_family",
@@ -123,6 +131,7 @@ __all__ = [
 # What needs torch is resolved at first use: a configuration is checked without it.
 __getattr__ = resolve_later(
     __name__,
+    activation_memory="expected_bytes",
     allocator="keep_freed_memory",
     cache="KVCache",
     decoder="GPT",
@@ -141,4 +150,5 @@ __getattr__ = resolve_later(
         "hugging_face.registry": "find_family known_families",
         "hugging_face.saving": "save_pretrained",
     },
+    saved_activations="KeptBytes",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args
 
 import torch
@@ -27,6 +27,7 @@ from mt_model.distance import spread
 from mt_model.padding import positions_of
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable
+from mt_model.saved_activations import SavedActivations
 from mt_model.seen import seen
 
 
@@ -276,6 +277,7 @@ class Pass:
         cache: of what this stage's layers keep in generation.
         memory: what layers with cross-attention attend to.
         memory_mask: which of it counts; None for all.
+        saved: takes care of what layers keep for backward; None leaves it to autograd.
 
     Shape:
         documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M].
@@ -290,6 +292,17 @@ class Pass:
     cache: KVCache | None = None
     memory: Tensor | None = None
     memory_mask: Tensor | None = None
+    saved: SavedActivations | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what may need a gradient: the tables, and the memory where there is one."""
+        return [*self.score_tables.values(), *([] if self.memory is None else [self.memory])]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Pass:
+        """Return the same with others in place of `tensors`."""
+        tables = dict(zip(self.score_tables, tensors, strict=False))
+        memory = None if self.memory is None else tensors[-1]
+        return replace(self, score_tables=tables, memory=memory)
 
     def kept(self, layer: int) -> Mapping[str, Tensor] | None:
         """What a layer with a state keeps in generation; zeros before the first token.

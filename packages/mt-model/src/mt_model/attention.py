@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm, build_rms_norm, rms_norm
 from mt_model.placement import Placement
+from mt_model.recomputation import made_again
 from mt_model.rotary import RotaryTable, rotate
 from mt_model.score_table import ScoreTable
 
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         self.rotary = config.rotary
         self.first_head = placement.tp_index * own_heads
         self.exchanges_heads = groups < placement.tp
-        self.group = placement.group
+        self.group, self.again = placement.group, "attention" in placement.made_again
         self.index, self.window = layer, config.window
         self.softcap, self.scale, self.causal = config.softcap, config.scale, config.causal
         self.qk_norm, self.queries = config.qk_norm, queries
@@ -151,6 +153,14 @@ class Attention(nn.Module):
         table = None if self.rotary is None else shared.tables[self.rotary]
         if self.max_logits is not None and self.training:
             self._watch(qkv, table, self.max_logits, shared)
+        attend = partial(self._attend, table=table)
+        out = made_again(attend, qkv, shared=shared, when=self.again)
+        if gate is not None:
+            out = out * gate.flatten(2).sigmoid()
+        return self.out(out.unflatten(-1, (-1, self.head_dim)))
+
+    def _attend(self, qkv: Tensor, *, table: RotaryTable | None, shared: Pass) -> Tensor:
+        """All between the projections, but the gate."""
         obstacle = matmul_attention_obstacle(self, qkv, shared)
         if obstacle is not None and self.kernel == "matmul" and not shared.is_cached:
             raise ValueError(
@@ -158,18 +168,14 @@ class Attention(nn.Module):
             )
         if obstacle is None:
             allowed = shared.mask(self.window, qkv.shape[1], causal=self.causal)
-            out = matmul_attention(
+            return matmul_attention(
                 *(qkv, table, self._head_norm()),
                 scale=self.scale,
                 allowed=allowed,
                 causal=self.causal,
             )
-        else:
-            query, key, value = self._heads(qkv, table)
-            out = shared.attend(self, query, key, value, shared).flatten(2)
-        if gate is not None:
-            out = out * gate.flatten(2).sigmoid()
-        return self.out(out.unflatten(-1, (-1, self.head_dim)))
+        query, key, value = self._heads(qkv, table)
+        return shared.attend(self, query, key, value, shared).flatten(2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the queries, keys and values of this rank's heads, and the logits of their gate.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from mt_context_parallel import Algorithm
-from mt_files import check_type
+from mt_files import check_type, did_you_mean
 from mt_parallel_state import (
     GradSink,
     ParallelLayout,
@@ -49,8 +50,10 @@ from mt_model.max_logit import ClippedMixer
 from mt_model.norm import build_norm
 from mt_model.padding import last_tokens, padding_as_document, positions_of
 from mt_model.placement import Placement
+from mt_model.recompute_plan import WORDS, RecomputePlan
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable, rotary_table
+from mt_model.saved_activations import KeptBytes, SavedActivations
 from mt_model.score_table import ScoreTable
 
 Batch: TypeAlias = Mapping[str, Any]
@@ -83,7 +86,8 @@ class GPT(nn.Module):
             serves. Another serves all layers or is refused, with the reason, when it is asked to.
         recompute: what backward computes again instead of keeping it: with "full" each layer
             keeps its input only (each tensor-parallel rank a share of it), with "selective" the
-            outputs of norms and activations are freed, which costs far less.
+            outputs of norms and activations are freed, which costs far less; a plan says it for
+            each layer, and what is offloaded. torch.compile makes its own choice, so use "none".
         seed: of initial values and dropout; None leaves the values undefined, for weights that are
             loaded.
         gemm: computes the linear layers.
@@ -110,7 +114,7 @@ class GPT(nn.Module):
         context_algorithm: Algorithm | Sequence[Algorithm] = "ring",
         context_inner_size: int | None = None,
         attention: AttentionKernel = "auto",
-        recompute: Recompute = "none",
+        recompute: Recompute | RecomputePlan = "none",
         seed: int | None = 0,
         gemm: Gemm | None = None,
         dtype: torch.dtype = torch.float32,
@@ -149,8 +153,10 @@ class GPT(nn.Module):
                 layers=config.num_layers,
                 kernel=attention,
             ),
-            recompute=recompute,
         )
+        self.plan = RecomputePlan.of(recompute)
+        self.plan.check(config.num_layers)
+        self._kept: dict[int, KeptBytes] | None = None
         context = self.placement.context
         inner = context_inner_size or 1
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
@@ -225,6 +231,20 @@ class GPT(nn.Module):
     def _clippable(self) -> Iterator[ClippedMixer]:
         mixers = (layer.mixer for layer in self.stage_layers())
         return (m for m in mixers if isinstance(m, ClippedMixer) and m.can_clip)
+
+    @contextmanager
+    def watch_activations(self) -> Iterator[dict[int, KeptBytes]]:
+        """Count what each layer keeps for backward in the passes inside.
+
+        Yields:
+            By the layer's index in the whole model what it kept in the last pass with gradients.
+            Passes fill it; overlapped pairs (`parts`) do so for layers that are not in parts.
+        """
+        self._kept = {}
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
 
     def stage_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers in order."""
@@ -311,6 +331,9 @@ class GPT(nn.Module):
             return part
 
         def finish(state: _Parted) -> Any:
+            saved = state[3].saved
+            if saved is not None:
+                saved.finish()
             return self.finish(state[0], self._whole(state[1]), batch)
 
         steps = [step for layer in self.stage_layers() for step in layer.parts()]
@@ -382,6 +405,8 @@ class GPT(nn.Module):
         for layer in self.stage_layers():
             x, more = layer(x, shared)
             losses = add_losses(losses, more)
+        if shared.saved is not None:
+            shared.saved.finish()
         return x, self._whole(losses)
 
     def _whole(self, losses: Losses) -> Losses:
@@ -490,10 +515,13 @@ class GPT(nn.Module):
             )
         self.layers = nn.ModuleDict(
             {
-                str(i): TransformerLayer(config.layers[i], config, layer=i, placement=placement)
+                str(i): TransformerLayer(
+                    config.layers[i], config, layer=i, placement=self._placement_of(i)
+                )
                 for i in self.layer_range
             }
         )
+        self._check_patterns()
         self.score_tables = nn.ModuleDict(
             {
                 name: ScoreTable(buckets, heads, placement=placement)
@@ -531,6 +559,24 @@ class GPT(nn.Module):
         start_from(bias, "zeros")
         spec = PartitionSpec() if self.placement.group is None else PartitionSpec("tp")
         return shard_param(bias, spec)
+
+    def _placement_of(self, layer: int) -> Placement:
+        again, offloads = self.plan.modules(layer), self.plan.offloads(layer)
+        return replace(self.placement, made_again=again, offloads=offloads)
+
+    def _check_patterns(self) -> None:
+        """Check that each rule names modules of some layer that it is for, if one is here."""
+        for rule in self.plan.rules:
+            layers = [layer for layer in self.stage_layers() if rule.has(layer.index)]
+            layers = [layer for layer in layers if "layer" not in layer.made_again]
+            always = {"layer", "norm", "activation"}
+            for pattern in set(rule.modules) - always if layers else ():
+                if not any(pattern in layer.patterns for layer in layers):
+                    known = sorted({n for layer in layers for n, _ in layer.named_modules() if n})
+                    raise ValueError(
+                        f"recompute names the module {pattern!r}, which none of its layers has. "
+                        f"{did_you_mean(pattern, (*WORDS, *known))}"
+                    )
 
     def _vocab_matrix(self) -> VocabParallelEmbedding:
         matrix = VocabParallelEmbedding(
@@ -630,7 +676,13 @@ class GPT(nn.Module):
             cache=cache,
             memory=batch.get("memory"),
             memory_mask=batch.get("memory_mask"),
+            saved=self._saved(device),
         )
+
+    def _saved(self, device: torch.device) -> SavedActivations | None:
+        if not torch.is_grad_enabled() or (self.plan.offload is None and self._kept is None):
+            return None
+        return SavedActivations(self.plan, device, self._kept)
 
     def _between(self, x: Tensor, *, dim: int) -> Tensor:
         """This rank's tokens between the tensor-parallel regions."""

@@ -93,7 +93,7 @@ class GatedDeltaNet(nn.Module):
         mixed, gate = qkvz.split((sum(qkv), gate), -1)
         gate = gate.flatten(2).unflatten(-1, (self.heads, -1))
         y = self._remember(mixed, ba, shared)
-        if self.placement.recompute == "selective":
+        if "norm" in self.placement.made_again:
             return discard_between(self.norm, self.out, y, gate)
         return self.out(self.norm(y, gate))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from mt_tensor_parallel import recompute
 from torch import Tensor, nn
 
 from mt_model.attend import Pass
@@ -17,7 +15,8 @@ from mt_model.dropout import DropoutSite
 from mt_model.losses import Losses, add_losses, take_losses
 from mt_model.norm import build_norm
 from mt_model.placement import Placement
-from mt_model.recomputation import discard_between_all
+from mt_model.recomputation import discard_between_all, made_again, make_again
+from mt_model.recompute_plan import WORDS
 
 Step: TypeAlias = Callable[[Tensor, Pass], tuple[Tensor, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
@@ -46,7 +45,7 @@ class TransformerLayer(nn.Module):
         self, config: LayerConfig, model: ModelConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
-        self.recompute = placement.recompute
+        self.made_again, self.offloads = placement.made_again, placement.offloads
         self.group = None if placement.sequence_parallel else placement.group
         self.index, self.config = layer, config
 
@@ -72,31 +71,41 @@ class TransformerLayer(nn.Module):
             self.feed_forward = config.feed_forward.build(model, layer=layer, placement=placement)
         self.feed_forward_output_norm = norm(there=after and has_second)
         self.feed_forward_dropout = dropout("feed_forward")
+        self.patterns = make_again(self, self.made_again.difference(WORDS))
+        if hasattr(self.mixer, "again"):
+            self.patterns.add("attention")
 
     def forward(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         """Apply the layer."""
-        if self.recompute != "full" or not torch.is_grad_enabled():
-            return self._run(x, shared)
+        if shared.saved is None or not torch.is_grad_enabled():
+            return self._whole(x, shared)
+        with shared.saved.of_layer(self.index, others=self._others(shared)):
+            return self._whole(x, shared)
 
-        names, memory = list(shared.score_tables), shared.memory
-        others = [*shared.score_tables.values(), *([] if memory is None else [memory])]
+    def _others(self, shared: Pass) -> Iterator[Tensor]:
+        """What the layer reads, but is not made by it."""
+        yield from self.parameters()
+        yield from shared.score_tables.values()
+        yield from (table.values for table in shared.tables.values())
+        once = (shared.documents, shared.hidden_index, shared.memory, shared.memory_mask)
+        yield from (x for x in once if x is not None)
 
-        def run(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            tables = dict(zip(names, others[: len(names)], strict=True))
-            memory = others[-1] if len(others) > len(names) else None
-            y, losses = self._run(x, replace(shared, score_tables=tables, memory=memory))
-            return y, *losses.values()
-
+    def _whole(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         shares = self.group is not None and x.numel() % self.group.size() == 0
-        y, *values = recompute(run, x, *others, group=self.group if shares else None)
-        return y, dict(zip(self.config.loss_weights, values, strict=True))
+        return made_again(
+            self._run,
+            x,
+            shared=shared,
+            group=self.group if shares else None,
+            when="layer" in self.made_again,
+        )
 
     def parts(self) -> list[Step]:
         """The layer in parts, to be applied one after the other.
 
         One part where it is run again as a whole, and where both branches have the same input.
         """
-        if self.recompute == "full":
+        if "layer" in self.made_again or self.offloads:
             return [self]
         if self.config.parallel:
             return [self._both]
@@ -141,7 +150,7 @@ class TransformerLayer(nn.Module):
         self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Tensor
     ) -> list[Output]:
         """Outputs of the branches behind their norm, which selective recomputation discards."""
-        if norm is not None and self.recompute == "selective":
+        if norm is not None and "norm" in self.made_again:
             return discard_between_all(norm, branches, x)
         normed = x if norm is None else norm(x)
         return [branch(normed) for branch in branches]

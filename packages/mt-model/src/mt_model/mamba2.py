@@ -116,7 +116,7 @@ class Mamba2(nn.Module):
         gate, u = self.zx(x).unbind(2)
         y = self._scan(u, self.bc(x), self.dt(x), shared).flatten(2)
         y, gate = (part.unflatten(-1, (self.groups, -1)) for part in (y, gate.flatten(2)))
-        if self.placement.recompute == "selective":
+        if "norm" in self.placement.made_again:
             return discard_between(self.norm, self._back, y, gate)
         return self._back(self.norm(y, gate))
 

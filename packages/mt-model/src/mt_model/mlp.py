@@ -30,7 +30,7 @@ class MLP(nn.Module):
     def __init__(self, config: MLPConfig, hidden_size: int, *, placement: Placement) -> None:
         super().__init__()
         self.config = config
-        self.recompute = placement.recompute
+        self.frees_activation = "activation" in placement.made_again
         linear = placement.linear_arguments()
         shape = (2, config.ffn_size) if config.gated else config.ffn_size
         shard_dim = 1 if config.gated else 0
@@ -45,7 +45,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to each token."""
         up = self.up(x)
-        if self.recompute == "selective":
+        if self.frees_activation:
             return discard_between(self._activate, self.down, up)
         return self.down(self._activate(up))
 

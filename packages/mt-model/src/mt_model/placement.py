@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, get_args
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
 from mt_model.attend import SequenceAttend
-from mt_model.choice import Recompute
 
 
 class LinearArguments(TypedDict):
@@ -40,7 +39,8 @@ class Placement:
         dtype: of the parameters.
         device: of the parameters.
         context: the ranks that share the sequences, and attention there.
-        recompute: which activations are computed again in backward.
+        made_again: what a layer computes again in backward (`RecomputePlan.modules`).
+        offloads: whether its activations wait in the host's memory.
     """
 
     group: dist.ProcessGroup | None
@@ -52,13 +52,8 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     context: SequenceAttend
-    recompute: Recompute = "none"
-
-    def __post_init__(self) -> None:
-        if self.recompute not in get_args(Recompute):
-            raise ValueError(
-                f"recompute must be one of {get_args(Recompute)}, got {self.recompute!r}"
-            )
+    made_again: frozenset[str] = frozenset()
+    offloads: bool = False
 
     def linear_arguments(self) -> LinearArguments:
         """For the constructors of parallel linear layers; they draw nothing (`GPT` does)."""

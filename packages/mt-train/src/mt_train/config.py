@@ -18,6 +18,7 @@ from mt_model import (
     Positions,
     QKNorm,
     Recompute,
+    RecomputePlan,
     RopeConfig,
     ScoreBias,
     Sinks,
@@ -313,7 +314,9 @@ class TrainingSection:
             anneals too.
         compile: Compile each stage with torch.compile.
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
-            and activations) or `full` (whole layers). The numbers stay the same.
+            and activations) or `full` (whole layers); or a plan for each layer, mt-model's
+            `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
+            The numbers stay the same.
         attention: What computes attention: `auto` takes the first that can of products of matrices
             (`matmul`, short sequences on a CPU), torch's (`sdpa`), flash-attn (`flash`) and
             Transformer Engine (`te`) where they are installed, torch's `flex`, `tiles` and the
@@ -330,15 +333,16 @@ class TrainingSection:
     seed: int = 1234
     time_budget: float | None = None
     compile: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute | RecomputePlan = "none"
     attention: AttentionKernel = "auto"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         if self.compile and self.recompute != "none":
+            shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan"
             checks.add(
                 "recompute",
-                f"{self.recompute!r} does not go with training.compile, whose compiler decides "
+                f"{shown} does not go with training.compile, whose compiler decides "
                 'itself what to compute again; use "none", or compile: false',
             )
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")

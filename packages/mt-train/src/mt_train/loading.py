@@ -26,6 +26,7 @@ from mt_files import (
 from mt_model import (
     ExchangeError,
     ModelConfig,
+    RecomputePlan,
     describe_pretrained,
     gpt,
     gpt_arguments,
@@ -392,6 +393,10 @@ def _misfits(
     else:
         microbatches = training.global_batch_size // per_step
         yield from _pipeline_misfits(config, model.num_layers, layout.pp, microbatches)
+    try:
+        RecomputePlan.of(training.recompute).check(model.num_layers)
+    except FieldError as error:
+        yield "training.recompute", "; ".join(f"{n}: {text}" for n, text in error.errors.items())
     ranks, replicas = layout.dp * layout.cp, config.data_parallel.replicas
     if ranks % replicas:
         yield (

@@ -34,7 +34,7 @@ from mt_parallel_state import (
     stop_signals,
 )
 
-from mt_train import saving
+from mt_train import activations, saving
 from mt_train.agreement import summed
 from mt_train.basis import Basis, prepare_on_all_ranks
 from mt_train.board import Board
@@ -186,6 +186,9 @@ class _Session:
             step = self._train_step()
             stopped = step.stop
             reporter.step(step.record)
+            kept = activations.describe(step.record)
+            if kept is not None:
+                reporter.say(kept)
             if "skipped" in step.record:
                 reporter.say(f"skipped {step.record['skipped']}")
             number = trainer.progress.step

@@ -16,6 +16,7 @@ from mt_optim import DistributedOptimizer, StepResult, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
 
+from mt_train.activations import ActivationWatch
 from mt_train.agreement import summed
 from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
@@ -148,6 +149,7 @@ class Trainer:
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
         self._skipped_in_a_row = 0
+        self._activations = ActivationWatch(config, self.stages, state)
 
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
@@ -191,9 +193,11 @@ class Trainer:
         self.buffer.start(self._backwards)
         weights, scale = self.loss_weights, self.optimizer.loss_scale
         counts = dict(zip(map(id, batches), self._counts(ready.labels, total), strict=True))
-        outputs = self.executor.run(
-            batches, objective=lambda own, batch: weighed(own, weights) / counts[id(batch)] * scale
-        )
+        with self._activations.first_step():
+            outputs = self.executor.run(
+                batches,
+                objective=lambda own, batch: weighed(own, weights) / counts[id(batch)] * scale,
+            )
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
         self.on_event("train.reduce")
@@ -213,7 +217,7 @@ class Trainer:
             elapsed=self.progress.elapsed + seconds,
             skipped=self.progress.skipped + (not result.stepped),
         )
-        record = self._record(losses, lr, total, seconds)
+        record = self._record(losses, lr, total, seconds) | self._activations.record()
         return Step(record=record | self._found(result), stop=stop, save=save)
 
     def _counts(self, labels: list[int], total: float) -> list[float]:
