@@ -86,7 +86,8 @@ def _changes(value: Any) -> Iterable[str]:
 
 def _value(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"({', '.join(_changes(value))})"
+        changes = ", ".join(_changes(value))
+        return f"({changes})" if changes else "default"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
