@@ -136,7 +136,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     ("fields", "says"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "Did you mean LlamaForCausalLM"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known"),
+        ({"hidden_act": "mish"}, "hidden_act: 'mish' is not known"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type 'spiral'"),
         ({"residual_multiplier": 0.2}, "residual_multiplier: 0.2: the field is not known"),
         ({"hidden_size": "24"}, "hidden_size: expected"),
