@@ -377,7 +377,7 @@ def test_a_list_of_layers_may_repeat_entries_and_leave_out_the_usual_kinds():
         ({"repeat": 10**9}, r"layers\[0\].repeat: 1000000000 is too large; use 4096 or less"),
         ({"repeats": 3}, r"layers\[0\].repeats: unknown key"),
         ({"mixer": {"type": "mlp"}}, r"layers\[0\].mixer.type: 'mlp' is not known here"),
-        ({"mixer": None}, r"layers\[0\].mixer"),
+        ({"mixer": None, "feed_forward": None}, r"layers\[0\].mixer"),
     ],
 )
 def test_a_wrong_entry_of_the_list_is_named_by_its_place(entry, message):

@@ -90,6 +90,7 @@ _MAMBA = Mamba2Config(num_heads=4, head_dim=4, state_size=4, num_groups=2, chunk
 # Mixers of the second and third of three layers.
 RECURRENT = {
     "mamba2": (_MAMBA, replace(_MAMBA, num_groups=4, norm_before_gate=True)),
+    "no_mixer": (_MAMBA, None),
     "shared_groups": (_MAMBA, replace(_MAMBA, num_groups=1, bias=True)),
     "delta_net": (
         GatedDeltaNetConfig(num_key_heads=4, num_value_heads=4, key_dim=3, value_dim=4),

@@ -37,11 +37,18 @@ MIXERS = {
     "delta_net": (DELTA,),
     "delta_net_equal": (replace(DELTA, num_value_heads=2, conv_size=2),),
     "hybrid": (MAMBA, ATTENTION, DELTA),
+    "one_branch_each": (MAMBA, None, None, ATTENTION),  # None is a feed-forward alone
 }
 
 
 def config_of(mixers, feed_forward=MLP):
-    layers = tuple(LayerConfig(mixer=mixer, feed_forward=feed_forward) for mixer in mixers)
+    layers = tuple(
+        LayerConfig(
+            mixer=mixer,
+            feed_forward=feed_forward if mixer is None or None not in mixers else None,
+        )
+        for mixer in mixers
+    )
     return ModelConfig(
         vocab_size=32,
         hidden_size=12,
@@ -211,6 +218,14 @@ def test_what_decays_is_fp32_and_what_is_a_matrix_says_so(name):
 def test_sizes_that_do_not_fit_are_named(config, changes, message):
     with pytest.raises(ValueError, match=message):
         replace(config, **changes)
+
+
+def test_a_layer_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"mixer: None, and so is feed_forward; a layer has one"):
+        LayerConfig(mixer=None)
+    with pytest.raises(ValueError, match=r"parallel: True, but there is only one branch"):
+        LayerConfig(mixer=None, feed_forward=MLP, parallel=True)
+    assert "  -  " in str(config_of(MIXERS["one_branch_each"]))
 
 
 def test_layouts_that_do_not_fit_say_what_does():

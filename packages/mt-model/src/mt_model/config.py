@@ -157,8 +157,8 @@ class LayerConfig:
     `n(x + s f(x))` (`post`, BERT), where s is `residual_scale`.
 
     Attributes:
-        mixer: attention, where plain values don't name another `type`.
-        feed_forward: an MLP, likewise; None for none.
+        mixer: attention, where plain values don't name another `type`; None for none.
+        feed_forward: an MLP, likewise; None for none. One of the two is there.
         repeat: how often the layer comes; 1 in a `ModelConfig`, which has each on its own.
         norms: where the norms are: `pre`, `output`, `sandwich` or `post`.
         parallel: both branches start from the layer's input, and are added at once (GPT-NeoX).
@@ -166,7 +166,7 @@ class LayerConfig:
         residual_scale: what a branch is multiplied by before it is added (Granite).
     """
 
-    mixer: MixerConfig
+    mixer: MixerConfig | None
     feed_forward: FeedForwardConfig | None = None
     repeat: int = 1
     norms: Norms = "pre"
@@ -180,7 +180,9 @@ class LayerConfig:
         checks.at_most(MAX_LAYERS, "repeat")
         checks.above(0, "residual_scale")
         checks.done()
-        if self.parallel and (self.feed_forward is None or self.norms == "post"):
+        if not self.entries:
+            checks.add("mixer", "None, and so is feed_forward; a layer has one of them at least")
+        if self.parallel and (len(self.entries) == 1 or self.norms == "post"):
             checks.add(
                 "parallel",
                 "True, but there is only one branch, or the norm of the one is the input of the "
@@ -203,8 +205,8 @@ class LayerConfig:
 
     @property
     def entries(self) -> tuple[EntryConfig, ...]:
-        """The mixer, and the feed-forward where there is one."""
-        return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
+        """The mixer and the feed-forward, as far as they are there."""
+        return tuple(entry for entry in (self.mixer, self.feed_forward) if entry is not None)
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -294,7 +296,7 @@ class ModelConfig:
         if count > len(self.layers):
             each = [(replace(layer, repeat=1),) * layer.repeat for layer in self.layers]
             object.__setattr__(self, "layers", tuple(chain.from_iterable(each)))
-        rotating = [i for i, layer in enumerate(self.layers) if layer.mixer.rotary is not None]
+        rotating = [i for i, mixer in self.mixers.items() if mixer.rotary is not None]
         if self.positions == "rope" and not rotating:
             checks.add(
                 "positions",
@@ -313,8 +315,8 @@ class ModelConfig:
 
     def _check_tables(self) -> None:
         sizes = self.score_tables
-        for index, layer in enumerate(self.layers):
-            shared = layer.mixer.shared_table
+        for index, mixer in self.mixers.items():
+            shared = mixer.shared_table
             if shared is not None and shared[1:] != sizes[shared[0]]:
                 (name, buckets, heads), (others, other_heads) = shared, sizes[shared[0]]
                 text = (
@@ -328,8 +330,8 @@ class ModelConfig:
     def score_tables(self) -> dict[str, tuple[int, int]]:
         """Buckets and heads of the tables of biases that layers share, by name."""
         tables: dict[str, tuple[int, int]] = {}
-        for layer, _ in self.runs:
-            shared = layer.mixer.shared_table
+        for mixer in self.mixers.values():
+            shared = mixer.shared_table
             if shared is not None:
                 tables.setdefault(shared[0], shared[1:])
         return tables
@@ -380,6 +382,12 @@ class ModelConfig:
         return 128 if self.vocab_size >= 1024 else 8
 
     @property
+    def mixers(self) -> dict[int, MixerConfig]:
+        """The mixers by the index of their layer, for the layers that have one."""
+        found = ((index, layer.mixer) for index, layer in enumerate(self.layers))
+        return {index: mixer for index, mixer in found if mixer is not None}
+
+    @property
     def num_layers(self) -> int:
         """Length of the layer list."""
         return len(self.layers)
@@ -410,7 +418,7 @@ class ModelConfig:
         """
         if not held:
             return None
-        breaks = (layer.mixer.cache_break for layer, _ in self.runs)
+        breaks = (mixer.cache_break for mixer in self.mixers.values())
         return next((at for at in breaks if at is not None and held <= at < length), None)
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -493,6 +501,8 @@ def validate_context(
         ValueError: A layer can't be shared this way; the message says why.
     """
     for index, (layer, algorithm) in enumerate(zip(config.layers, algorithms, strict=True)):
+        if layer.mixer is None:
+            continue
         why = layer.mixer.context_obstacle(algorithm, cp=cp, inner=inner, tp=tp)
         if why is not None:
             raise ValueError(f"{why} (layer {index})")

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from mt_model.attend import Attend, CachedAttend, Pass, SequenceAttend
 from mt_model.cache import KVCache
 from mt_model.choice import AttentionKernel, Recompute
-from mt_model.config import ModelConfig, validate_context, validate_split
+from mt_model.config import MixerConfig, ModelConfig, validate_context, validate_split
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
@@ -246,6 +246,10 @@ class GPT(nn.Module):
         finally:
             self._kept = None
 
+    def _mixers(self) -> dict[int, MixerConfig]:
+        """Of this stage's layers, by the layer's index."""
+        return {i: mixer for i, mixer in self.config.mixers.items() if i in self.layer_range}
+
     def stage_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers in order."""
         return (cast("TransformerLayer", layer) for layer in self.layers.values())
@@ -352,7 +356,7 @@ class GPT(nn.Module):
         elif x is None:
             raise ValueError("x is None, and only the first stage starts from tokens")
         if self.training and torch.is_grad_enabled():
-            used = {self.config.layers[i].mixer.shared_table for i in self.layer_range}
+            used = {mixer.shared_table for mixer in self._mixers().values()}
             names = {table[0] for table in used if table is not None}
             for name, weight in shared.score_tables.items():
                 if name not in names:  # each backward of a stage gives its parameters a gradient
@@ -481,7 +485,6 @@ class GPT(nn.Module):
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
-        mixers = {index: self.config.layers[index].mixer for index in self.layer_range}
         tp, dtype, device = self.placement.tp, self.placement.dtype, self.placement.device
         wide = torch.promote_types(dtype, torch.float32)
         return KVCache(
@@ -492,7 +495,7 @@ class GPT(nn.Module):
                     )
                     for name, shape in mixer.cache_shapes(batch_size, max_length, tp).items()
                 }
-                for index, mixer in mixers.items()
+                for index, mixer in self._mixers().items()
             },
             max_length=max_length,
         )
@@ -692,12 +695,14 @@ class GPT(nn.Module):
 
     def _tables(self, positions: Tensor, length: int) -> dict[Rotary, RotaryTable]:
         """Rotary tables of this stage's layers; equal ones are made once."""
-        kinds = {self.config.layers[i].mixer.rotary for i in self.layer_range}
+        kinds = {mixer.rotary for mixer in self._mixers().values()}
         make = partial(rotary_table, positions, length=length, dtype=self.placement.dtype)
         return {kind: make(kind) for kind in kinds if kind}
 
     def _drops(self) -> bool:
-        return bool(self.config.dropout) or any(layer.mixer.drops for layer in self.config.layers)
+        return bool(self.config.dropout) or any(
+            mixer.drops for mixer in self.config.mixers.values()
+        )
 
     def _before_head(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output, normed, transformed and scaled."""

@@ -24,7 +24,7 @@ Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and los
 
 
 class TransformerLayer(nn.Module):
-    """A mixer and a feed-forward where the layer has one, each a branch as `LayerConfig` describes.
+    """A mixer and a feed-forward, or one of them, each a branch as `LayerConfig` describes.
 
     Beside the residual stream it returns what losses its mixer and feed-forward return, by name.
     Norms in front of a branch are `mixer_norm` and `feed_forward_norm`, those behind one
@@ -60,10 +60,12 @@ class TransformerLayer(nn.Module):
             return DropoutSite(model.dropout, seed=placement.seed, layer=layer, name=name)
 
         before, after = config.norms in ("pre", "sandwich"), config.norms != "pre"
-        has_second = config.feed_forward is not None
-        self.mixer_norm = norm(there=before)
-        self.mixer = config.mixer.build(model, layer=layer, placement=placement)
-        self.mixer_output_norm = norm(there=after)
+        has_first, has_second = config.mixer is not None, config.feed_forward is not None
+        self.mixer_norm = norm(there=before and has_first)
+        self.mixer = None
+        if config.mixer is not None:
+            self.mixer = config.mixer.build(model, layer=layer, placement=placement)
+        self.mixer_output_norm = norm(there=after and has_first)
         self.mixer_dropout = dropout("mixer")
         self.feed_forward_norm = norm(there=before and has_second and not config.shared_norm)
         self.feed_forward = None
@@ -109,7 +111,8 @@ class TransformerLayer(nn.Module):
             return [self]
         if self.config.parallel:
             return [self._both]
-        return [self._mix] if self.feed_forward is None else [self._mix, self._feed]
+        both = ((self.mixer, self._mix), (self.feed_forward, self._feed))
+        return [step for branch, step in both if branch is not None]
 
     def _run(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         if self.config.parallel:
@@ -119,8 +122,11 @@ class TransformerLayer(nn.Module):
         return x, add_losses(losses, more)
 
     def _mix(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
-        (output,) = self._behind(self.mixer_norm, [partial(self.mixer, shared=shared)], x)
-        mixed, losses = self._take(output, self.config.mixer)
+        mixer, entry = self.mixer, self.config.mixer
+        if mixer is None or entry is None:
+            return x, {}
+        (output,) = self._behind(self.mixer_norm, [partial(mixer, shared=shared)], x)
+        mixed, losses = self._take(output, entry)
         return self._add_mixed(x, mixed, shared), losses
 
     def _feed(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
@@ -132,16 +138,19 @@ class TransformerLayer(nn.Module):
         return self._add_fed(x, fed, shared), losses
 
     def _both(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+        mixer, first = self.mixer, self.config.mixer
         feed_forward, entry = self.feed_forward, self.config.feed_forward
+        if mixer is None or first is None:
+            return self._feed(x, shared)
         if feed_forward is None or entry is None:
             return self._mix(x, shared)
-        mixer = partial(self.mixer, shared=shared)
+        mixer = partial(mixer, shared=shared)
         if self.config.shared_norm:
             outputs = self._behind(self.mixer_norm, [mixer, feed_forward], x)
         else:
             outputs = self._behind(self.mixer_norm, [mixer], x)
             outputs += self._behind(self.feed_forward_norm, [feed_forward], x)
-        mixed, losses = self._take(outputs[0], self.config.mixer)
+        mixed, losses = self._take(outputs[0], first)
         fed, more = self._take(outputs[1], entry)
         x = self._add_fed(self._add_mixed(x, mixed, shared), fed, shared)
         return x, add_losses(losses, more)

@@ -29,8 +29,8 @@ def table(config: ModelConfig) -> str:
         in_layers, flops_in_layers = in_layers + count * parameters, flops_in_layers + count * flops
         names = str(first) if count == 1 else f"{first}-{first + count - 1}"
         numbers = f"{count * parameters:,}", _short(count * flops)
-        feed_forward = "-" if layer.feed_forward is None else _entry(layer.feed_forward)
-        rows.append((names, *numbers, _norms(layer), _entry(layer.mixer), feed_forward))
+        entries = [_entry(entry) for entry in (layer.mixer, layer.feed_forward)]
+        rows.append((names, *numbers, _norms(layer), *entries))
         first += count
     rest = config.num_parameters - in_layers
     in_head = config.flops_per_token(length) - flops_in_layers
@@ -71,8 +71,10 @@ def _norms(layer: LayerConfig) -> str:
     return " ".join(words)
 
 
-def _entry(entry: EntryConfig) -> str:
+def _entry(entry: EntryConfig | None) -> str:
     """Its kind and what differs from the defaults, as `attention(num_heads=8, head_dim=64)`."""
+    if entry is None:
+        return "-"
     kind = type(entry).__name__.removesuffix("Config").lower()
     return f"{kind}({', '.join(_changes(entry))})"
 

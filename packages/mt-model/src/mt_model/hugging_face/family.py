@@ -130,7 +130,7 @@ def comparable(config: ModelConfig) -> ModelConfig:
     """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, dropout=0.0))
-        if hasattr(layer.mixer, "dropout")
+        if layer.mixer is not None and hasattr(layer.mixer, "dropout")
         else layer
         for layer in config.layers
     )
