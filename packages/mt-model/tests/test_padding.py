@@ -139,13 +139,13 @@ def test_a_mask_that_does_not_fit_is_refused(change, error, message) -> None:
         model_of("rope")(None, {**padded("left"), **change})
 
 
-def test_a_state_of_all_tokens_takes_no_padding() -> None:
+def test_a_state_of_all_tokens_takes_no_padding_behind_them() -> None:
     config = gpt(**SIZES)
     mixer = Mamba2Config(num_heads=4, head_dim=4, state_size=4, num_groups=2)
     layers = (config.layers[0], replace(config.layers[1], mixer=mixer))
-    model, data = GPT(replace(config, layers=layers)).eval(), padded("left")
+    model, data = GPT(replace(config, layers=layers)).eval(), padded("right")
     cache = model.new_cache(batch_size=3, max_length=8)
-    with pytest.raises(ValueError, match="the Mamba2Config of layer 1 keeps a state of all that"):
+    with pytest.raises(ValueError, match="layer 1 keeps a state of the tokens, and the mask has"):
         model.logits(data["tokens"], cache=cache, mask=data["mask"])
     assert model.logits(data["tokens"], cache=cache).isfinite().all()
 

@@ -640,8 +640,7 @@ class GPT(nn.Module):
         return positions_of(mask).clamp(min=0).index_select(1, places)
 
     def _note_padding(self, cache: KVCache, mask: Tensor | None) -> None:
-        for index in self.layer_range:
-            mixer = self.config.layers[index].mixer
+        for index, mixer in self._mixers().items():
             if mask is not None and not mixer.hides_padding:
                 raise ValueError(
                     f"the {type(mixer).__name__} of layer {index} keeps a state of all that it has "

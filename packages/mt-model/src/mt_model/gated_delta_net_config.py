@@ -74,6 +74,11 @@ class GatedDeltaNetConfig(MixerConfig):
         """The state, to which every token adds a little."""
         return ("state",)
 
+    @property
+    def hides_padding(self) -> bool:
+        """In front of a prompt; elsewhere it is refused when it comes."""
+        return True
+
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `GatedDeltaNet`."""
         net = import_module("mt_model.gated_delta_net")

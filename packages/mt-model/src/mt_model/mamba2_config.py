@@ -90,6 +90,11 @@ class Mamba2Config(MixerConfig):
         """The state, to which every token adds a little."""
         return ("state",)
 
+    @property
+    def hides_padding(self) -> bool:
+        """In front of a prompt; elsewhere it is refused when it comes."""
+        return True
+
     def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `Mamba2`."""
         mamba2 = import_module("mt_model.mamba2")
