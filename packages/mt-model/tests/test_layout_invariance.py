@@ -62,10 +62,10 @@ def test_every_rank_starts_from_its_part_of_the_values_of_one_rank(first) -> Non
         config, layout = draw(rng)
         whole = dict(GPT(config, seed=seed).named_parameters())
         seen = set()
+        cut = rng.randint(1, config.num_layers - 1) if layout.pp > 1 else None
         for rank in range(layout.world_size):
             with fake_world(layout.world_size, rank):
                 state = ParallelState(layout, device="cpu")
-                cut = rng.randint(1, config.num_layers - 1) if layout.pp > 1 else None
                 stage = state.index("pp")
                 layers = (range(cut), range(cut, config.num_layers))[stage] if cut else None
                 model = GPT(config, state, layers=layers, seed=seed)
