@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_model.decoder import GPT, check_batch
+from mt_model.batch import check_batch
+from mt_model.decoder import GPT
 from mt_model.saved_activations import KeptBytes, SavedActivations
 
 

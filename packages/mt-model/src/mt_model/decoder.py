@@ -36,6 +36,7 @@ from mt_tensor_parallel import (
 from torch import Tensor, nn
 
 from mt_model.attend import Attend, CachedAttend, Pass, SequenceAttend
+from mt_model.batch import Batch, batch_of, check_batch, whole_of
 from mt_model.cache import KVCache
 from mt_model.choice import AttentionKernel, Recompute
 from mt_model.config import MixerConfig, ModelConfig, validate_context, validate_split
@@ -56,7 +57,6 @@ from mt_model.rotary import RotaryTable, rotary_table
 from mt_model.saved_activations import KeptBytes, SavedActivations
 from mt_model.score_table import ScoreTable
 
-Batch: TypeAlias = Mapping[str, Any]
 # What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
 _Parted: TypeAlias = tuple[Tensor, Losses, dict[str, Tensor], Pass]
 
@@ -305,7 +305,7 @@ class GPT(nn.Module):
             ValueError: a shape does not fit, or what this stage needs is not given.
         """
         if batch is None:
-            batch, x = _batch_of(x, labels, sample_ids), None
+            batch, x = batch_of(x, labels, sample_ids), None
         elif labels is not None or sample_ids is not None:
             raise ValueError("give labels and sample_ids in the batch, or tokens without a batch")
         check_batch(batch)
@@ -786,89 +786,3 @@ def _stage_range(config: ModelConfig, state: ParallelState, layers: range | None
             f"{config.num_layers} layers"
         )
     return layers
-
-
-def _batch_of(tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | None) -> Batch:
-    if tokens is None:
-        raise TypeError("model(tokens) needs int64 tokens of shape [B, S], got None")
-    batch = {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}
-    return {name: x for name, x in batch.items() if x is not None}
-
-
-def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
-    if name == "sample_ids":
-        return shape[:1]
-    if name == "positions" and x.dim() == 3:
-        return (3, *shape)
-    if name in ("documents", "mask"):  # of whole sequences, however many ranks share them
-        return shape[:1] + x.shape[1:2]
-    return shape
-
-
-def whole_of(batch: Batch, name: str, length: int) -> Tensor | None:
-    """Return what a batch says of whole sequences, however many ranks share them.
-
-    Raises:
-        ValueError: It is of a part.
-    """
-    x = batch.get(name)
-    if x is not None and x.shape[1] != length:
-        raise ValueError(f"{name} must be [B, {length}], of whole sequences, got {tuple(x.shape)}")
-    return x
-
-
-def _check_dtype(name: str, x: Any) -> None:
-    dtype = x.dtype if isinstance(x, Tensor) else None
-    fits = dtype is not None and not dtype.is_floating_point and dtype != torch.bool
-    wanted = "integers, such as int64"
-    if name in ("mask", "memory_mask"):
-        fits, wanted = dtype == torch.bool, "bool, True where a token is"
-    if not fits:
-        raise TypeError(f"{name} must be a tensor of {wanted}, got {dtype or type(x).__name__}")
-
-
-def _check_memory(memory: Any, mask: Any) -> None:
-    if memory is not None and (not isinstance(memory, Tensor) or memory.dim() != 3):
-        raise TypeError("memory must be a floating-point tensor [B, M, size], whole on every rank")
-    if mask is None:
-        return
-    _check_dtype("memory_mask", mask)
-    if memory is not None and mask.shape != memory.shape[:2]:
-        raise ValueError(
-            f"memory_mask must be {tuple(memory.shape[:2])}, as the memory is, got "
-            f"{tuple(mask.shape)}"
-        )
-
-
-def check_batch(batch: Batch) -> None:
-    """Check the dtypes and shapes of a batch.
-
-    Raises:
-        TypeError: it is no mapping, or an entry is of another type.
-        ValueError: tokens and embeddings are missing, or a shape does not fit.
-    """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a mapping with 'tokens', got {type(batch).__name__}")
-    given, shape = batch.get("embeddings"), None
-    if given is not None:
-        if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() != 3:
-            raise TypeError("embeddings must be a floating-point tensor [B, S, hidden]")
-        shape = given.shape[:2]
-    elif batch.get("tokens") is None:
-        raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
-    integers = ("tokens", "labels", "documents", "positions", "mask", "token_types", "sample_ids")
-    for name in integers:
-        x = batch.get(name)
-        if x is None:
-            continue
-        _check_dtype(name, x)
-        shape = x.shape if shape is None else shape
-        if len(shape) != 2 or not shape.numel():
-            raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
-        expected = _expected_shape(name, x, shape)
-        if x.shape != expected:
-            raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
-    _check_memory(batch.get("memory"), batch.get("memory_mask"))
-    cache = batch.get("cache")
-    if cache is not None and not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
