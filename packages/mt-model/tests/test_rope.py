@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from mt_files import FieldError
 from mt_model import (
     GPT,
     DynamicScaling,
@@ -17,6 +18,7 @@ from mt_model import (
     YarnScaling,
     gpt,
     gpt_arguments,
+    preset,
 )
 from mt_model.rope import Rotary
 from mt_model.rotary import rotary_table, rotate
@@ -360,3 +362,9 @@ def test_sections_must_be_of_all_pairs():
         gpt(**TINY, rope={"sections": [2, 1, 2]})
     with pytest.raises(ValueError, match="there are no sections; set them, or leave it out"):
         RopeConfig(sections_interleaved=True)
+
+
+def test_a_base_beside_another_is_refused_and_not_ignored() -> None:
+    with pytest.raises(FieldError, match=r"theta is 500000.0, but rope_theta is 10000.0"):
+        preset("llama3.2-1b", rope_theta=10000.0)
+    assert preset("llama3-8b", rope_theta=10000.0).layers[0].mixer.rope == RopeConfig(theta=10000.0)

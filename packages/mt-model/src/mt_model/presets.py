@@ -16,8 +16,6 @@ from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
 from mt_model.score_bias import ScoreBias
 
-_DEFAULT_THETA = RopeConfig().theta
-
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
     *,
@@ -31,7 +29,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     ffn_size: int | None = None,
     max_sequence_length: int = 2048,
     positions: Positions = "rope",
-    rope_theta: float | None = _DEFAULT_THETA,
+    rope_theta: float | None = None,
     rope: RopeConfig | Mapping[str, Any] | None = None,
     qk_norm: QKNorm = "none",
     norm: Literal["rms", "layer"] = "rms",
@@ -89,7 +87,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             parameter count; Shazeer, 2020).
         max_sequence_length: longest sequence.
         positions: `rope`, `learned` or `none`.
-        rope_theta: base of the rotary embedding; read only with `positions="rope"`.
+        rope_theta: base of the rotary embedding, 10000 by default; read only with
+            `positions="rope"`.
         rope: all of it, in place of `rope_theta`: a RopeConfig, or its fields as a mapping.
         qk_norm: RMSNorm on queries and keys: `head`, `whole`, `l2` or `none` (`AttentionConfig`).
         norm: `rms` or `layer`.
@@ -227,17 +226,17 @@ def _rope(
 ) -> RopeConfig | None:
     """Join the short and the long form of the rotary embedding."""
     if rope is None:
-        if positions != "rope" or theta is None:
+        if positions != "rope":
             return None
         try:
-            return RopeConfig(theta=theta)
+            return RopeConfig() if theta is None else RopeConfig(theta=theta)
         except FieldError as error:
             raise FieldError({"rope_theta": error.errors["theta"]}, "gpt") from None
     if positions != "rope":
         text = f"does not go with positions={shorten(positions)}; leave it out, or use 'rope'"
         raise FieldError({"rope": text}, "gpt")
     whole = rope if isinstance(rope, RopeConfig) else build(RopeConfig, rope, "rope")
-    if theta not in (None, _DEFAULT_THETA, whole.theta):
+    if theta not in (None, whole.theta):
         text = (
             f"its theta is {whole.theta}, but rope_theta is {shorten(theta)}; say rope.theta, and "
             "leave rope_theta out or give it the same value"
