@@ -11,14 +11,17 @@ from family_row import ROWS
 from mt_files import FileError
 from mt_model import (
     GPT,
+    PRESETS,
     ExchangeError,
     Link,
     from_pretrained,
     gpt,
     open_pretrained,
+    preset,
     save_pretrained,
 )
 from mt_model.hugging_face.link import check_links
+from mt_model.hugging_face.registry import known_families
 from safetensors.torch import load_file, save_file
 
 LLAMA = next(row for row in ROWS if row.name == "llama")
@@ -278,3 +281,14 @@ def test_a_failure_is_raised_on_every_rank(ranks, folder, tmp_path):
     assert first == second
     assert "tokenizer.json" in first
     assert not (tmp_path / "other").exists()
+
+
+def test_published_shapes_are_written_as_their_families_do() -> None:
+    families = known_families()
+    by_start = {"gemma3": "gemma3_text", "pythia": "gpt_neox", "gpt-neox": "gpt_neox"}
+    not_read = ("tiny", "phi2", "bert", "granite")
+    for name in PRESETS:
+        if name.startswith(not_read):
+            continue
+        start = next(start for start in (*by_start, *families) if name.startswith(start))
+        assert families[by_start.get(start, start)].fields_of(preset(name)), name

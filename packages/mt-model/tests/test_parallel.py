@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from mt_parallel_state import (
 )
 from mt_tensor_parallel import LoraLinear, add_lora
 from routed import RoutedConfig
+from sampling import sample
 
 TINY = {
     "vocab_size": 48,
@@ -243,15 +244,17 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *("untied_dropout", "gpt2", "losses", "gemma2", "bert", "neox", "phi"),
-        *(*RECURRENT, "relative"),
-    ],
+RECOMPUTED = (
+    *("untied_dropout", "gpt2", "losses", "gemma2", "bert", "neox", "phi"),
+    *(*RECURRENT, "relative"),
 )
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+PLACES = ((1, False), (2, False), (2, True))
+
+
+@pytest.mark.parametrize(
+    ("variant", "recompute", "tp", "sequence_parallel"),
+    sample(((v, r, *p) for v, r, p in product(RECOMPUTED, ("selective", "full"), PLACES)), every=5),
+)
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):
     results = ranks(tp, on_rank, variant, tp, [range(3)], sequence_parallel, recompute)
     assert_equal_to_one_rank(results, variant)
@@ -302,16 +305,18 @@ def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence
     assert_equal_to_one_rank(results, variant)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+CONTEXTS = (
+    (1, 2, "ring"),
+    (1, 4, "ulysses"),
+    (1, 4, "hierarchical"),
+    (2, 2, "all_gather"),
+    (1, 4, ["ring", "hierarchical", "all_gather"]),
+)
+
+
 @pytest.mark.parametrize(
-    ("tp", "cp", "algorithms"),
-    [
-        (1, 2, "ring"),
-        (1, 4, "ulysses"),
-        (1, 4, "hierarchical"),
-        (2, 2, "all_gather"),
-        (1, 4, ["ring", "hierarchical", "all_gather"]),
-    ],
+    ("variant", "tp", "cp", "algorithms"),
+    sample(((variant, *place) for variant, place in product(VARIANTS, CONTEXTS)), every=3),
 )
 def test_context_parallel_matches_one_rank(ranks, variant, tp, cp, algorithms):
     # The one label that does not count makes the context ranks' counts differ.

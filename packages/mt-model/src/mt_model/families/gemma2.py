@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from mt_files import Checks
 
+from mt_model.choice import QKNorm
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
 from mt_model.families.decoder import (
     DecoderFields,
@@ -31,16 +32,17 @@ _NORMS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+gemma_links = partial(decoder_links, norms=_NORMS)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma2Fields(DecoderFields):
-    """What a Gemma 2's config.json has of its own, with its defaults.
+class GemmaFields(DecoderFields):
+    """What the config.json of a Gemma from 2 on has of its own, with its defaults.
 
-    `layer_types` says which layers have the window; without it every other one has, from the
-    first on. `hidden_act` is an old second name of `hidden_activation`.
+    `layer_types` says which layers have the window; without it all but every `every_whole`-th
+    have. `hidden_act` is an old second name of `hidden_activation`.
     """
 
-    vocab_size: int = 256000
     hidden_size: int = 2304
     intermediate_size: int = 9216
     num_hidden_layers: int = 26
@@ -49,14 +51,13 @@ class Gemma2Fields(DecoderFields):
     head_dim: int | None = 256
     hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
     attention_bias: bool = False
     query_pre_attn_scalar: int = 256
     sliding_window: int | None = 4096
     layer_types: tuple[LayerType, ...] | None = None
-    final_logit_softcapping: float | None = 30.0
-    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | None = None
 
     def __post_init__(self) -> None:
@@ -76,18 +77,39 @@ class Gemma2Fields(DecoderFields):
         checks.done()
 
     @property
+    def every_whole(self) -> int:
+        """Of how many layers the last has no window."""
+        return 2
+
+    @property
     def windows(self) -> list[int | None]:
         """The window of each layer."""
-        alternating = ("sliding_attention", "full_attention")
-        count = self.num_hidden_layers
-        types = self.layer_types or [alternating[index % 2] for index in range(count)]
-        return [self.sliding_window if kind == alternating[0] else None for kind in types]
+        if self.layer_types is None:
+            slides = [bool((i + 1) % self.every_whole) for i in range(self.num_hidden_layers)]
+        else:
+            slides = [kind == "sliding_attention" for kind in self.layer_types]
+        return [self.sliding_window if slide else None for slide in slides]
 
 
-def _read(given: Gemma2Fields) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Fields(GemmaFields):
+    """What a Gemma 2's config.json has of its own, with its defaults."""
+
+    vocab_size: int = 256000
+    max_position_embeddings: int = 8192
+    final_logit_softcapping: float | None = 30.0
+    attn_logit_softcapping: float | None = 50.0
+
+
+GemmaT = TypeVar("GemmaT", bound=GemmaFields)
+
+
+def gemma_config(given: GemmaFields, *, qk_norm: QKNorm = "none") -> ModelConfig:
+    """Return the model of a config.json, with one rotary embedding in all layers."""
     config = decoder_config(
         given,
         windows=given.windows,
+        qk_norm=qk_norm,
         qkv_bias=given.attention_bias,
         out_bias=given.attention_bias,
     )
@@ -110,23 +132,38 @@ def _read(given: Gemma2Fields) -> ModelConfig:
     )
 
 
-def _write(config: ModelConfig) -> Gemma2Fields:
+def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT:
+    """Return the fields of a model, but for the rotary embeddings of layers other than the first.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        rest: What the family has beside those that all have.
+
+    Raises:
+        ValueError: The first layer is not attention and an MLP.
+    """
     mixer, _ = first_layer(config)
     mixers = [each.mixer for each in config.layers]
     windows = [each.window for each in mixers if isinstance(each, AttentionConfig)]
     types = ["full_attention" if each is None else "sliding_attention" for each in windows]
     scalar = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
     return decoder_fields(
-        Gemma2Fields,
+        kind,
         config,
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=mixer.out_bias,
         query_pre_attn_scalar=scalar,
-        sliding_window=next((each for each in windows if each is not None), None),
+        sliding_window=next((each for each in windows if each is not None), 4096),
         layer_types=tuple(types),
         final_logit_softcapping=config.logit_softcap,
         attn_logit_softcapping=mixer.softcap,
+        **rest,
     )
+
+
+def _write(config: ModelConfig) -> Gemma2Fields:
+    return gemma_fields(Gemma2Fields, config)
 
 
 FAMILY = Family(
@@ -134,7 +171,7 @@ FAMILY = Family(
     architectures=("Gemma2ForCausalLM",),
     model_types=("gemma2",),
     fields=Gemma2Fields,
-    read=_read,
+    read=gemma_config,
     write=_write,
-    links=partial(decoder_links, norms=_NORMS),
+    links=gemma_links,
 )

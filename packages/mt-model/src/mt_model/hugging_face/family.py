@@ -31,7 +31,7 @@ typical_p do_sample num_beams num_beam_groups diversity_penalty max_length min_l
 max_new_tokens early_stopping num_return_sequences length_penalty repetition_penalty
 no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id
 forced_eos_token_id suppress_tokens begin_suppress_tokens remove_invalid_values
-exponential_decay_length_penalty output_scores cache_implementation
+exponential_decay_length_penalty output_scores cache_implementation _sliding_window_pattern
 """
 # Fields that change nothing at these values, and are refused at others.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
