@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import is_owner, offsets_of, shardings
+from mt_parallel_state import is_owner, offsets_of, shardings, share_json
 from torch import Tensor
 
 from mt_model.decoder import GPT
@@ -54,15 +53,7 @@ class Gather:
 
     def tell(self, value: Any) -> Any:
         """Return the first rank's JSON value, on every rank."""
-        if self._group is None:
-            return value
-        data = _encode(value).to(self._device)
-        size = torch.tensor([data.numel()], device=self._device)
-        dist.broadcast(size, group=self._group, group_src=0)
-        if not self.is_first:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.broadcast(data, group=self._group, group_src=0)
-        return _decode(data)
+        return self._all(value if self.is_first else None)[0]
 
     def run(
         self, links: Sequence[Link], shapes: Mapping[str, Sequence[int]], into: Tensor | None
@@ -104,24 +95,4 @@ class Gather:
 
     def _all(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank."""
-        if self._group is None:
-            return [value]
-        data = _encode(value).to(self._device)
-        ranks = range(dist.get_world_size(self._group))
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in ranks]
-        own = torch.tensor([data.numel()], device=self._device)
-        dist.all_gather(sizes, own, group=self._group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
-        padded[: data.numel()] = data
-        boxes = [torch.empty_like(padded) for _ in ranks]
-        dist.all_gather(boxes, padded, group=self._group)
-        return [_decode(box[:size]) for box, size in zip(boxes, lengths, strict=True)]
-
-
-def _encode(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
+        return share_json(value, self._group, device=self._device)
