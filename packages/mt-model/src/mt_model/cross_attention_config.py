@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mt_files import Checks
 
 from mt_model.config import MAX_HEADS, MAX_WIDTH, MixerConfig, ModelConfig, Sizes
-from mt_model.kinds import check_groups
+from mt_model.kinds import check_groups, split_heads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,11 +89,7 @@ class CrossAttentionConfig(MixerConfig):
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
-        yield "num_heads", self.num_heads
-        if tp % self.num_kv_heads:
-            yield "num_kv_heads", self.num_kv_heads
-        elif self.num_kv_heads < tp:
-            yield "head_dim", self.head_dim
+        return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give none: keys and values come with the first pass, as long as its memory is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_model.decay import chunk_decays, cut, cut_segments
+from mt_model.decay import chunk_decays, cut, cut_segments, step_by_step
 
 
 def delta_rule_step(
@@ -52,18 +52,9 @@ def delta_rule_reference(
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Take the steps one by one. The plain form of `delta_rule`, which has the arguments."""
-    if state is None:
-        state = _zeros(key, value)
-    outputs = []
-    for t in range(key.shape[1]):
-        if segments is not None and t:
-            goes_on = segments[:, t] == segments[:, t - 1]
-            state = state * goes_on[:, None, None, None]
-        y, state = delta_rule_step(
-            query[:, t], key[:, t], value[:, t], log_decay[:, t], beta[:, t], state
-        )
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+    parts = (query, key, value, log_decay, beta)
+    before = _zeros(key, value) if state is None else state
+    return step_by_step(delta_rule_step, parts, before, segments)
 
 
 def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is computed

@@ -146,16 +146,15 @@ class AttentionConfig(MixerConfig):
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
-        yield "num_heads", self.num_heads
-        if tp % self.num_kv_heads:
-            yield "num_kv_heads", self.num_kv_heads
-        elif self.num_kv_heads < tp:
-            yield "head_dim", self.head_dim
+        return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give those of a rank's keys and values."""
         if not self.causal:
-            raise NotImplementedError("attention that is not causal sees tokens yet to come")
+            raise NotImplementedError(
+                "attention that is not causal sees tokens yet to come; it can't generate. Call the "
+                "model without a cache, or use causal=True"
+            )
         shape = (batch_size, max(1, self.num_kv_heads // tp), max_length, self.head_dim)
         return {"key": shape, "value": shape}
 
@@ -229,6 +228,17 @@ def check_groups(checks: Checks, num_heads: int, num_kv_heads: int) -> None:
             f"{num_heads} is not a multiple of num_kv_heads={num_kv_heads}: every key/value head "
             f"serves the same number of query heads. Nearest num_kv_heads that does: {good}.",
         )
+
+
+def split_heads(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, tp: int
+) -> Iterator[tuple[str, int]]:
+    """Yield the sizes that `tp` ranks have to divide, where heads are shared."""
+    yield "num_heads", num_heads
+    if tp % num_kv_heads:
+        yield "num_kv_heads", num_kv_heads
+    elif num_kv_heads < tp:
+        yield "head_dim", head_dim
 
 
 def heads_obstacle(algorithm: str, *, heads: int, groups: int, ranks: int) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_model.decay import chunk_decays, cut, cut_segments
+from mt_model.decay import chunk_decays, cut, cut_segments, step_by_step
 
 
 def ssd_step(
@@ -46,16 +46,13 @@ def ssd_reference(
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Take the steps one by one. The plain form of `ssd`, which has the arguments."""
-    if state is None:
-        state = _zeros(x, b)
-    outputs = []
-    for t in range(x.shape[1]):
-        if segments is not None and t:
-            goes_on = segments[:, t] == segments[:, t - 1]
-            state = state * goes_on[:, None, None, None]
-        y, state = ssd_step(x[:, t], dt[:, t], rate, b[:, t], c[:, t], state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+
+    def step(
+        x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return ssd_step(x, dt, rate, b, c, state)
+
+    return step_by_step(step, (x, dt, b, c), _zeros(x, b) if state is None else state, segments)
 
 
 def ssd(  # noqa: PLR0913 - what the recurrence is made of, and how it is computed

@@ -11,7 +11,7 @@ from mt_files import Checks, shorten
 
 from mt_model.choice import Activation, QKNorm
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
-from mt_model.families.rope import read_rope, write_rope
+from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.rope import RopeConfig
@@ -76,11 +76,7 @@ class DecoderFields:
             known = ", ".join(ACTIVATIONS)
             checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
         if not checks.errors:
-            try:
-                _ = self.rope
-            except ValueError as error:
-                name = "rope_scaling" if self.rope_scaling else "rope_parameters"
-                checks.add(name, str(error).replace("\n", "; "))
+            check_rope(checks, self, lambda: self.rope)
         checks.done()
 
     @property

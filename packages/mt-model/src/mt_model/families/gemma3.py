@@ -10,7 +10,7 @@ from mt_files import Checks, shorten
 
 from mt_model.config import LayerConfig, ModelConfig
 from mt_model.families.gemma2 import GemmaFields, gemma_config, gemma_fields, gemma_links
-from mt_model.families.rope import read_rope, write_rope
+from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.family import Family
 from mt_model.kinds import AttentionConfig
 from mt_model.rope import RopeConfig
@@ -41,10 +41,7 @@ class Gemma3Fields(GemmaFields):
             text = f"{self.attn_logit_softcapping}: transformers leaves it out of Gemma 3; use null"
             checks.add("attn_logit_softcapping", text)
         checks.done()
-        try:
-            _ = self.local_rope
-        except ValueError as error:
-            checks.add("rope_parameters", str(error).replace("\n", "; "))
+        check_rope(checks, self, lambda: self.local_rope)
         checks.done()
 
     @property

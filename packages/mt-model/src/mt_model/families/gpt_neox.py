@@ -10,7 +10,7 @@ from mt_files import Checks, shorten
 
 from mt_model.config import LayerConfig, ModelConfig, NormConfig
 from mt_model.families.decoder import ACTIVATION_NAMES, ACTIVATIONS, first_layer
-from mt_model.families.rope import read_rope, write_rope
+from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.family import Family
 from mt_model.hugging_face.link import Link
 from mt_model.kinds import AttentionConfig, MLPConfig
@@ -57,11 +57,7 @@ class GPTNeoXFields:
             text = f"{self.hidden_size} is not a multiple of num_attention_heads"
             checks.add("hidden_size", f"{text}={self.num_attention_heads}")
         if not checks.errors:
-            try:
-                _ = self.rope
-            except ValueError as error:
-                name = "rope_scaling" if self.rope_scaling else "rope_parameters"
-                checks.add(name, str(error).replace("\n", "; "))
+            check_rope(checks, self, lambda: self.rope)
         checks.done()
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from mt_files import build, did_you_mean, shorten, to_plain
+from mt_files import Checks, build, did_you_mean, shorten, to_plain
 
 from mt_model.rope import RopeConfig
 from mt_model.rope_scaling import (
@@ -54,6 +54,15 @@ class HasRope(Protocol):
     def rope_parameters(self) -> Mapping[str, Any] | None:
         """All of it, as it is written now."""
         ...
+
+
+def check_rope(checks: Checks, given: HasRope, read: Callable[[], object]) -> None:
+    """Add what `read` says against the rotary embedding, under the field that has it."""
+    try:
+        read()
+    except ValueError as error:
+        name = "rope_scaling" if given.rope_scaling else "rope_parameters"
+        checks.add(name, str(error).replace("\n", "; "))
 
 
 def read_rope(given: HasRope, *, partial: bool = False) -> RopeConfig:

@@ -52,7 +52,9 @@ def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
     del ours
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # The folder is from outside: nothing of the hub, no code of its own, no pickle.
+    outside = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **outside).eval()
     expected = theirs(tokens).logits
     return Comparison(
         difference=float((found - expected).abs().max()),
