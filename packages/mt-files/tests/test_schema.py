@@ -204,11 +204,11 @@ def test_text_without_quotes_takes_its_type_from_the_field() -> None:
 
 
 def test_any_number_of_problems_gives_a_short_message_at_once() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     value = {f"key {i}" + "x" * 1000: i for i in range(60_000)}
     with pytest.raises(SchemaError) as caught:
         build(Model, value)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert len(str(caught.value)) < 10_000
     assert str(caught.value).endswith("and 59981 more problems")
     with pytest.raises(SchemaError) as caught:

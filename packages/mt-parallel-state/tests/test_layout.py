@@ -227,11 +227,11 @@ def test_rank_arithmetic_needs_no_torch() -> None:
 
 def test_a_world_of_16384_ranks_is_enumerated_in_a_second() -> None:
     layout = ParallelLayout.fit(16384, tp=8, cp=2, pp=16, ep=64, etp=1)
-    started = time.perf_counter()
+    started = time.process_time()
     for axes in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "ep", "edp", "tp-ep-pp", "embedding"):
         groups = layout.groups(axes)
         assert sum(map(len, groups)) in (16384, 2048)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_mirrored_pipeline_ranks_are_pairs() -> None:

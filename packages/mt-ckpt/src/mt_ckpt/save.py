@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +41,7 @@ _READERS_SECONDS = 20.0
 def save_checkpoint(
     root: str | Path,
     step: int,
-    shards: Sequence[TensorShard],
+    shards: Iterable[TensorShard],
     metadata: dict[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -60,7 +60,8 @@ def save_checkpoint(
         step: Training step. A committed directory of that step which `latest` does not name (a
             save that was killed just before its end, or a run that went back) is replaced.
         shards: This rank's boxes. Over all ranks, those with `write=True` must hold every element
-            of every array exactly once.
+            of every array exactly once. Each is let go when it is written, so that boxes which
+            nobody else holds, such as pages of a file, are not in memory together.
         metadata: JSON values with string keys; rank 0's are stored. Tuples come back as lists.
         group: All ranks that save; needs a CPU backend (gloo). None: this process saves alone.
         keep: How many checkpoints to keep, counting this one. None: all.
@@ -174,7 +175,9 @@ class _Save:
                 file=str(temp),
             )
         written: dict[str, list[Any]] = {}
-        for shard in self.shards:
+        self.shards.reverse()
+        while self.shards:
+            shard = self.shards.pop()
             if shard.write:
                 chunks = tuple(plan["chunks"][shard.name])
                 written |= _write_shard(temp, shard, chunks, plan["total"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -135,8 +136,7 @@ class ParallelLayout:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of `rank` on every axis of both views: tp, cp, dp, pp, etp, ep, edp."""
         self._check_rank(rank)
-        both = {**self._digits(expert=False), **self._digits(expert=True)}
-        return {axis: _index(rank, digits) for axis, digits in both.items()}
+        return {axis: _index(rank, digits) for axis, digits in self._both_views.items()}
 
     def groups(self, axes: str) -> list[list[int]]:
         """Return all groups of `axes`: each varies those axes and fixes the others.
@@ -179,6 +179,10 @@ class ParallelLayout:
     @property
     def _has_experts(self) -> bool:
         return self.ep > 1 or self._etp != self.tp
+
+    @cached_property
+    def _both_views(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        return {**self._digits(expert=False), **self._digits(expert=True)}
 
     def _digits(self, *, expert: bool) -> dict[str, tuple[tuple[int, int], ...]]:
         """Return for each axis of a view its digits in a rank: stride and size, minor one first."""

@@ -69,6 +69,11 @@ class ParamSharding:
                 )
 
 
+_COMPLETE = (
+    ParamSharding()
+)  # of every parameter without a record: an optimizer's step asks for each
+
+
 def shard_param(
     param: nn.Parameter,
     spec: PartitionSpec,
@@ -105,7 +110,7 @@ def mark_matrix(param: nn.Parameter, matrix: MatrixSpec | None) -> nn.Parameter:
 def sharding_of(param: nn.Parameter) -> ParamSharding:
     """Return the record of `param`; a parameter without one is replicated and complete."""
     check_type("param", param, Tensor)
-    return getattr(param, _ATTRIBUTE, ParamSharding())
+    return getattr(param, _ATTRIBUTE, _COMPLETE)
 
 
 def shardings(module: nn.Module) -> dict[str, ParamSharding]:

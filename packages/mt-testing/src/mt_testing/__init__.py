@@ -6,16 +6,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mt_testing.benchmark import (
+        environment,
+        quartiles,
+        ratios,
+        shown,
+        take_turns,
+        write_report,
+    )
     from mt_testing.covering import pairwise
     from mt_testing.errors import PoolError, RankDied, RankFailure, RankTimeout
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
     from mt_testing.strategies import layouts
+    from mt_testing.syncs import HostSync, HostSyncs
     from mt_testing.tolerances import FACTORS, assert_close, tolerance
 
 __all__ = [
     "FACTORS",
+    "HostSync",
+    "HostSyncs",
     "KillAt",
     "PoolError",
     "RankDied",
@@ -23,22 +34,30 @@ __all__ = [
     "RankPool",
     "RankTimeout",
     "assert_close",
+    "environment",
     "expect_kill",
     "fake_world",
     "layouts",
     "pairwise",
+    "quartiles",
+    "ratios",
+    "shown",
+    "take_turns",
     "tolerance",
+    "write_report",
 ]
 
 # Names are resolved on first use: pytest imports this package in every session, for its plugin,
 # and must not pay for torch there.
 _HOMES = {
+    "benchmark": "environment quartiles ratios shown take_turns write_report",
     "covering": "pairwise",
     "errors": "PoolError RankDied RankFailure RankTimeout",
     "fake": "fake_world",
     "faults": "KillAt expect_kill",
     "pool": "RankPool",
     "strategies": "layouts",
+    "syncs": "HostSync HostSyncs",
     "tolerances": "FACTORS assert_close tolerance",
 }
 

@@ -1,0 +1,145 @@
+"""Where the host waits for a device, found without one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_STAND_IN = 1  # what a number is that nobody knows; positive, so that a norm clips
+_NUMBERS = ("aten::_local_scalar_dense", "aten::item")
+_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSync:
+    """One wait of the host for a device.
+
+    Attributes:
+        op: torch's operation, such as `aten::_local_scalar_dense`.
+        file: The innermost file outside of torch that called it; in backward of an operation of
+            torch, the one that called backward.
+        line: The line there.
+    """
+
+    op: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.op}"
+
+
+class HostSyncs(TorchDispatchMode):
+    """Collects what makes the host wait for a device, from tensors that have no data.
+
+    A wait is a number or a truth value that Python is given (`item()`, `tolist()`, `if tensor:`),
+    a result whose shape depends on values (`nonzero()`, indexing with a mask), and a copy between
+    a device and the host that is not `non_blocking`. A number that is asked for is 1, so that the
+    program goes on. Tensors are on `meta`, for forward and backward, or fake ones on `cuda`
+    (`torch._subclasses.FakeTensorMode`, entered first), whose backward torch refuses without a
+    device. Iterate for the waits in their order.
+
+    What a kernel does inside is not seen. `tolist()` is one wait on `meta`, as on a device, and one
+    for each element of a fake tensor. A result whose shape nobody knows is torch's error, after
+    its wait is noted. Pinning leaves a tensor as it is.
+
+    Args:
+        device: The type of the device that is waited for.
+
+    Example:
+        >>> x = torch.ones(3, device="meta")
+        >>> with HostSyncs("meta") as syncs:
+        ...     _ = x.sum() * 2
+        ...     value = x.sum().item()
+        >>> [sync.op for sync in syncs]
+        ['aten::_local_scalar_dense']
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self._device, self._found = device, list[HostSync]()
+
+    def __iter__(self) -> Iterator[HostSync]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __str__(self) -> str:
+        return "\n".join(str(sync) for sync in self._found) or "no wait for the device"
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note a wait, and run the operation."""
+        kwargs, name = dict(kwargs or {}), func._schema.name
+        if self._waits(func, name, args, kwargs):
+            self._found.append(HostSync(op=name, **_place()))
+        if torch.Tag.data_dependent_output in func.tags and self._lacks_data(args[0]):
+            return _number(args[0].dtype) if name in _NUMBERS else True
+        if name == "aten::_pin_memory":  # fake tensors have no rule for it
+            return args[0]
+        if name == "aten::_to_copy" and args[0].is_meta:
+            target = torch.device(kwargs.get("device") or "meta")
+            if target.type != "meta":  # torch has no values to copy
+                dtype = kwargs.get("dtype") or args[0].dtype
+                return torch.full(args[0].shape, _STAND_IN, dtype=dtype, device=target)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _lacks_data(x: Any) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        return isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta)
+
+    def _waits(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        here = [x.device.type == self._device for x in tensors]
+        if name in _COPIES:
+            target = kwargs.get("device")
+            if name == "aten::_to_copy":
+                here.append(
+                    here[0] if target is None else torch.device(target).type == self._device
+                )
+            blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            return blocking and any(here) and not all(here)
+        if not any(here):
+            return False
+        if name in _INDEXED:
+            masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+            # One value is written by masked_fill.
+            return bool(masks) and (name == "aten::index" or args[2].numel() != 1)
+        if name == "aten::repeat_interleave":
+            return kwargs.get("output_size") is None
+        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        return any(tag in func.tags for tag in tags)
+
+
+def _number(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return bool(_STAND_IN)
+    return float(_STAND_IN) if dtype.is_floating_point else _STAND_IN
+
+
+def _place() -> dict[str, Any]:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)
+    ):
+        frame = frame.f_back
+    return {"file": frame.f_code.co_filename, "line": frame.f_lineno}
