@@ -1,8 +1,11 @@
-"""Token datasets: Megatron-compatible files, GPT samples, blending, tokenizers."""
+"""Token datasets: Megatron-compatible files, rows for every objective, blending, tokenizers."""
+
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 from mt_data.batch import BatchSampler, MicroBatch, Rows, count_labels
 from mt_data.blend import BlendedDataset, BlendOrder
-from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
 from mt_data.document import (
     Document,
     DocumentReader,
@@ -19,11 +22,17 @@ from mt_data.permutation import Permutation
 from mt_data.prefetch import Prefetcher
 from mt_data.split import parse_split, split_files, split_ranges
 from mt_data.tokenizer import Tokenizer, load_tokenizer
-from mt_data.training import train_tokenizer
 from mt_data.windows import SequentialWindows
 from mt_data.writer import IndexedWriter
 
+if TYPE_CHECKING:
+    from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
+    from mt_data.masked import MaskedDataset, MaskedVocabulary, Masking
+    from mt_data.spans import SpanCorruption, SpanDataset, SpanVocabulary
+    from mt_data.training import DEFAULT_SPECIAL, train_tokenizer
+
 __all__ = [
+    "DEFAULT_SPECIAL",
     "PADDING",
     "BatchSampler",
     "BlendOrder",
@@ -37,12 +46,18 @@ __all__ = [
     "GPTDataset",
     "IndexedDataset",
     "IndexedWriter",
+    "MaskedDataset",
+    "MaskedVocabulary",
+    "Masking",
     "MicroBatch",
     "MissingExtraError",
     "Permutation",
     "Prefetcher",
     "Rows",
     "SequentialWindows",
+    "SpanCorruption",
+    "SpanDataset",
+    "SpanVocabulary",
     "Tokenizer",
     "build_corpus",
     "count_labels",
@@ -58,3 +73,11 @@ __all__ = [
     "token_dtype",
     "train_tokenizer",
 ]
+
+__getattr__ = resolve_later(
+    __name__,
+    corpus="CorpusStats build_corpus count_text_bytes dataset_tokenizer",
+    masked="MaskedDataset MaskedVocabulary Masking",
+    spans="SpanCorruption SpanDataset SpanVocabulary",
+    training="DEFAULT_SPECIAL train_tokenizer",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NotRequired, Protocol, TypeAlias, TypedDict, cast, get_args
 
@@ -35,6 +35,22 @@ class PartialSamples(Samples, Protocol):
         ...
 
 
+class MadeRows(Protocol):
+    """A dataset that makes inputs and labels of whole rows itself, as `MaskedDataset` does."""
+
+    sequence_length: int
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Arrays of a row by name, `tokens` and `labels` among them."""
+        ...
+
+    def empty(self) -> Mapping[str, NDArray]:
+        """A row without labels, of the same shape."""
+        ...
+
+
 class MicroBatch(TypedDict):
     """Rows for one forward pass; P are the tokens of a row that this rank holds, of S.
 
@@ -42,6 +58,10 @@ class MicroBatch(TypedDict):
         - tokens: [B, P]; labels: [B, P], -100 where no loss is due; sample_ids: [B]; all int64
         - documents: [B, S] int64, equal for tokens of one document; positions: [B, P] int64, places
           of the tokens in their documents; both only with `packing="documents"`
+        - encoder_tokens: [B, Q] int64, of E as P are of S; of rows for an encoder and a decoder,
+          packed ones of which have encoder_documents: [B, E] and encoder_positions: [B, Q] too
+        - token_types: [B, P] int64; mask: [B, S] bool, False at padding; sequence_labels: [B]
+          int64, -100 on ranks without the first token; all of datasets that make rows themselves
     """
 
     tokens: NDArray[np.int64]
@@ -49,9 +69,17 @@ class MicroBatch(TypedDict):
     sample_ids: NDArray[np.int64]
     documents: NotRequired[NDArray[np.int64]]
     positions: NotRequired[NDArray[np.int64]]
+    encoder_tokens: NotRequired[NDArray[np.int64]]
+    encoder_documents: NotRequired[NDArray[np.int64]]
+    encoder_positions: NotRequired[NDArray[np.int64]]
+    token_types: NotRequired[NDArray[np.int64]]
+    mask: NotRequired[NDArray[np.bool_]]
+    sequence_labels: NotRequired[NDArray[np.int64]]
 
 
 Packing: TypeAlias = Literal["none", "documents"]
+
+_CUT = {"tokens", "labels", "token_types", "positions", "encoder_tokens", "encoder_positions"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +108,15 @@ class Rows:
         ):
             raise DataError(f"parts is {self.parts}; give one or more with 0 <= begin < end")
 
-    def read(self, samples: Samples, ids: NDArray[np.int64]) -> MicroBatch:
+    def read(self, samples: Samples | MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
         """Make the rows of some samples; padding becomes token 0, which no causal model looks at.
 
         Raises:
             DataError: The dataset gives whole rows only, and these are not.
         """
+        if hasattr(samples, "row"):
+            return self._made(cast("MadeRows", samples), ids)
+        samples = cast("Samples", samples)
         if self != Rows() and not hasattr(samples, "sample_documents"):
             raise DataError(
                 f"{type(samples).__name__} gives whole rows only; packing, parts and reads=False "
@@ -104,6 +135,34 @@ class Rows:
         """Positions that this rank holds of rows of `length` tokens, [P]."""
         parts = self.parts or ((0, length),)
         return np.concatenate([np.arange(begin, end) for begin, end in parts])
+
+    def _scaled(self, length: int, *, of: int) -> NDArray[np.int64]:
+        """Positions of rows of another length than that of the parts: the same share of them."""
+        ends = [[end * length / of for end in part] for part in self.parts or ((0, of),)]
+        if any(end % 1 for part in ends for end in part):
+            raise DataError(
+                f"rows of {length} tokens can't be cut as those of {of} are, at {self.parts}; use "
+                f"a length that divides like {of}"
+            )
+        return np.concatenate([np.arange(int(begin), int(end)) for begin, end in ends])
+
+    def _made(self, samples: MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
+        """Take this rank's part of rows that a dataset makes; number -1 is an empty one."""
+        rows = [samples.row(int(n)) if n >= 0 else samples.empty() for n in ids]
+        packing = "documents" if "documents" in rows[0] else "none"
+        if self.packing != packing:
+            raise DataError(
+                f"{type(samples).__name__} makes rows itself, with packing={packing!r}; use that, "
+                f"or a data set with {self.packing!r}"
+            )
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        for name in _CUT & batch.keys():
+            own = self._scaled(batch[name].shape[1], of=samples.sequence_length)
+            batch[name] = np.ascontiguousarray(batch[name][:, own])
+        own = self.columns(samples.sequence_length)
+        if own[0] and "sequence_labels" in batch:  # the rank with the first token counts it
+            batch["sequence_labels"][:] = PADDING
+        return cast("MicroBatch", batch | {"sample_ids": ids.copy()})
 
     def _row(self, samples: Samples, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens and labels of this rank's part of a sample."""
@@ -150,7 +209,7 @@ class BatchSampler:
 
     def __init__(
         self,
-        dataset: Samples,
+        dataset: Samples | MadeRows,
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -212,9 +271,17 @@ class BatchSampler:
         return batch
 
 
-def count_labels(batches: Sequence[MicroBatch]) -> int:
-    """Labels of micro-batches that carry a loss; counted here, no device is waited for."""
-    return sum(int(np.count_nonzero(batch["labels"] != PADDING)) for batch in batches)
+def count_labels(
+    batches: Sequence[MicroBatch], name: Literal["labels", "sequence_labels"] = "labels"
+) -> int:
+    """Labels of micro-batches that carry a loss; counted here, no device is waited for.
+
+    Args:
+        batches: Of this rank.
+        name: Which labels; there are none where a batch has none of the name.
+    """
+    found = (batch.get(name) for batch in batches)
+    return sum(int(np.count_nonzero(labels != PADDING)) for labels in found if labels is not None)
 
 
 def _check_ids(rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int) -> None:

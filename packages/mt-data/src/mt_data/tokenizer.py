@@ -84,6 +84,8 @@ class Tokenizer:
             raise DataError(
                 f"no special token is known to end documents; the tokenizer has {specials}: {how}"
             )
+        if len(known) > 1:  # BERT's stands between texts, too
+            known = [each for each in known if each != "[SEP]"]
         if len(known) > 1:
             raise DataError(
                 f"more than one special token may end documents: {listed(known)}; {how}"
@@ -173,6 +175,15 @@ class Tokenizer:
             - Output: [vocab_size]
         """
         return np.array([len(piece) for piece in self._pieces], np.int32)
+
+    @property
+    def word_starts(self) -> NDArray[np.bool_]:
+        """Tell of each token whether it begins a word: its text begins with a blank.
+
+        Shape:
+            - Output: [vocab_size]
+        """
+        return np.array([piece[:1].isspace() for piece in self._pieces], np.bool_)
 
     def id_of(self, token: str) -> int | None:
         """Id of a token by its exact name in the vocabulary, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.batch import MicroBatch, Rows, Samples
+from mt_data.batch import MadeRows, MicroBatch, Rows, Samples
 from mt_data.error import DataError, at_least, quote
 from mt_data.gpt import PADDING
 
@@ -33,7 +34,75 @@ class TokenStream(Protocol):
         ...
 
 
-class SequentialWindows:
+def window_numbers(
+    count: int, size: int, *, dp_rank: int, dp_size: int, limit: int | None
+) -> Iterator[NDArray[np.int64]]:
+    """Give the windows of each batch of a rank; -1 where there is none, so that all are full.
+
+    Args:
+        count: Windows there are.
+        size: Windows in a batch.
+        dp_rank: This rank's index along the data-parallel axis.
+        dp_size: Ranks along that axis.
+        limit: Use the first `limit` windows only.
+
+    Raises:
+        DataError: A number is out of range.
+    """
+    if size < 1 or not 0 <= dp_rank < dp_size:
+        raise DataError(
+            f"size is {size}, dp_rank {dp_rank}, dp_size {dp_size}; size must be at least 1 "
+            "and dp_rank lie in [0, dp_size)"
+        )
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}; it must be at least 1, or None")
+    count = count if limit is None else min(limit, count)
+    for turn in range(-(-count // (size * dp_size))):
+        first = (turn * dp_size + dp_rank) * size
+        windows = np.arange(first, first + size)
+        yield np.where(windows < count, windows, -1)
+
+
+class InOrder(ABC):
+    """Rows that can be read in order, for evaluation."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def batches(
+        self,
+        size: int,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        limit: int | None = None,
+        rows: Rows | None = None,
+    ) -> Iterator[MicroBatch]:
+        """Batches of `size` rows, of the first epoch where there are several; every dp_size-th one.
+
+        All batches have the same shape and all ranks the same number of them: missing rows are
+        filled with rows without labels, whose sample id is -1.
+
+        Args:
+            size: Rows in a batch.
+            dp_rank: This rank's index along the data-parallel axis.
+            dp_size: Ranks along that axis.
+            limit: Use the first `limit` rows only.
+            rows: What this rank needs of each row; all of it where None.
+
+        Raises:
+            DataError: A number is out of range.
+        """
+        turns = window_numbers(len(self), size, dp_rank=dp_rank, dp_size=dp_size, limit=limit)
+        for numbers in turns:
+            yield self._batch(numbers, rows or Rows())
+
+    def _batch(self, numbers: NDArray[np.int64], rows: Rows) -> MicroBatch:
+        """Make the rows of some numbers; -1 is one without labels."""
+        return rows.read(cast("Samples | MadeRows", self), numbers)
+
+
+class SequentialWindows(InOrder):
     """Windows over a token stream, in order, for evaluation.
 
     The first window has `sequence_length` labels; each later one moves by `stride` and has
@@ -110,45 +179,10 @@ class SequentialWindows:
     def _ends(self) -> NDArray[np.int64]:
         return np.cumsum(self.indexed.lengths, dtype=np.int64)
 
-    def batches(
-        self,
-        size: int,
-        *,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        limit: int | None = None,
-        rows: Rows | None = None,
-    ) -> Iterator[MicroBatch]:
-        """Batches of `size` windows; with data parallelism, every dp_size-th batch.
-
-        All batches have the same shape and all ranks the same number of them: missing rows are
-        filled with windows without labels, whose sample id is -1.
-
-        Args:
-            size: windows in a batch.
-            dp_rank: this rank's index along the data-parallel axis.
-            dp_size: ranks along that axis.
-            limit: use the first `limit` windows only.
-            rows: what this rank needs of each window; all of it where None.
-        """
-        if size < 1 or not 0 <= dp_rank < dp_size:
-            raise DataError(
-                f"size is {size}, dp_rank {dp_rank}, dp_size {dp_size}; size must be at least 1 "
-                "and dp_rank lie in [0, dp_size)"
-            )
-        if limit is not None and limit < 1:
-            raise DataError(f"limit is {limit}; it must be at least 1, or None")
-        count = len(self) if limit is None else min(limit, len(self))
-        rounds = -(-count // (size * dp_size))
-        for turn in range(rounds):
-            first = (turn * dp_size + dp_rank) * size
-            windows = np.arange(first, first + size)
-            yield self._batch(np.where(windows < count, windows, -1), rows or Rows())
-
-    def _batch(self, windows: NDArray[np.int64], rows: Rows) -> MicroBatch:
+    def _batch(self, numbers: NDArray[np.int64], rows: Rows) -> MicroBatch:
         if rows.parts is None:
             rows = replace(rows, parts=((0, self.sequence_length),))
-        batch = rows.read(cast("Samples", self), windows)  # in parts, so by `sample` alone
+        batch = rows.read(cast("Samples", self), numbers)  # in parts, so by `sample` alone
         context = rows.columns(self.sequence_length) < self.sequence_length - self.stride
-        batch["labels"][(windows > 0)[:, None] & context] = PADDING
+        batch["labels"][(numbers > 0)[:, None] & context] = PADDING
         return batch

@@ -1,0 +1,277 @@
+"""Rows for masked language modelling, alone or with pairs of texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.error import DataError, at_least, quote
+from mt_data.gpt import PADDING, TokenSource
+from mt_data.permutation import Permutation
+from mt_data.tokenizer import Tokenizer
+from mt_data.windows import InOrder
+
+_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """Which tokens of a row are to be found out, and what stands in their place.
+
+    Attributes:
+        fraction: Of the tokens that are no special ones; at least one is chosen.
+        masked: Share of the chosen ones that become the mask token.
+        random: Share that become some token, drawn evenly of all but special ones. The others stay.
+        whole_words: Words are chosen, with all their tokens, as long as they fit the fraction.
+    """
+
+    fraction: float = 0.15
+    masked: float = 0.8
+    random: float = 0.1
+    whole_words: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise DataError(f"fraction is {self.fraction}; it must lie above 0 and be at most 1")
+        shares = self.masked, self.random
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise DataError(
+                f"masked is {self.masked} and random {self.random}; both must be 0 or more, and 1 "
+                "or less together"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedVocabulary:
+    """What rows are made of beside text.
+
+    Attributes:
+        cls: Id of the token in front of a row.
+        sep: Of the one behind each text.
+        mask: Of what stands in the place of a token that is to be found out.
+        pad: Of what fills a row up.
+        ordinary: Ids of the tokens of text; others are never chosen, and stand in no place.
+        starts: By id whether a token begins a word, for whole words.
+
+    Shape:
+        - ordinary: [N] int64; starts: [vocab_size] bool
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    ordinary: NDArray[np.int64]
+    starts: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, names: Mapping[str, str] | None = None) -> MaskedVocabulary:
+        """Find the special tokens of a tokenizer.
+
+        Args:
+            tokenizer: Has them.
+            names: Of `cls`, `sep`, `mask` and `pad`, where they are not `[CLS]` and so on.
+
+        Raises:
+            DataError: The tokenizer lacks one.
+        """
+        ids = {}
+        for part, usual in _NAMES.items():
+            name = (names or {}).get(part, usual)
+            if name not in tokenizer.special_tokens:
+                known = ", ".join(sorted(tokenizer.special_tokens))
+                raise DataError(
+                    f"the tokenizer has no special token {quote(name)} for {part}; it has {known}. "
+                    f"Name another, or train one with train_tokenizer(special=[...])"
+                )
+            ids[part] = tokenizer.special_tokens[name]
+        if len(set(ids.values())) < len(ids):
+            raise DataError(f"cls, sep, mask and pad must be four tokens, not {ids}")
+        special = np.array(sorted(tokenizer.special_tokens.values()), np.int64)
+        ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
+        return MaskedVocabulary(**ids, ordinary=ordinary, starts=tokenizer.word_starts)
+
+
+class MaskedDataset(InOrder):
+    """Rows `[CLS] text [SEP]`, or `[CLS] a [SEP] b [SEP]`, of which some tokens are hidden.
+
+    Each document is cut into texts as long as a row takes, and every text comes once an epoch, in
+    the order of a keyed permutation. Of pairs, b is what follows a in its document, or with one
+    half of the probability, as long, the beginning of a text of another document: the class of a
+    row is 0 or 1 (Devlin et al., 2019). What is drawn depends on seed and index alone.
+
+    Args:
+        indexed: Where tokens come from; each of its sequences is a document.
+        sequence_length: Tokens of a row; shorter texts are filled up.
+        vocabulary: Special tokens, and words.
+        masking: What is hidden.
+        pairs: Rows have two texts, types and a class.
+        seed: Of the order and of all that is drawn.
+
+    Raises:
+        DataError: There is no text, or pairs are asked for of a single document.
+
+    Shape:
+        - `row(i)`: `tokens` and `labels`, -100 but where a token is to be found out:
+          [sequence_length] int64; `mask`: the same of bool, False where the row is filled up; with
+          pairs `token_types`, 1 for b and the [SEP] behind it: [sequence_length], and
+          `sequence_labels`: [], both int64
+    """
+
+    def __init__(
+        self,
+        indexed: TokenSource,
+        *,
+        sequence_length: int,
+        vocabulary: MaskedVocabulary,
+        masking: Masking | None = None,
+        pairs: bool = False,
+        seed: int = 0,
+    ) -> None:
+        at_least(1, sequence_length=sequence_length)
+        self.indexed, self.sequence_length, self.pairs = indexed, sequence_length, pairs
+        self.vocabulary, self.masking = vocabulary, masking or Masking()
+        self.seed = operator.index(seed)
+        self._least = 2 if pairs else 1
+        self._room = sequence_length - (3 if pairs else 2)
+        if self._room < self._least:
+            raise DataError(
+                f"sequence_length {sequence_length} leaves no room for text beside "
+                f"{3 if pairs else 2} special tokens; use {self._least + 3 - (not pairs)} or more"
+            )
+        lengths = np.asarray(indexed.lengths, np.int64)
+        texts = np.where(lengths < self._least, 0, (lengths - self._least) // self._room + 1)
+        self._ends = np.cumsum(texts)
+        if not len(texts) or not self._ends[-1]:
+            raise DataError("there is no text to make rows of")
+        if pairs and np.count_nonzero(texts) < 2:
+            raise DataError("pairs need two documents or more, and there is one; build with more")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Texts, each of which is a row before any comes again."""
+        return int(self._ends[-1])
+
+    def __len__(self) -> int:
+        return self.samples_per_epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the data and of everything that decides rows and their order."""
+        vocabulary = self.vocabulary
+        identity = {
+            "data": self.indexed.fingerprint,
+            "rows": "masked",
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "pairs": self.pairs,
+            "special": [vocabulary.cls, vocabulary.sep, vocabulary.mask, vocabulary.pad],
+            **asdict(self.masking),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Return row `index` of the endless stream of epochs."""
+        index = operator.index(index)
+        if index < 0:
+            raise IndexError(f"row {index} does not exist; an index is 0 or more")
+        epoch, place = divmod(index, self.samples_per_epoch)
+        number = Permutation(self.samples_per_epoch, self.seed, "masked rows", epoch)(place)
+        text = self._text(number)
+        if not self.pairs:
+            return self._hidden(index, [text])
+        cut, other, apart = self._draw(index, "pairs", 3)
+        first = 1 + int(cut * (len(text) - 1))
+        second = text[first:]
+        if apart >= 0.5:
+            second = self._text(self._elsewhere(number, other))[: len(second)]
+        row = self._hidden(index, [text[:first], second])
+        return {**row, "sequence_labels": np.array(apart >= 0.5, np.int64)}
+
+    def empty(self) -> Mapping[str, NDArray]:
+        """Return a row of nothing but filling, without labels."""
+        shape = self.sequence_length
+        row: dict[str, NDArray] = {
+            "tokens": np.full(shape, self.vocabulary.pad, np.int64),
+            "labels": np.full(shape, PADDING, np.int64),
+            "mask": np.zeros(shape, np.bool_),
+        }
+        if self.pairs:
+            row["token_types"] = np.zeros(shape, np.int64)
+            row["sequence_labels"] = np.array(PADDING, np.int64)
+        return row
+
+    def _draw(self, index: int, what: str, count: int) -> NDArray[np.float64]:
+        """Numbers in [0, 1) that depend on seed, index and purpose alone."""
+        text = repr((self.seed, index, what)).encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
+        bits = np.random.Philox(key=key).random_raw(count) >> np.uint64(11)
+        return bits.astype(np.float64) * 2.0**-53
+
+    def _text(self, number: int) -> NDArray[np.int64]:
+        document, place = self._find(number)
+        start = place * self._room
+        count = min(self._room, int(self.indexed.lengths[document]) - start)
+        return np.asarray(self.indexed.read(document, start, count), np.int64)
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the document of a text, and the text's number there."""
+        document = int(np.searchsorted(self._ends, number, side="right"))
+        return document, number - self._before(document)
+
+    def _before(self, document: int) -> int:
+        """Texts in front of a document's."""
+        return int(self._ends[document - 1]) if document else 0
+
+    def _elsewhere(self, number: int, drawn: float) -> int:
+        """Return a text of another document than that of a text, drawn evenly."""
+        document, _ = self._find(number)
+        first, end = self._before(document), int(self._ends[document])
+        other = int(drawn * (self.samples_per_epoch - (end - first)))
+        return other if other < first else other + end - first
+
+    def _hidden(self, index: int, texts: list[NDArray[np.int64]]) -> dict[str, NDArray]:
+        """Lay texts out in a row, and hide some of its tokens."""
+        vocabulary, row = self.vocabulary, dict(self.empty())
+        tokens, at = row["tokens"], 1
+        tokens[0] = vocabulary.cls
+        for kind, text in enumerate(texts):
+            end = at + len(text)
+            tokens[at:end], tokens[end] = text, vocabulary.sep
+            if self.pairs:
+                row["token_types"][at : end + 1] = kind
+            at = end + 1
+        row["mask"][:at] = True
+        chosen = self._chosen(index, tokens)
+        row["labels"][chosen] = tokens[chosen]
+        how, which = self._draw(index, "replacements", 2 * len(tokens)).reshape(2, -1)[:, chosen]
+        some = vocabulary.ordinary[(which * len(vocabulary.ordinary)).astype(np.int64)]
+        share = self.masking.masked
+        stays = np.where(how < share + self.masking.random, some, tokens[chosen])
+        tokens[chosen] = np.where(how < share, vocabulary.mask, stays)
+        return row
+
+    def _chosen(self, index: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places of the tokens that are to be found out, in order."""
+        places = np.flatnonzero(np.isin(tokens, self.vocabulary.ordinary))
+        if not len(places):
+            return places
+        drawn = self._draw(index, "places", len(tokens))[places]
+        count = max(1, int(self.masking.fraction * len(places) + 0.5))
+        if not self.masking.whole_words:
+            return np.sort(places[np.argsort(drawn, kind="stable")[:count]])
+        starts = self.vocabulary.starts[tokens[places]] | (np.diff(places, prepend=-1) != 1)
+        starts[0] = True
+        words = np.split(places, np.flatnonzero(starts)[1:])
+        chosen: list[NDArray[np.int64]] = []
+        for number in np.argsort(drawn[starts], kind="stable"):
+            word = words[number]
+            if not chosen or sum(map(len, chosen)) + len(word) <= count:
+                chosen.append(word)
+        return np.sort(np.concatenate(chosen))
