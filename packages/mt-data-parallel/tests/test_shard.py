@@ -75,8 +75,7 @@ def train(strategy, how):
     net = Net(device="meta") if meta else make_net(recompute)
     net.recompute = recompute
     init = fill if meta else None
-    if strategy in ("none", "optimizer"):
-        how["bucket_size"] = 100
+    how["bucket_size"] = 100
     with shard(net, strategy, group=group_of(hybrid), init=init, **how) as buffer:
         pieces = buffer.pieces()
         params = [p.param for p in pieces] or [torch.zeros(0)]  # where padding has all of a rank's
@@ -281,7 +280,7 @@ def test_a_forward_waits_for_the_parameters_it_needs_and_readers_for_all(ranks):
 
 def stepped(strategy, how):
     net = make_net()
-    with shard(net, strategy, group=dist.group.WORLD, **how) as buffer:
+    with shard(net, strategy, group=dist.group.WORLD, bucket_size=100, **how) as buffer:
         optimizer = torch.optim.SGD([p.param for p in buffer.pieces()], lr=0.1)
         for step in range(4):
             buffer.start(1)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from mt_optim import AdamW, default_decay_filter, fused_obstacle
+from mt_optim import AdamW, AdamWRule, NamedOptimizer, default_decay_filter, fused_obstacle
+from mt_optim import update as updating
 from torch import nn
 
 SHAPES = {
@@ -299,3 +300,27 @@ def test_weights_loaded_into_the_model_stay_once_the_masters_take_them():
     optimizer.sync_masters()
     optimizer.step()
     assert torch.equal(param, torch.full((4,), 7, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_gradients_are_widened_a_few_at_a_time_and_bits_stay(monkeypatch, dtype) -> None:
+    class Recorded(AdamWRule):
+        def update(self, batch, group) -> None:
+            sizes.append(sum(grad.numel() for grad in batch.grads))
+            super().update(batch, group)
+
+    def weights(portion):
+        monkeypatch.setattr(updating, "_PORTION", portion)
+        draw = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, generator=draw).to(dtype)) for n in (5, 3, 9, 2, 1)]
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=draw).to(dtype)
+        optimizer = NamedOptimizer(params, Recorded(), lr=1e-2, weight_decay=0.1)
+        optimizer.step()
+        optimizer.step()
+        return torch.cat([param.detach() for param in params])
+
+    sizes: list[int] = []
+    assert torch.equal(weights(8), weights(100))
+    cut = [8, 9, 3] if dtype == torch.bfloat16 else [20]
+    assert sizes == [*cut, *cut, 20, 20]

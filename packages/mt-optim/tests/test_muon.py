@@ -64,6 +64,17 @@ def test_muon_is_bit_equal_to_torch(nesterov, scale):
         assert torch.equal(own, other)
 
 
+def test_a_large_tall_matrix_is_bit_equal_too() -> None:
+    """A product of so many rows is cut into sums whose order depends on how its factors lie."""
+    mine, other = (nn.Parameter(torch.ones(1536, 512)) for _ in range(2))
+    mine.grad = torch.randn(1536, 512, generator=torch.Generator().manual_seed(0))
+    other.grad = mine.grad.clone()
+    how = Orthogonalization(scale="shape_scaling")
+    Muon([mine], lr=1.0, orthogonalization=how).step()
+    torch.optim.Muon([other], lr=1.0).step()
+    assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("coefficients", ["simple", "quintic"])
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
 def test_singular_values_go_to_one(coefficients, shape):

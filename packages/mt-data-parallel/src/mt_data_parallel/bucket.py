@@ -24,8 +24,8 @@ class Residency:
     """What of a sharded model is in memory when, where, and in which dtype.
 
     Attributes:
-        unit_of: Gives the unit of a parameter by its name; each unit has buckets of its own. None:
-            the buckets are as large as they are, and nothing is released.
+        unit_of: Gives the unit of a parameter by its name; each unit is a bucket of its own. None:
+            buckets are cut by their size.
         release: `gradients`, from a backward to their reduction, of which every backward has one
             then; `all`, the parameters too, which somebody has to fetch; or `nothing`.
         init: Fills a parameter without memory, by its name, as soon as it has some.

@@ -57,8 +57,9 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
         group: As of `GradBuffer`: a plain group is one of shards here, unless `strategy` is `none`.
             A `Reduction` with both is hybrid sharding.
         named_params: Names and parameters; by default those of `model`.
-        units: Modules whose parameters are reduced, fetched and released together; by default the
-            members of every outermost ModuleList and ModuleDict. Used by the last two strategies.
+        units: Modules whose parameters are reduced, fetched and released together under `full`, and
+            waited for together under the two before it; by default the members of every outermost
+            ModuleList and ModuleDict.
         init: Fills a parameter, given its name, once it has memory. A model on the meta device
             needs it, and never has more than one unit whole while it is made.
         device: Where parameters on the meta device get their memory.
@@ -70,7 +71,8 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
             masters. By default the parameters' own.
         offload: Keep what is stepped, and its gradients, in the host's memory: pieces are CPU
             tensors then, and copied when parameters are gathered and gradients reduced.
-        **options: Further arguments of `GradBuffer`.
+        **options: Further arguments of `GradBuffer`. Under `full` a unit is one bucket, whatever
+            `bucket_size` says; under `optimizer_gradients` two buckets of it are whole at a time.
 
     Raises:
         ValueError: The strategy is unknown, or does not go with another argument; or parameters on
@@ -98,7 +100,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
         named,
         group=group if strategy == "none" else partial(_sharded, group),
         residency=Residency(
-            unit_of=None if release == "nothing" else unit_of,
+            unit_of=unit_of if release == "all" else None,
             release=release,
             init=init,
             param_dtype=param_dtype,

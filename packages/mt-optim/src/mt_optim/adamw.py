@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mt_data_parallel import Piece
@@ -12,7 +12,7 @@ from torch import Tensor
 # (seconds, once per process), which the class does when it is constructed.
 from torch.optim.adam import adam
 
-from mt_optim.group import DecayFilter, check_size
+from mt_optim.group import DecayFilter, Params, check_size
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_betas
 
@@ -80,7 +80,7 @@ class AdamWRule(Rule):
         for index, master in enumerate(batch.masters):
             by_engine.setdefault(self._is_fused(master), []).append(index)
         for fused, indices in by_engine.items():
-            part = batch.pick(indices)
+            part = batch if len(by_engine) == 1 else batch.pick(indices)
             adam(
                 part.masters,
                 part.grads,
@@ -137,7 +137,7 @@ class AdamW(NamedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

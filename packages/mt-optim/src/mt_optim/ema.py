@@ -85,9 +85,13 @@ class EMA:
     def update(self) -> None:
         """Take the weights of a step into the average."""
         optimizer, weight = self._optimizer, None
+        copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # each is a wait for the host
         for name in optimizer.names:
             master, state = optimizer.master(name), optimizer.state[optimizer.piece(name).param]
             if weight is None:  # all parameters have taken the same steps
                 done = state["step"].to(torch.float64)
                 weight = 1 - ((1 + done) / (10 + done)).clamp(max=self.decay)
-            state[_KEY].lerp_(master, weight.to(device=master.device, dtype=master.dtype))
+            kind = master.device, master.dtype
+            if kind not in copies:
+                copies[kind] = weight.to(*kind)
+            state[_KEY].lerp_(master, copies[kind])

@@ -12,6 +12,7 @@ from mt_data_parallel import Piece, pieces_of
 from torch import Tensor
 
 DecayFilter = Callable[[str, Tensor], bool]
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 MASTER_DTYPES = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,

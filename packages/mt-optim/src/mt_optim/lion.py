@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from mt_optim.group import DecayFilter
+from mt_optim.group import DecayFilter, Params
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_betas
 
@@ -60,7 +59,7 @@ class Lion(NamedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from mt_parallel_state import MatrixSpec, ParallelState
 from torch import Tensor
 
 from mt_optim.adamw import AdamWRule
-from mt_optim.group import DecayFilter, check_size
+from mt_optim.group import DecayFilter, Params, check_size
 from mt_optim.matrix import Shards, by_matrix, check_whole, matrix_spec
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.orthogonal import Orthogonalization
@@ -70,28 +70,37 @@ class MuonRule(Rule):
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update momentum and masters; communicates as the mode of tensor parallelism says."""
-        momentum, decay = group["momentum"], group["lr"] * group["weight_decay"]
         # One by one: the iterations take nearly all of the time, and find the update in the cache.
         for each in zip(batch.pieces, batch.masters, batch.grads, batch.states, strict=True):
             piece, master, grad, state = each
-            update = state["momentum_buffer"].lerp_(grad, 1 - momentum)
-            if group["nesterov"]:
-                update = grad.lerp(update, momentum)
-            self._step(piece, master.mul_(1 - decay), update, state, group)
+            # What is looked for is freed here: the sum finds its memory, which is in the cache.
+            parts = self._parts(piece, self._sought(grad, state, group))
+            master.mul_(1 - group["lr"] * group["weight_decay"])
+            self._step(piece, master, parts, state, group)
         batch.count()
+
+    def _sought(
+        self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> Tensor:
+        """Update the momentum, and return what is to be orthogonalised."""
+        mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+
+    def _parts(self, piece: Piece, sought: Tensor) -> list[tuple[Tensor, float]]:
+        spec, shards = matrix_spec(piece.source), self._shards(piece)
+        return orthogonal_parts(sought, spec, self.orthogonalization, shards)
 
     def _step(
         self,
         piece: Piece,
         master: Tensor,
-        update: Tensor,
-        state: dict[str, Tensor],
+        parts: Sequence[tuple[Tensor, float]],
+        state: Mapping[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """Take a step of one parameter along its orthogonalised update."""
-        spec = matrix_spec(piece.source)
-        parts = orthogonal_parts(update, spec, self.orthogonalization, self._shards(piece))
-        for own, (direction, factor) in zip(spec.views(master), parts, strict=True):
+        """Take a step of one parameter along orthogonal directions."""
+        views = matrix_spec(piece.source).views(master)
+        for own, (direction, factor) in zip(views, parts, strict=True):
             own.add_(direction.reshape(own.shape), alpha=-group["lr"] * factor)
 
     def _shards(self, piece: Piece) -> Shards:
@@ -171,18 +180,21 @@ class AdaptiveMuonRule(MuonRule):
         check_fraction("beta2", group["beta2"])
         check_size("eps", group["eps"])
 
+    def _sought(
+        self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> Tensor:
+        return super()._sought(grad, state, group).sign()
+
     def _step(
         self,
         piece: Piece,
         master: Tensor,
-        update: Tensor,
-        state: dict[str, Tensor],
+        parts: Sequence[tuple[Tensor, float]],
+        state: Mapping[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        spec = matrix_spec(piece.source)
-        shards = self._shards(piece)
+        spec, shards = matrix_spec(piece.source), self._shards(piece)
         how, beta = self.orthogonalization, group["beta2"]
-        parts = orthogonal_parts(update.sign(), spec, how, shards)
         groups = [] if how.tp == "blockwise" else list(shards.groups.values())
         squares = spec.views(state["exp_avg_sq"])
         for own, square, (direction, _) in zip(spec.views(master), squares, parts, strict=True):
@@ -229,7 +241,7 @@ class Muon(NamedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

@@ -203,8 +203,9 @@ class NamedState(torch.optim.Optimizer):
     def _tensors(self) -> list[Tensor]:
         return [piece.param for piece in self._pieces.values()]
 
-    def _by_param(self) -> dict[Tensor, Piece]:
-        return {piece.param: piece for piece in self._pieces.values()}
+    def _by_param(self) -> dict[int, Piece]:
+        """Return the pieces by the identity of their parameters, whose hash is the slower one."""
+        return {id(piece.param): piece for piece in self._pieces.values()}
 
     def _piece(self, name: str) -> Piece:
         try:

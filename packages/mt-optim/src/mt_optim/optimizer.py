@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mt_optim.ema import EMA
 from mt_optim.group import (
+    MASTER_DTYPES,
     DecayFilter,
     apply_scales,
     check_options,
@@ -242,7 +243,7 @@ class NamedOptimizer(NamedState):
             for number, param in zip(numbers, params, strict=True):
                 if number in given["state"]:
                     state = given["state"][number]
-                    given["state"][number] = self._storage.saved(pieces[param], state)
+                    given["state"][number] = self._storage.saved(pieces[id(param)], state)
         return given if self.scaler is None else {**given, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,7 +277,7 @@ class NamedOptimizer(NamedState):
         for group in self.param_groups:
             makes_more = self._rule(group).makes_more
             for param, number in zip(group["params"], numbers, strict=False):
-                found, piece = given["state"].get(number), pieces[param]
+                found, piece = given["state"].get(number), pieces[id(param)]
                 own, optional = self._storage.template(piece, self.state[param])
                 values = read_state(
                     piece.name, found, own, makes_more=makes_more, optional=optional
@@ -340,13 +341,14 @@ class NamedOptimizer(NamedState):
     def _update(self) -> None:
         pieces, work = self._by_param(), []
         for group in self.param_groups:
-            own = [pieces[param] for param in group["params"]]
+            own = [pieces[id(param)] for param in group["params"]]
             work += portions(own, self._rule(group), group, self._storage)
         gradient = grad_of if self.guard is None else self.guard.gradient
         self.offload_traffic = update(work, self.state, self._storage, gradient)
         if self.guard is not None:
             self.guard.forget()
-        self._sync(piece for piece in pieces.values() if not self._storage.is_offloaded(piece))
+        narrow = (p for p in pieces.values() if p.param.dtype != MASTER_DTYPES[p.param.dtype])
+        self._sync(piece for piece in narrow if not self._storage.is_offloaded(piece))
 
     def _rescale(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply masters, and moments no more than an update would."""

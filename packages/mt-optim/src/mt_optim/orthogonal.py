@@ -120,18 +120,14 @@ class Orthogonalization:
         is_tall = y.size(0) > y.size(1) if group is None else split == "rows"
         if is_tall:
             y = y.T
-        y = y.div_(_norm(y, group).clamp(min=_TINY)).contiguous()
-        triples, side = self.triples, y.size(0)
-        gram, poly, after = y.new_empty(side, side), y.new_empty(side, side), y.new_empty(y.shape)
+        y.div_(_norm(y, group).clamp(min=_TINY))
         for step in range(self.steps):
-            a, b, c = triples[step % len(triples)]
-            torch.mm(y, y.T, out=gram)
-            if group is not None:
-                gram.copy_(_summed(gram, group))
-            torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
-            torch.addmm(y, poly, y, beta=a, out=after)
-            y, after = after, y
-        return y.T if is_tall else y
+            a, b, c = self.triples[step % len(self.triples)]
+            gram = _summed(y @ y.T, group)
+            poly = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            y = torch.addmm(y, poly, y, beta=a)
+        # In the order of the weight: adding what has other strides takes several times longer.
+        return y.T.contiguous() if is_tall else y
 
 
 def _norm(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

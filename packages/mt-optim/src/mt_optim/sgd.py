@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.optim.sgd import sgd
 
-from mt_optim.group import DecayFilter
+from mt_optim.group import DecayFilter, Params
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_bool, check_fraction
 
@@ -100,7 +99,7 @@ class SGD(NamedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from mt_parallel_state import ParallelState
 from torch import Tensor
 
 from mt_optim.adamw import AdamWRule
-from mt_optim.group import DecayFilter, check_count, check_size
+from mt_optim.group import DecayFilter, Params, check_count, check_size
 from mt_optim.matrix import Shards, by_matrix, check_whole, matrix_spec
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_betas
@@ -185,7 +185,7 @@ class SOAP(NamedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         *,

@@ -96,8 +96,11 @@ class GradMeter:
         zeros: bool = False,
         largest: bool = False,
     ) -> None:
-        self._own = [[p for p in part if counts_here(p, state)] for part in parts]
-        self._others = [[p for p in part if not counts_here(p, state)] for part in parts]
+        self._own: list[list[Piece]] = [[] for _ in parts]
+        self._others: list[list[Piece]] = [[] for _ in parts]
+        for part, own, others in zip(parts, self._own, self._others, strict=True):
+            for piece in part:
+                (own if counts_here(piece, state) else others).append(piece)
         self._state, self._zeros, self._largest = state, zeros, largest
 
     @torch.no_grad()
@@ -164,14 +167,14 @@ def _squared_sum(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of all elements as an fp64 scalar on a device."""
     norms: list[Tensor] = []
     for grad in grads:
-        flat = grad.reshape(-1)
-        if flat.dtype not in (torch.float32, torch.float64):
-            flat = flat.float()
-        whole = flat.numel() // _ROW * _ROW
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+        wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
+        rest = wide.numel() % _ROW
+        if rest:
+            flat = wide.reshape(-1)
+            norms.append(torch.linalg.vector_norm(flat[-rest:]).view(1))
+            wide = flat[:-rest]
+        if wide.numel():
+            norms.append(torch.linalg.vector_norm(wide.reshape(-1, _ROW), dim=1))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat([norm.double() for norm in norms]).square().sum().to(device)
+    return torch.cat(norms).double().square().sum().to(device)

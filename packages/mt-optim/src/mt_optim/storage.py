@@ -83,6 +83,11 @@ class StateStorage:
             self._offloaded.add(pieces[place].name)
             self._offloaded_numel += numels[place]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every state is kept as its rule takes it, on the device."""
+        return self._masters == "full" and not self._offloaded and not self._moments.has_format
+
     def is_offloaded(self, piece: Piece) -> bool:
         """Whether the state of a piece is on the host, where it is stepped."""
         return piece.name in self._offloaded
@@ -226,6 +231,7 @@ class MomentStorage:
         name: full (as the masters), fp32, bf16, fp16 or fp8.
 
     Attributes:
+        has_format: Whether moments may be kept in another dtype than the masters'.
         is_scaled: Whether the format has scales.
 
     Raises:
@@ -238,6 +244,7 @@ class MomentStorage:
                 f"moments_dtype must be one of {', '.join(MOMENTS_DTYPES)}; got {name!r:.60}"
             )
         self._dtype = _FORMATS[name]
+        self.has_format = self._dtype is not None
         self.is_scaled = name in ("fp16", "fp8")
 
     def converts(self, dtype: torch.dtype) -> bool:

@@ -10,12 +10,13 @@ import torch
 from mt_data_parallel import Piece
 from torch import Tensor
 
+from mt_optim.group import MASTER_DTYPES
 from mt_optim.host import Traffic
 from mt_optim.rule import Batch, Rule
 from mt_optim.storage import StateStorage
 
-_CHUNK = 1 << 25  # elements of which a step has copies in full precision at a time
-_PORTION = 1 << 20  # elements that go to the host and back together
+_CHUNK = 1 << 25  # elements of which a step on a GPU has copies in full precision at a time
+_PORTION = 1 << 20  # the same on a CPU; and elements that go to the host and back together
 States = Mapping[Tensor, dict[str, Tensor]]
 Gradient = Callable[[Tensor], Tensor | None]
 
@@ -42,12 +43,27 @@ def portions(
 
     It is cut where a step makes copies, so that there are few of them at a time.
     """
-    here = [piece for piece in pieces if not storage.is_offloaded(piece)]
-    there = [piece for piece in pieces if storage.is_offloaded(piece)]
-    cut = _CHUNK if any(storage.is_converted(piece) for piece in here) else None
-    for chosen, size in ((here, cut), (there, _PORTION)):
+    here, there = list(pieces), []
+    if not storage.is_plain:
+        here = [piece for piece in pieces if not storage.is_offloaded(piece)]
+        there = [piece for piece in pieces if storage.is_offloaded(piece)]
+    for chosen, size in ((here, _room(here, storage)), (there, _PORTION)):
         for chunk in _chunks(chosen, size):
             yield Portion(pieces=chunk, rule=rule, group=group)
+
+
+def _room(pieces: Sequence[Piece], storage: StateStorage) -> int | None:
+    """Return how many elements go together on the device; None where a step makes no copies.
+
+    What 16 bits lack is made of gradients and states for a step: of few enough elements that a
+    processor's cache has them, and of enough for all of a GPU.
+    """
+    params = [piece.param for piece in pieces]
+    narrow = any(param.dtype != MASTER_DTYPES[param.dtype] for param in params)
+    is_plain = storage.is_plain or not any(map(storage.is_converted, pieces))
+    if is_plain and not narrow:
+        return None
+    return _PORTION if params[0].device.type == "cpu" else _CHUNK
 
 
 def update(
@@ -99,6 +115,12 @@ def _update(
     portion: Portion, grads: Sequence[Tensor | None], states: States, storage: StateStorage
 ) -> None:
     own = [states[piece.param] for piece in portion.pieces]
+    if storage.is_plain:
+        plain = zip(portion.pieces, own, strict=True)
+        masters = [state.get("master", piece.param) for piece, state in plain]
+        full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
+        portion.rule.update(Batch(portion.pieces, masters, full, own), portion.group)
+        return
     opened = [
         storage.opened(piece, state, portion.rule)
         for piece, state in zip(portion.pieces, own, strict=True)
@@ -119,6 +141,8 @@ def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:
     """Return the gradient in the master's dtype, in memory order as the fused kernel reads it."""
     if grad is None:
         return torch.zeros_like(master)
+    if grad.dtype == master.dtype and grad.is_contiguous():
+        return grad
     return grad.to(master.dtype).contiguous()
 
 
