@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from mt_pipeline import Executor, StageError, TensorSpec, TransferError
 from mt_schedule import Action, Op, insert_hooks, make_schedule
+from mt_testing import RankFailure
 from stages import spec
 from torch import nn
 
@@ -245,6 +246,36 @@ def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):
         return len(run())  # and the pipeline goes on
 
     assert ranks(2, body) == [0, 3]
+
+
+class Joined(Stage):
+    """Meets a rank of another pipeline in each forward."""
+
+    others = None
+
+    def forward(self, x, batch):
+        y = super().forward(x, batch)
+        with torch.no_grad():
+            dist.all_reduce(torch.zeros(1), group=self.others)
+        return y
+
+
+def test_stages_that_meet_other_pipelines_fail_at_once_and_leave_nobody_waiting(ranks):
+    def body():
+        rank = dist.get_rank()
+        made = {pair: dist.new_group(pair) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        pipeline, others = (group for pair, group in made.items() if rank in pair)
+        stage = Joined(rank % 2)
+        stage.others = others
+        if rank == 1:
+            stage.faults = ((1, 1, False, "boom"),)
+        schedule = make_schedule("1f1b", 2, 3)
+        executor = Executor(schedule, stage, group=pipeline, activation=spec, stop_at_failure=True)
+        executor.run(batches(3), objective=objective)
+
+    with pytest.raises(RankFailure, match="boom") as caught:
+        ranks(4, body, timeout=20)
+    assert (caught.value.rank, caught.value.error_type) == (1, "StageError")
 
 
 def test_what_fails_before_the_first_stage_is_named_on_all_ranks(ranks):

@@ -9,6 +9,7 @@ import torch
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     LoraLinear,
+    LossOptions,
     Overlap,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -36,11 +37,13 @@ def test_losses_name_what_they_cannot_take(loss) -> None:
     for name in ("z_loss", "label_smoothing"):
         for value in (math.nan, math.inf):
             with pytest.raises(ValueError, match=f"{name}={value} must be finite"):
-                loss(X, W, LABELS, **{name: value})
+                LossOptions(**{name: value})
         with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
-            loss(X, W, LABELS, **{name: None})
+            LossOptions(**{name: None})
     with pytest.raises(TypeError, match="vocab_size must be an int, got '3'"):
-        loss(X, W, LABELS, vocab_size="3")
+        LossOptions(vocab_size="3")
+    with pytest.raises(TypeError, match=r"options must be a LossOptions, got 0\.1"):
+        loss(X, W, LABELS, options=0.1)
 
 
 def test_losses_and_layers_name_what_is_no_group_or_strategy() -> None:
@@ -63,7 +66,7 @@ def test_losses_and_layers_name_what_is_no_group_or_strategy() -> None:
     with pytest.raises(TypeError, match="labels must be a tensor of integers"):
         vocab_parallel_cross_entropy(X, None)
     with pytest.raises(TypeError, match="block_size must be an int, got nan"):
-        linear_cross_entropy(X, W, LABELS, block_size=math.nan)
+        LossOptions(block_size=math.nan)
 
 
 @pytest.mark.parametrize("layer", LINEAR)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mt_parallel_state import WgradStore, copy_to_group, gather_from_group, scatter_to_group
 from mt_tensor_parallel import (
     ColumnParallelLinear,
+    LossOptions,
     RowParallelLinear,
     defer_weight_gradients,
     linear_cross_entropy,
@@ -143,7 +144,9 @@ def test_head_and_loss_compute_what_all_logits_give(ranks, world: int) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = linear_cross_entropy_reference(*whole, labels)
             loss = linear_cross_entropy(
-                copy_to_group(own[0], group), own[1], labels, group=group, block_size=4
+                *(copy_to_group(own[0], group), own[1], labels),
+                options=LossOptions(block_size=4),
+                group=group,
             )
         (expected / 257).backward()
         (loss / 257).backward()

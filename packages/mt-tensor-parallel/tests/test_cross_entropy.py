@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_parallel_state import copy_to_group, gather_from_group
-from mt_tensor_parallel import VocabParallelEmbedding, parallel_linear, vocab_parallel_cross_entropy
+from mt_tensor_parallel import (
+    LossOptions,
+    VocabParallelEmbedding,
+    parallel_linear,
+    vocab_parallel_cross_entropy,
+)
 from torch import Tensor
 
 
@@ -65,7 +70,7 @@ def test_one_rank_equals_torch(rows: int, vocab: int, scale: float, seed: int) -
     labels = torch.randint(0, vocab, (rows,))
     labels[torch.rand(rows) < 0.2] = -7
     grad = torch.randn(rows, dtype=torch.float64)
-    loss = vocab_parallel_cross_entropy(logits, labels, ignore_index=-7)
+    loss = vocab_parallel_cross_entropy(logits, labels, options=LossOptions(ignore_index=-7))
     expected, expected_grad = _reference(logits, labels.masked_fill(labels == -7, -100), grad)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=1e-12)
     (actual,) = torch.autograd.grad(loss, logits, grad)
@@ -108,18 +113,17 @@ def test_ignored_tokens_have_no_loss_and_no_gradient() -> None:
     assert logits.grad.eq(0).all()
 
 
-def test_many_blocks_of_rows_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mt_tensor_parallel import cross_entropy
-
+def test_many_blocks_of_rows_equal_one() -> None:
     logits = torch.randn(37, 11, dtype=torch.float64, requires_grad=True)
     labels, grad = torch.randint(0, 11, (37,)), torch.randn(37, dtype=torch.float64)
     results = []
-    for rows in (1000, 5):
-        monkeypatch.setattr(cross_entropy, "_rows_per_block", lambda _, rows=rows: rows)
-        loss = vocab_parallel_cross_entropy(logits, labels)
+    for rows in (None, 1000, 5):
+        options = LossOptions(block_size=rows)
+        loss = vocab_parallel_cross_entropy(logits, labels, options=options)
         results.append((loss, *torch.autograd.grad(loss, logits, grad)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    for loss, grad_logits in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(grad_logits, results[0][1])
 
 
 def test_no_fp32_copy_of_the_logits_is_kept() -> None:
@@ -171,7 +175,9 @@ def test_gathered_logits_are_refused(ranks) -> None:
         whole = torch.zeros(2, 8)
         with pytest.raises(ValueError, match=r"every rank has all 8 columns .* count them 2 times"):
             vocab_parallel_cross_entropy(
-                whole, torch.zeros(2, dtype=torch.int64), group=dist.group.WORLD, vocab_size=8
+                *(whole, torch.zeros(2, dtype=torch.int64)),
+                group=dist.group.WORLD,
+                options=LossOptions(vocab_size=8),
             )
 
     ranks(2, body)

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mt_files import kernel_for
 from mt_parallel_state import copy_to_group
 from mt_tensor_parallel import (
+    LOSS_KERNELS,
+    LossOptions,
     linear_cross_entropy,
     linear_cross_entropy_and_z,
     linear_cross_entropy_reference,
@@ -65,8 +68,8 @@ def test_blocks_give_the_loss_of_all_logits_at_once(name, dtype, block_size) -> 
     hidden, weight = _rand(18, 16, dtype=dtype), _rand(24, 16, seed=1, dtype=dtype)
     fast = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     plain = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    loss = linear_cross_entropy(*fast, labels, block_size=block_size, **terms)
-    expected = linear_cross_entropy_reference(*plain, labels, **terms)
+    loss = linear_cross_entropy(*fast, labels, options=LossOptions(block_size=block_size, **terms))
+    expected = linear_cross_entropy_reference(*plain, labels, options=LossOptions(**terms))
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     _near(loss, expected, dtype)
     (loss * 0.25).backward()
@@ -79,7 +82,8 @@ def test_blocks_give_the_loss_of_all_logits_at_once(name, dtype, block_size) -> 
 def test_the_reference_is_the_definition_of_the_terms() -> None:
     hidden, weight, labels = _rand(9, 4), _rand(12, 4, seed=1), _labels(9, 10)
     loss = linear_cross_entropy_reference(
-        hidden, weight, labels, label_smoothing=0.1, z_loss=0.5, vocab_size=10
+        *(hidden, weight, labels),
+        options=LossOptions(label_smoothing=0.1, z_loss=0.5, vocab_size=10),
     )
     by_hand = _smoothed_by_hand(F.linear(hidden, weight[:10]), labels, 0.1, 0.5).sum()
     torch.testing.assert_close(loss, by_hand, rtol=1e-13, atol=0)
@@ -94,12 +98,13 @@ def test_every_term_is_of_the_whole_vocabulary_for_any_split(ranks, name, world)
         terms, group, rank = TERMS[name], dist.group.WORLD, dist.get_rank()
         labels = _labels(18, terms.get("vocab_size", 24))
         whole = [_rand(18, 16).requires_grad_(), _rand(24, 16, seed=1).requires_grad_()]
-        expected = linear_cross_entropy_reference(*whole, labels, **terms)
+        options = LossOptions(block_size=5, **terms)
+        expected = linear_cross_entropy_reference(*whole, labels, options=options)
         expected.backward()
         hidden = whole[0].detach().clone().requires_grad_()
         weight = whole[1].detach().chunk(world)[rank].clone().requires_grad_()
         loss = linear_cross_entropy(
-            copy_to_group(hidden, group), weight, labels, group=group, block_size=5, **terms
+            copy_to_group(hidden, group), weight, labels, group=group, options=options
         )
         loss.backward()
         _near(loss, expected, torch.float64)
@@ -108,7 +113,7 @@ def test_every_term_is_of_the_whole_vocabulary_for_any_split(ranks, name, world)
 
         logits = F.linear(whole[0], whole[1]).detach()
         own = logits.chunk(world, -1)[rank].clone().requires_grad_()
-        each = vocab_parallel_cross_entropy(own, labels, group=group, **terms)
+        each = vocab_parallel_cross_entropy(own, labels, group=group, options=options)
         each.sum().backward()
         _near(each.sum(), expected, torch.float64)
         real = logits[:, : terms.get("vocab_size", 24)].clone().requires_grad_()
@@ -123,7 +128,9 @@ def test_every_term_is_of_the_whole_vocabulary_for_any_split(ranks, name, world)
 def test_huge_logits_stay_finite() -> None:
     hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
-    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]), label_smoothing=0.3)
+    loss = linear_cross_entropy(
+        hidden, weight, torch.tensor([1]), options=LossOptions(label_smoothing=0.3)
+    )
     loss.backward()
     assert loss.item() == pytest.approx(2000 * 0.7 + 1000 * 0.15)
     assert hidden.grad is not None
@@ -132,9 +139,9 @@ def test_huge_logits_stay_finite() -> None:
 
 def test_a_frozen_weight_costs_no_gradient() -> None:
     hidden, weight, labels = _rand(9, 4).requires_grad_(), _rand(12, 4, seed=1), _labels(9, 12)
-    linear_cross_entropy(hidden, weight, labels, block_size=4).backward()
+    linear_cross_entropy(hidden, weight, labels, options=LossOptions(block_size=4)).backward()
     both = [hidden.detach().clone().requires_grad_(), weight.clone().requires_grad_()]
-    linear_cross_entropy(*both, labels, block_size=4).backward()
+    linear_cross_entropy(*both, labels, options=LossOptions(block_size=4)).backward()
     assert weight.grad is None
     torch.testing.assert_close(hidden.grad, both[0].grad, rtol=1e-12, atol=0)
 
@@ -152,17 +159,17 @@ def test_without_gradients_nothing_is_kept() -> None:
     ("options", "message"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be from 0 to 0.833333"),
-        ({"z_loss": -1.0}, "z_loss=-1.0 must be 0 or more"),
         ({"vocab_size": 7}, "vocab_size=7 must be from 1 to the 6 columns"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message) -> None:
+    labels = torch.zeros(4).long()
     for call in (
-        lambda: linear_cross_entropy(_rand(4, 8), _rand(6, 8), torch.zeros(4).long(), **options),
-        lambda: vocab_parallel_cross_entropy(_rand(4, 6), torch.zeros(4).long(), **options),
+        lambda **how: linear_cross_entropy(_rand(4, 8), _rand(6, 8), labels, **how),
+        lambda **how: vocab_parallel_cross_entropy(_rand(4, 6), labels, **how),
     ):
         with pytest.raises(ValueError, match=message):
-            call()
+            call(options=LossOptions(**options))
 
 
 def test_shapes_that_do_not_match_are_named() -> None:
@@ -172,13 +179,17 @@ def test_shapes_that_do_not_match_are_named() -> None:
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="label 5 is outside the vocabulary: ids go from 0 to 4"):
-        linear_cross_entropy(_rand(1, 8), _rand(6, 8), torch.tensor([5]), vocab_size=5)
+        linear_cross_entropy(
+            _rand(1, 8), _rand(6, 8), torch.tensor([5]), options=LossOptions(vocab_size=5)
+        )
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_no_tokens_give_zeros(block_size) -> None:
     hidden, weight = torch.empty(0, 8).requires_grad_(), _rand(6, 8).float().requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, torch.empty(0).long(), block_size=block_size)
+    loss = linear_cross_entropy(
+        hidden, weight, torch.empty(0).long(), options=LossOptions(block_size=block_size)
+    )
     loss.backward()
     assert loss == 0
     assert hidden.grad.shape == (0, 8)
@@ -189,7 +200,7 @@ def test_blocks_and_dtypes_that_cannot_work_are_named() -> None:
     labels = torch.zeros(4).long()
     for size in (0, -1):
         with pytest.raises(ValueError, match=f"block_size must be at least 1, got {size}"):
-            linear_cross_entropy(_rand(4, 8), _rand(6, 8), labels, block_size=size)
+            LossOptions(block_size=size)
     for loss in (linear_cross_entropy, linear_cross_entropy_reference):
         with pytest.raises(
             TypeError, match=r"hidden is torch\.bfloat16 and the weight torch\.float6"
@@ -206,59 +217,64 @@ def _common_factor(grad: Tensor | None, exact: Tensor) -> float:
     return float((grad.double() * exact.sign()).sum() / exact.abs().sum() - 1)
 
 
-def _bf16_operands() -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Leaves in bf16 and the same values in fp64.
+def _bf16_operands() -> tuple[list[Tensor], Tensor]:
+    """Leaves in bf16, and labels.
 
     Logits are small and the vocabulary large, so that bf16 holds the gradient of a logit as well.
     """
     leaves = [_rand(256, 64).bfloat16(), _rand(32768, 64, seed=1).mul(0.02).bfloat16()]
-    exact = [x.double().requires_grad_() for x in leaves]
-    return [x.requires_grad_() for x in leaves], exact, _labels(256, 32768)
+    return [x.requires_grad_() for x in leaves], _labels(256, 32768)
 
 
-@pytest.mark.parametrize("total", TOTALS)
-@pytest.mark.parametrize("block_size", [100, 256])
-@pytest.mark.parametrize("compiled", [False, True])
+def _exact_gradients(leaves: list[Tensor], labels: Tensor) -> list[Tensor]:
+    """Those of the summed loss, in fp64."""
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    return list(torch.autograd.grad(linear_cross_entropy_reference(*exact, labels), exact))
+
+
+@pytest.mark.parametrize(("block_size", "compiled"), [(100, False), (256, False), (None, True)])
 def test_the_mean_over_tokens_puts_no_common_factor_on_bf16_gradients(
-    total: int, block_size: int, compiled: bool
+    block_size: int | None, compiled: bool
 ) -> None:
     """1 / total in bf16 is off by 2.5e-3, and so was every gradient of the model."""
-    leaves, exact, labels = _bf16_operands()
+    leaves, labels = _bf16_operands()
     function = linear_cross_entropy
-    if compiled:
+    if compiled:  # which takes all tokens as one block
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    (function(*leaves, labels, block_size=block_size) / total).backward()
-    (linear_cross_entropy_reference(*exact, labels) / total).backward()
-    for ours, reference in zip(leaves, exact, strict=True):
-        assert abs(_common_factor(ours.grad, reference.grad)) < 2e-4
+    loss = function(*leaves, labels, options=LossOptions(block_size=block_size))
+    exact = _exact_gradients(leaves, labels)
+    for total in TOTALS:
+        found = torch.autograd.grad(loss / total, leaves, retain_graph=True)
+        for ours, reference in zip(found, exact, strict=True):
+            assert abs(_common_factor(ours, reference / total)) < 2e-4
 
 
-@pytest.mark.parametrize("total", TOTALS)
-def test_split_bf16_gradients_have_no_common_factor(ranks, total: int) -> None:
+def test_split_bf16_gradients_have_no_common_factor(ranks) -> None:
     def body() -> None:
         group, rank = dist.group.WORLD, dist.get_rank()
-        (hidden, weight), exact, labels = _bf16_operands()
+        (hidden, weight), labels = _bf16_operands()
+        of_hidden, of_weight = _exact_gradients([hidden, weight], labels)
         own = weight.detach().chunk(2)[rank].clone().requires_grad_()
         loss = linear_cross_entropy(copy_to_group(hidden, group), own, labels, group=group)
-        (loss / total).backward()
-        (linear_cross_entropy_reference(*exact, labels) / total).backward()
-        assert abs(_common_factor(hidden.grad, exact[0].grad)) < 2e-4
-        assert abs(_common_factor(own.grad, exact[1].grad.chunk(2)[rank])) < 2e-4
+        for total in TOTALS:
+            found = torch.autograd.grad(loss / total, (hidden, own), retain_graph=True)
+            assert abs(_common_factor(found[0], of_hidden / total)) < 2e-4
+            assert abs(_common_factor(found[1], of_weight.chunk(2)[rank] / total)) < 2e-4
 
     ranks(2, body)
 
 
 def test_a_compiled_loss_is_the_eager_one_and_checks_labels() -> None:
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    terms, labels, results = TERMS["all"], _labels(18, 13), []
+    options, labels, results = LossOptions(**TERMS["all"]), _labels(18, 13), []
     for function in (linear_cross_entropy, compiled):
         leaves = [_rand(18, 16).requires_grad_(), _rand(24, 16, seed=1).requires_grad_()]
-        loss = function(*leaves, labels, **terms)
+        loss = function(*leaves, labels, options=options)
         (loss * 0.25).backward()
         results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
     with pytest.raises(RuntimeError, match="a label is outside the vocabulary: ids go from 0 to"):
-        compiled(_rand(18, 16), _rand(24, 16), torch.full((18,), 13), **terms)
+        compiled(_rand(18, 16), _rand(24, 16), torch.full((18,), 13), options=options)
 
 
 HEADS = {
@@ -275,8 +291,12 @@ def _head(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def _by_hand(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, terms: dict) -> Tensor:
-    size, cap = terms.get("vocab_size", 24), terms.get("softcap")
-    logits = hidden @ weight[:size].T + bias[:size]
+    return _by_hand_of_logits(hidden @ weight.T + bias, labels, terms)
+
+
+def _by_hand_of_logits(logits: Tensor, labels: Tensor, terms: dict) -> Tensor:
+    cap = terms.get("softcap")
+    logits = logits[:, : terms.get("vocab_size", 24)]
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     alpha, z = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
     return _smoothed_by_hand(logits, labels, alpha, z).sum()
@@ -290,9 +310,13 @@ def test_a_bias_and_a_cap_of_the_logits_match_the_formula(name, dtype, block_siz
     labels = _labels(18, terms.get("vocab_size", 24))
     fast = [x.requires_grad_() for x in _head(dtype)]
     plain = [x.detach().double().requires_grad_() for x in fast]
-    loss = linear_cross_entropy(*fast[:2], labels, bias=fast[2], block_size=block_size, **terms)
+    loss = linear_cross_entropy(
+        *fast[:2], labels, bias=fast[2], options=LossOptions(block_size=block_size, **terms)
+    )
     expected = _by_hand(*plain, labels, terms)
-    reference = linear_cross_entropy_reference(*plain[:2], labels, bias=plain[2], **terms)
+    reference = linear_cross_entropy_reference(
+        *plain[:2], labels, bias=plain[2], options=LossOptions(**terms)
+    )
     torch.testing.assert_close(reference, expected, rtol=1e-12, atol=0)
     _near(loss, expected, dtype)
     (loss * 0.25).backward()
@@ -311,13 +335,22 @@ def test_a_split_head_with_a_bias_and_a_cap_is_the_whole_one(ranks, name) -> Non
         expected.backward()
         hidden = whole[0].detach().clone().requires_grad_()
         weight, bias = (x.detach().chunk(2)[rank].clone().requires_grad_() for x in whole[1:])
+        options = LossOptions(block_size=5, **terms)
         given = copy_to_group(hidden, group), weight, labels
-        loss = linear_cross_entropy(*given, bias=bias, group=group, block_size=5, **terms)
+        loss = linear_cross_entropy(*given, bias=bias, group=group, options=options)
         loss.backward()
         _near(loss, expected, torch.float64)
         _near(hidden.grad, whole[0].grad, torch.float64)
         for own, all_rows in zip((weight, bias), whole[1:], strict=True):
             _near(own.grad, all_rows.grad.chunk(2)[rank], torch.float64)
+
+        logits = F.linear(*whole).detach().requires_grad_()
+        _by_hand_of_logits(logits, labels, terms).backward()
+        part = logits.detach().chunk(2, -1)[rank].clone().requires_grad_()
+        each = vocab_parallel_cross_entropy(part, labels, group=group, options=options)
+        each.sum().backward()
+        _near(each.sum(), expected, torch.float64)
+        _near(part.grad, logits.grad.chunk(2, -1)[rank], torch.float64)
 
     ranks(2, body)
 
@@ -327,16 +360,18 @@ def test_the_cross_entropy_and_the_square_are_the_loss_with_both(compiled) -> No
     labels, results = _labels(18, 24), []
     for split in (False, True):
         leaves = [x.requires_grad_() for x in _head()]
-        terms = {"bias": leaves[2], "softcap": 2.0, "z_loss": 0.1}
+        options = LossOptions(softcap=2.0, z_loss=0.1)
         function = linear_cross_entropy_and_z if split else linear_cross_entropy
         if compiled:
             function = torch.compile(function, backend="aot_eager", fullgraph=True)
-        found = function(*leaves[:2], labels, **terms)
+        found = function(*leaves[:2], labels, bias=leaves[2], options=options)
         loss = found
         if split:
             loss = found[0] + 0.1 * found[1]
             assert not found[1].requires_grad
-            plain = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], softcap=2.0)
+            plain = linear_cross_entropy(
+                *leaves[:2], labels, bias=leaves[2], options=LossOptions(softcap=2.0)
+            )
             torch.testing.assert_close(found[0], plain, rtol=1e-12, atol=0)
         (loss * 0.5).backward()
         results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
@@ -348,10 +383,114 @@ def test_the_cross_entropy_and_the_square_are_the_loss_with_both(compiled) -> No
     [
         ({"softcap": 0.0}, "softcap=0.0 must be above 0; None caps nothing"),
         ({"softcap": float("nan")}, "softcap=nan must be finite"),
-        ({"bias": _rand(5)}, r"bias \(5,\) must have one number for each of the head's 6 rows"),
+        ({"z_loss": -1.0}, "z_loss=-1.0 must be 0 or more"),
     ],
 )
-def test_a_bias_or_cap_that_cannot_be_is_refused(options, message) -> None:
+def test_an_option_that_cannot_be_is_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossOptions(**options)
+
+
+def test_a_bias_of_another_length_is_refused() -> None:
     for loss in (linear_cross_entropy, linear_cross_entropy_reference):
-        with pytest.raises(ValueError, match=message):
-            loss(_rand(4, 8), _rand(6, 8), torch.zeros(4).long(), **options)
+        with pytest.raises(ValueError, match=r"bias \(5,\) must have one number for each of the"):
+            loss(_rand(4, 8), _rand(6, 8), torch.zeros(4).long(), bias=_rand(5))
+
+
+KERNELS = ["fused", "reference"]
+KERNEL_TERMS = {
+    "plain": {},
+    "all": {"softcap": 2.0, "label_smoothing": 0.2, "z_loss": 1e-2, "vocab_size": 13},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", KERNEL_TERMS)
+def test_every_kernel_gives_the_loss_by_the_formula(name, kernel, dtype) -> None:
+    terms = KERNEL_TERMS[name]
+    labels = _labels(18, terms.get("vocab_size", 24))
+    fast = [x.requires_grad_() for x in _head(dtype)]
+    plain = [x.detach().double().requires_grad_() for x in fast]
+    options = LossOptions(kernel=kernel, block_size=5, **terms)
+    loss, square = linear_cross_entropy_and_z(*fast[:2], labels, bias=fast[2], options=options)
+    expected = _by_hand(*plain, labels, terms)
+    _near(loss + options.z_loss * square, expected, dtype)
+    (loss * 0.25).backward()
+    (expected * 0.25).backward()
+    for ours, exact in zip(fast, plain, strict=True):
+        _near(ours.grad, exact.grad, dtype)
+    logits = (plain[0] @ plain[1].T + plain[2]).detach()
+    own, exact = logits.to(dtype).requires_grad_(), logits.to(dtype).double().requires_grad_()
+    each = vocab_parallel_cross_entropy(own, labels, options=options)
+    each.sum().backward()
+    _by_hand_of_logits(exact, labels, terms).backward()
+    _near(each.sum(), _by_hand_of_logits(exact, labels, terms), dtype)
+    _near(own.grad, exact.grad, dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", KERNEL_TERMS)
+def test_every_kernel_takes_a_split_vocabulary(ranks, name, kernel) -> None:
+    def body() -> None:
+        terms, group, rank = KERNEL_TERMS[name], dist.group.WORLD, dist.get_rank()
+        labels = _labels(18, terms.get("vocab_size", 24))
+        options = LossOptions(kernel=kernel, block_size=5, **terms)
+        whole = [x.requires_grad_() for x in _head()]
+        expected = _by_hand(*whole, labels, terms)
+        expected.backward()
+        hidden = whole[0].detach().clone().requires_grad_()
+        own = [x.detach().chunk(2)[rank].clone().requires_grad_() for x in whole[1:]]
+        loss = linear_cross_entropy(
+            *(copy_to_group(hidden, group), own[0], labels),
+            bias=own[1],
+            group=group,
+            options=options,
+        )
+        loss.backward()
+        _near(loss, expected, torch.float64)
+        for ours, exact in zip((hidden, *own), whole, strict=True):
+            part = exact.grad if ours is hidden else exact.grad.chunk(2)[rank]
+            _near(ours.grad, part, torch.float64)
+        logits = (whole[0] @ whole[1].T + whole[2]).detach()
+        part = logits.chunk(2, -1)[rank].clone().requires_grad_()
+        each = vocab_parallel_cross_entropy(part, labels, group=group, options=options)
+        _near(each.sum(), expected, torch.float64)
+        each.sum().backward()
+        real = logits.clone().requires_grad_()
+        _by_hand_of_logits(real, labels, terms).backward()
+        _near(part.grad, real.grad.chunk(2, -1)[rank], torch.float64)
+
+    ranks(2, body)
+
+
+def test_a_fused_kernel_stays_in_a_compiled_graph() -> None:
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    options, labels, results = LossOptions(kernel="fused", **TERMS["all"]), _labels(18, 13), []
+    for function in (linear_cross_entropy, compiled):
+        leaves = [_rand(18, 16).requires_grad_(), _rand(24, 16, seed=1).requires_grad_()]
+        loss = function(*leaves, labels, options=options)
+        (loss * 0.25).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_kernel_that_does_not_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'fused' does not serve: .*; use auto, torch, reference"):
+        kernel_for(LOSS_KERNELS, "fused", torch.empty(4, 8, dtype=torch.float64, device="meta"))
+    with pytest.raises(ValueError, match="kernel must be one of auto, torch, fused, reference"):
+        linear_cross_entropy(
+            _rand(4, 8), _rand(6, 8), torch.zeros(4).long(), options=LossOptions(kernel="fast")
+        )
+
+
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in LOSS_KERNELS])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_of_any_integers_give_the_loss_of_int64(kernel, dtype):
+    hidden, weight, labels = _rand(3, 6), _rand(7, 6, seed=1), torch.tensor([0, 6, 99])
+    options = LossOptions(ignore_index=99, kernel=kernel)
+    for loss_of in (
+        lambda y: linear_cross_entropy(hidden, weight, y, options=options),
+        lambda y: vocab_parallel_cross_entropy(hidden @ weight.t(), y, options=options),
+    ):
+        assert torch.equal(loss_of(labels.to(dtype)), loss_of(labels))

@@ -19,6 +19,7 @@ from mt_parallel_state import (
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     Gemm,
+    LossOptions,
     RowParallelLinear,
     TorchGemm,
     choose_gemms,
@@ -130,9 +131,9 @@ class Net(nn.Module):
             h.flatten(0, 1),
             self.head.weight,
             labels.flatten(),
+            options=LossOptions(block_size=5),
             group=self.group,
             gemm=self.head.gemm,
-            block_size=5,
         )
 
 

@@ -299,21 +299,3 @@ def _plain_half_precision(q: Tensor, v: Tensor, tile: Tile, *, largest: int) -> 
 
 def _capability(q: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(q.device)
-
-
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile, kernels: tuple[Kernel, ...]) -> Kernel:
-    """The first of `kernels` that can compute the tile.
-
-    Raises:
-        ValueError: None can; the message has each one's reason.
-    """
-    reasons = []
-    for kernel in kernels:
-        reason = kernel.obstacle(q, k, v, tile)
-        if reason is None:
-            return kernel
-        reasons.append(f"{kernel.name}: {reason}")
-    raise ValueError(
-        f"no kernel can compute the attention ({'; '.join(reasons)}); add "
-        "ReferenceKernel() to kernels"
-    )

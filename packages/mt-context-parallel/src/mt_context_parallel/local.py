@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from mt_files import AUTO, kernel_for
 from torch import Tensor
 
-from mt_context_parallel.kernels import Kernel, TileGrads, kernel_for
+from mt_context_parallel.kernels import Kernel, TileGrads
 from mt_context_parallel.splits import Segment
 from mt_context_parallel.tiles import Tile, blocks_of, tiles_of
 
@@ -137,6 +138,9 @@ class LocalAttention:
         if shard not in self._found:
             work = self._found[shard] = []
             for tile in tiles_of(self.whole, self.q_runs, self.shards[shard]):
-                kernel = kernel_for(q, k, v, tile, self.kernels)
+                try:
+                    kernel = kernel_for(self.kernels, AUTO, q, k, v, tile)
+                except ValueError as error:
+                    raise ValueError(f"{error} at their end: ReferenceKernel()") from error
                 work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
         return self._found[shard]

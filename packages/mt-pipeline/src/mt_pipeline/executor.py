@@ -70,6 +70,9 @@ class Executor(Generic[M]):
             of one after it, on what failed where. Without it a `StageError` is raised on its own
             rank alone: for steps so short that two more messages count, under a launcher that
             ends all ranks with one.
+        stop_at_failure: Whether a rank whose stage raises does so at once, and leaves its messages
+            undone: for stages that meet ranks of other pipelines (tensor parallelism, parameters
+            that are fetched). Its process has to end then, which the others see.
 
     Raises:
         ValueError: The schedule has violations, or does not fit the group, the stages or the
@@ -89,6 +92,7 @@ class Executor(Generic[M]):
         batch_p2p: bool | None = None,
         hooks: Mapping[Op, Callable[[int], object]] | None = None,
         share_failures: bool = True,
+        stop_at_failure: bool = False,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(f"expected a Schedule, got {schedule!r:.60}; make_schedule makes one")
@@ -120,6 +124,7 @@ class Executor(Generic[M]):
             _require_own_parts(stages)
         self._activation = activation
         self._share_failures = share_failures
+        self._stop_at_failure = stop_at_failure
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
         self._losses: Mapping[tuple[int, int], Losses] = {}
@@ -312,6 +317,7 @@ class Executor(Generic[M]):
             specs=specs,
             output_specs=outputs,
             objective=objective,
+            stop_at_failure=self._stop_at_failure,
         )
         run.spans = [] if record else None
         try:
@@ -342,7 +348,7 @@ class Executor(Generic[M]):
 
     def _raise_failure(self, run: Run[M], schedule: Schedule) -> None:
         failure = run.failure
-        if self._place.group is not None and self._share_failures:
+        if self._place.group is not None and self._share_failures and not self._stop_at_failure:
             failure = share_failure(
                 failure, schedule=schedule, group=self._place.group, device=self._place.device
             )

@@ -103,6 +103,7 @@ class Run(Generic[M]):
         specs: The spec of the activation of each; None where the pipeline has one rank.
         output_specs: What the last stage has to return for each; None: anything.
         objective: None to run forwards only, without gradients.
+        stop_at_failure: Raise a failure at once in place of all that.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Run(Generic[M]):
         specs: Sequence[TensorSpec] | None,
         output_specs: Sequence[TensorSpec] | None,
         objective: Callable[[Any, M], Goal] | None,
+        stop_at_failure: bool,
     ) -> None:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[tuple[int, int], Losses] = {}
@@ -126,6 +128,7 @@ class Run(Generic[M]):
         self._specs = specs
         self._output_specs = output_specs
         self._objective = objective
+        self._stop_at_failure = stop_at_failure
         self._in_parts = bool(schedule.pairs)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._starts: dict[Action, float] = {}
@@ -148,6 +151,8 @@ class Run(Generic[M]):
                         if self.failure is not None:  # its partner's
                             break
             except StageError as error:
+                if self._stop_at_failure:
+                    raise
                 self.failure = error
                 # Gradients are worthless now, and memory may be what failed.
                 self._kept.clear()

@@ -19,11 +19,12 @@ from mt_tensor_parallel.linear import (
     sum_weight_gradients,
 )
 from mt_tensor_parallel.linear_cross_entropy import (
-    IGNORE_INDEX,
     linear_cross_entropy,
     linear_cross_entropy_and_z,
     linear_cross_entropy_reference,
 )
+from mt_tensor_parallel.loss_kernels import LOSS_KERNELS, LossKernel
+from mt_tensor_parallel.loss_terms import IGNORE_INDEX, LossOptions
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORE_INDEX",
+    "LOSS_KERNELS",
     "ColumnParallelLinear",
     "DiscardedOutput",
     "Gemm",
     "LoraLinear",
+    "LossKernel",
+    "LossOptions",
     "Operand",
     "Overlap",
     "Role",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from mt_files import check_type
+from mt_files import check_type, kernel_for
 from mt_parallel_state import Group, apply_outside_graph
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_tensor_parallel.arguments import check_labels
 from mt_tensor_parallel.embedding import check_range
-from mt_tensor_parallel.loss_terms import LossTerms
+from mt_tensor_parallel.loss_kernels import LOSS_KERNELS, logits_loss
+from mt_tensor_parallel.loss_terms import PLAIN_LOSS, LossOptions, LossTerms
 
 
 def _rows_per_block(logits: Tensor) -> int:
@@ -24,7 +25,7 @@ def _rows_per_block(logits: Tensor) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, step: int) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         count = logits.shape[0]
         local = labels - terms.first
@@ -34,20 +35,20 @@ class _CrossEntropy(torch.autograd.Function):
         high = logits.new_full((count,), lowest, dtype=wide)
         total = torch.zeros_like(high)
         sums = torch.zeros_like(high) if terms.smoothing else None
-        step = _rows_per_block(logits)
         for start in range(0, count if terms.columns else 0, step):
             rows = slice(start, start + step)
-            block = logits[rows, : terms.columns].to(wide, copy=True)
+            block, _ = terms.capped(logits[rows, : terms.columns].to(wide, copy=True))
             if sums is not None:
                 torch.sum(block, -1, out=sums[rows])
             torch.clamp(block.amax(-1), min=lowest, out=high[rows])
             torch.sum(block.sub_(high[rows, None]).exp_(), -1, out=total[rows])
-        target = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill(foreign, 0)
+        target, _ = terms.capped(logits.gather(1, local[:, None]).squeeze(1).to(wide))
+        target = target.masked_fill(foreign, 0)
         log_sum = high + total.log()
         if terms.group is not None:
             log_sum, target, sums = terms.over_ranks(log_sum.clamp_(min=lowest), target, sums)
         ignored = labels == terms.ignore_index
-        ctx.terms = terms
+        ctx.terms, ctx.step = terms, step
         ctx.save_for_backward(logits, log_sum, local, foreign, ignored)
         return terms.loss(log_sum, target, sums).masked_fill(ignored, 0)
 
@@ -56,17 +57,18 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, log_sum, local, foreign, ignored = ctx.saved_tensors
         terms: LossTerms = ctx.terms
+        step: int = ctx.step
         scale = grads[0].masked_fill(ignored, 0)
         out = torch.empty_like(logits)
         out[:, terms.columns :] = 0
-        step = _rows_per_block(logits)
         for start in range(0, logits.shape[0] if terms.columns else 0, step):
             rows = slice(start, start + step)
-            block = logits[rows, : terms.columns].to(scale.dtype, copy=True)
+            block, slope = terms.capped(logits[rows, : terms.columns].to(scale.dtype, copy=True))
             block.sub_(log_sum[rows, None]).exp_()
             terms.grad_(block, log_sum[rows], local[rows], ~foreign[rows])
-            out[rows, : terms.columns] = block.mul_(scale[rows, None])
-        return out, None, None
+            block.mul_(scale[rows, None])
+            out[rows, : terms.columns] = block if slope is None else block.mul_(slope)
+        return out, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -74,10 +76,7 @@ def vocab_parallel_cross_entropy(
     labels: Tensor,
     *,
     group: Group = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
+    options: LossOptions = PLAIN_LOSS,
 ) -> Tensor:
     """The cross entropy of each token, with the vocabulary split over `group`.
 
@@ -89,12 +88,9 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: This rank's part of the logits.
-        labels: Global token ids, or `ignore_index`.
+        labels: Global token ids, or `ignore_index` for tokens with loss 0 and no gradient.
         group: `None` means the vocabulary is whole.
-        ignore_index: Tokens with this label have loss 0 and no gradient.
-        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
-        z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further columns are padding. `None` means all.
+        options: What the loss is made of; by default the cross entropy alone.
 
     Shape:
         logits: [..., V / ranks]. labels: [...] int64. Returns [...], fp32 (fp64 for fp64 logits),
@@ -111,16 +107,15 @@ def vocab_parallel_cross_entropy(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape "
             f"{tuple(logits.shape)}: they must have the shape of logits without the last dim"
         )
-    terms = LossTerms(
-        logits.shape[-1],
-        group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
-    )
-    check_range(labels.masked_fill(labels == ignore_index, 0), terms.vocab_size, what="label")
-    rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms
+    terms, labels = LossTerms(logits.shape[-1], group, options), labels.long()
+    ignored = labels == terms.ignore_index
+    check_range(labels.masked_fill(ignored, 0), terms.vocab_size, what="label")
+    kernel = kernel_for(LOSS_KERNELS, options.kernel, logits)
+    if kernel.name != "torch":
+        rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        return logits_loss(*rows, terms, kernel).view(labels.shape)
+    step = options.block_size or _rows_per_block(logits)
+    rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), terms, step
     if terms.group is None:
         loss = cast(Tensor, _CrossEntropy.apply(*rows))
     else:

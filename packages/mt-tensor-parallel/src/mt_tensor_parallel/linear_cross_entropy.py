@@ -7,31 +7,26 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from mt_files import check_type
+from mt_files import check_type, kernel_for
 from mt_parallel_state import Group, apply_outside_graph
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_tensor_parallel.arguments import check_labels, check_number, positive_int
+from mt_tensor_parallel.arguments import check_labels
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
 from mt_tensor_parallel.embedding import check_range
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
-from mt_tensor_parallel.loss_terms import LossTerms
+from mt_tensor_parallel.loss_kernels import LOSS_KERNELS, LossKernel
+from mt_tensor_parallel.loss_terms import PLAIN_LOSS, LossOptions, LossTerms
 
-IGNORE_INDEX = -100
 
-
-def linear_cross_entropy_reference(  # noqa: PLR0913 - the terms of a loss, by keyword
+def linear_cross_entropy_reference(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    softcap: float | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
+    options: LossOptions = PLAIN_LOSS,
 ) -> Tensor:
     """Compute `linear_cross_entropy` with all logits at once on one rank, by torch's functions.
 
@@ -45,47 +40,35 @@ def linear_cross_entropy_reference(  # noqa: PLR0913 - the terms of a loss, by k
         TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
         ValueError: Shapes do not match, or an option is out of range.
     """
-    _check(hidden, weight, labels, bias, softcap)
-    terms = LossTerms(
-        weight.shape[0],
-        None,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
-    )
+    _check(hidden, weight, labels, bias)
+    terms = LossTerms(weight.shape[0], None, options)
     real = slice(terms.vocab_size)
     logits = F.linear(hidden, weight[real], None if bias is None else bias[real])
     logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     loss = F.cross_entropy(
         logits,
         labels,
-        ignore_index=ignore_index,
+        ignore_index=options.ignore_index,
         label_smoothing=terms.smoothing,
         reduction="sum",
     )
-    if z_loss:
+    if options.z_loss:
         square = logits.logsumexp(-1).square()
-        loss = loss + z_loss * square.masked_fill(labels == ignore_index, 0).sum()
+        loss = loss + options.z_loss * square.masked_fill(labels == options.ignore_index, 0).sum()
     return loss
 
 
-def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
+    options: LossOptions = PLAIN_LOSS,
     group: Group = None,
     gemm: Gemm | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
-    block_size: int | None = None,
 ) -> Tensor:
     """The summed loss of all tokens, without ever holding more than a block of logits.
 
@@ -102,15 +85,11 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         hidden: Final hidden states, replicated over the group.
         weight: This rank's rows of the head.
         labels: Global token ids, or `ignore_index` for tokens that do not count.
+        bias: This rank's part of the head's bias.
+        options: What the loss is made of; by default the cross entropy alone. Rows of the head
+            from `vocab_size` on are padding. A block has about 4 million logits by default.
         group: Ranks that share the vocabulary.
         gemm: Multiplies; `None` is `TorchGemm`. Each operand is made once.
-        bias: This rank's part of the head's bias.
-        softcap: Logits become `softcap * tanh(logit / softcap)`, in fp32.
-        ignore_index: Such tokens have neither loss nor gradient.
-        label_smoothing: Share of the target moved to the other tokens (see `LossTerms`).
-        z_loss: Weight of the squared log-sum-exp.
-        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
-        block_size: Tokens per block, at least 1; by default about 4 million logits.
 
     Shape:
         hidden: [N, H]. weight: [V / ranks, H]. labels: [N]. bias: [V / ranks]. Returns a scalar.
@@ -120,93 +99,55 @@ def linear_cross_entropy(  # noqa: PLR0913 - the terms of a loss, by keyword
         ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
             range.
     """
-    terms = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "vocab_size": vocab_size,
-    }
-    operands = hidden, weight, labels, bias
-    return _sums(*operands, group, gemm, softcap=softcap, block_size=block_size, terms=terms)[0]
+    return _sums(hidden, weight, labels, bias, options, group, gemm)[0]
 
 
-def linear_cross_entropy_and_z(  # noqa: PLR0913 - as linear_cross_entropy
+def linear_cross_entropy_and_z(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
-    z_loss: float,
+    options: LossOptions,
+    bias: Tensor | None = None,
     group: Group = None,
     gemm: Gemm | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of all tokens, and the sum of their squared log-sum-exp.
+    """The summed loss of all tokens but for its z-loss, and their squared log-sum-exp.
 
-    For who reports both: `first + z_loss * second` is `linear_cross_entropy` with the same terms,
-    in value and gradient. As all gradients are made in one sweep over the logits, the first has
-    that of both, and the second has none.
-
-    Args:
-        hidden: Final hidden states, replicated over the group.
-        weight: This rank's rows of the head.
-        labels: Global token ids, or -100 for tokens that do not count.
-        z_loss: Weight of the second in the objective.
-        group: Ranks that share the vocabulary.
-        gemm: Multiplies; `None` is `TorchGemm`.
-        bias: This rank's part of the head's bias.
-        softcap: Logits become `softcap * tanh(logit / softcap)`, in fp32.
-        vocab_size: Real tokens; further rows of the head are padding. `None` means all.
+    For who reports both: `first + options.z_loss * second` is `linear_cross_entropy`, in value and
+    gradient. As all gradients are made in one sweep over the logits, the first has that of both,
+    and the second has none. It has the arguments and errors of `linear_cross_entropy`.
 
     Shape:
         As `linear_cross_entropy`. Returns two scalars.
-
-    Raises:
-        TypeError: `hidden` and `weight` differ in dtype, outside of autocast.
-        ValueError: Shapes do not match, a label is outside the vocabulary, or an option is out of
-            range.
     """
-    terms = {
-        "ignore_index": IGNORE_INDEX,
-        "label_smoothing": 0.0,
-        "z_loss": z_loss,
-        "vocab_size": vocab_size,
-    }
-    operands = hidden, weight, labels, bias
-    total, z = _sums(*operands, group, gemm, softcap=softcap, block_size=None, terms=terms)
-    return total - z_loss * z, z
+    total, z = _sums(hidden, weight, labels, bias, options, group, gemm)
+    return total - options.z_loss * z, z
 
 
-def _sums(  # noqa: PLR0913 - as the functions above
+def _sums(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    options: LossOptions,
     group: Group,
     gemm: Gemm | None,
-    *,
-    softcap: float | None,
-    block_size: int | None,
-    terms: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """The summed loss with all terms, and the summed square of the log-sum-exp without gradient."""
-    _check(hidden, weight, labels, bias, softcap)
-    if block_size is not None:
-        positive_int(block_size, "block_size")
-    of_loss = LossTerms(weight.shape[0], group, **terms)
-    ignored = labels == of_loss.ignore_index
-    check_range(labels.masked_fill(ignored, 0), of_loss.vocab_size, what="label")
-    if block_size is None:
-        block_size = max(256, (1 << 22) // weight.shape[0])
+    _check(hidden, weight, labels, bias)
+    terms, labels = LossTerms(weight.shape[0], group, options), labels.long()
+    ignored = labels == terms.ignore_index
+    check_range(labels.masked_fill(ignored, 0), terms.vocab_size, what="label")
+    block_size = options.block_size or max(256, (1 << 22) // weight.shape[0])
     gemm = checked_gemm(gemm)
-    in_graph = torch.compiler.is_compiling() and of_loss.group is None and gemm.is_torch
+    in_graph = torch.compiler.is_compiling() and terms.group is None and gemm.is_torch
     if in_graph:  # where blocks would be unrolled
         block_size = max(1, hidden.shape[0])
     how = _How(
         gemm=gemm,
-        terms=of_loss,
-        softcap=softcap,
+        terms=terms,
+        kernel=kernel_for(LOSS_KERNELS, options.kernel, hidden),
         block_size=block_size,
         grad_enabled=torch.is_grad_enabled(),
     )
@@ -218,9 +159,7 @@ def _sums(  # noqa: PLR0913 - as the functions above
     return cast("tuple[Tensor, Tensor]", found)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, softcap: float | None
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     check_type("hidden", hidden, Tensor)
     check_type("weight", weight, Tensor)
     check_labels(labels, "labels")
@@ -242,10 +181,6 @@ def _check(
                 f"{weight.shape[0]} rows on this rank"
             )
         check_dtypes(hidden, bias, "hidden")
-    if softcap is not None:
-        check_number(softcap, "softcap")
-        if softcap <= 0:
-            raise ValueError(f"softcap={softcap} must be above 0; None caps nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,14 +190,14 @@ class _How:
     Attributes:
         gemm: Multiplies.
         terms: Of the loss.
-        softcap: Of the logits, or None.
+        kernel: Turns logits into losses and gradient.
         block_size: Tokens per block.
         grad_enabled: Whether gradients may be wanted.
     """
 
     gemm: Gemm
     terms: LossTerms
-    softcap: float | None
+    kernel: LossKernel
     block_size: int
     grad_enabled: bool
 
@@ -343,12 +278,13 @@ def _block_loss(
     """
     size, terms = how.block_size, how.terms
     # On a CPU the softmax takes fewer rows at a time than the products, to stay in cache.
-    if logits.device.type == "cpu" and terms.group is None and not torch.compiler.is_compiling():
+    in_cache = how.kernel.in_cache and logits.device.type == "cpu" and terms.group is None
+    if in_cache and not torch.compiler.is_compiling():
         size = max(16, (1 << 19) // logits.shape[1])
     losses: list[Tensor] = []
     squares: list[Tensor] = []
     for part, own in zip(logits.split(size), labels.split(size), strict=True):
-        loss, square, probs = _part_loss(part[:, : terms.columns], own, how)
+        loss, square, probs = how.kernel.run(part[:, : terms.columns], own, terms)
         losses.append(loss)
         squares.append(square)
         if wants_grad:
@@ -356,59 +292,3 @@ def _block_loss(
                 part[:, : terms.columns] = probs
             part[:, terms.columns :] = 0
     return torch.stack(losses).sum(), torch.stack(squares).sum()
-
-
-def _part_loss(logits: Tensor, labels: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and square of some tokens, and the gradient of their logits.
-
-    fp32 and fp64 logits are overwritten, by their gradient outside of compiled graphs.
-
-    Shape:
-        logits: [N, terms.columns]; labels: [N]. Returns two scalars and [N, terms.columns].
-    """
-    terms = how.terms
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    wide, slope = _capped(wide, how.softcap)
-    counts = labels != terms.ignore_index
-    local = labels - terms.first
-    mine = counts & (local >= 0) & (local < terms.columns)
-    column = torch.where(mine, local, 0)
-    if terms.columns:
-        target = torch.where(mine, wide.gather(1, column.unsqueeze(1)).squeeze(1), 0)
-        sums = wide.sum(-1) if terms.smoothing else None
-        largest = wide.amax(dim=-1)
-        # Row by row, so it may be in place; graphs take no `out` with strides.
-        in_place = None if torch.compiler.is_compiling() else wide
-        probs = torch.softmax(wide, dim=-1, out=in_place)
-        # log-sum-exp from the largest probability, at least 1/V: no second pass of exp.
-        lse = largest - probs.amax(dim=-1).log_()
-    else:  # nothing but padding here
-        probs, target = wide, wide.new_zeros(len(labels))
-        sums = target if terms.smoothing else None
-        lse = torch.full_like(target, torch.finfo(wide.dtype).min)
-    if terms.group is not None:
-        whole, target, sums = terms.over_ranks(lse, target, sums)
-        probs.mul_((lse - whole).exp_().unsqueeze(1))
-        lse = whole
-    loss = torch.where(counts, terms.loss(lse, target, sums), 0).sum()
-    square = torch.where(counts, lse.square(), 0).sum() if terms.z_loss else loss.new_zeros(())
-    if terms.columns:
-        terms.grad_(probs, lse, column, mine)
-        if slope is not None:
-            probs.mul_(slope)
-    return loss, square, probs
-
-
-def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Cap the logits, in place outside of compiled graphs, and return the derivative of that.
-
-    Shape:
-        logits: any. Returns the same twice.
-    """
-    if softcap is None:
-        return logits, None
-    turned = torch.tanh(logits / softcap)
-    slope = 1 - turned.square()
-    if torch.compiler.is_compiling():
-        return turned * softcap, slope
-    return torch.mul(turned, softcap, out=logits), slope

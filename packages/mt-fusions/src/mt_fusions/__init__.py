@@ -1,0 +1,48 @@
+"""Small fused operations of transformers, for any model."""
+
+from __future__ import annotations
+
+from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
+from mt_fusions.add_norm import add_layer_norm, add_rms_norm
+from mt_fusions.bias_dropout_add import bias_dropout_add
+from mt_fusions.bias_gelu import bias_gelu, bias_gelu_tanh
+from mt_fusions.cross_entropy import cross_entropy
+from mt_fusions.gated import geglu, quick_geglu, squared_relu, swiglu
+from mt_fusions.layer_norm import layer_norm
+from mt_fusions.linear_cross_entropy import linear_cross_entropy
+from mt_fusions.loss import LossOptions
+from mt_fusions.masked_softmax import masked_softmax
+from mt_fusions.obstacles import obstacles
+from mt_fusions.permute import Permuted, permute, unpermute
+from mt_fusions.rms_norm import rms_norm
+from mt_fusions.rope import apply_rope
+from mt_fusions.shards import cross_entropy_gradient_, cross_entropy_parts
+
+__all__ = [
+    "AdamWOptions",
+    "AdamWState",
+    "LossOptions",
+    "Permuted",
+    "adamw_",
+    "add_layer_norm",
+    "add_rms_norm",
+    "apply_rope",
+    "bias_dropout_add",
+    "bias_gelu",
+    "bias_gelu_tanh",
+    "cross_entropy",
+    "cross_entropy_gradient_",
+    "cross_entropy_parts",
+    "geglu",
+    "global_norm",
+    "layer_norm",
+    "linear_cross_entropy",
+    "masked_softmax",
+    "obstacles",
+    "permute",
+    "quick_geglu",
+    "rms_norm",
+    "squared_relu",
+    "swiglu",
+    "unpermute",
+]

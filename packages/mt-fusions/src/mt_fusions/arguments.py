@@ -1,0 +1,48 @@
+"""Checks of what users give: types first, then values that cannot work."""
+
+from __future__ import annotations
+
+import torch
+from mt_files import check_type
+from torch import Tensor
+
+
+def check_floating(name: str, x: object) -> None:
+    """Raise TypeError for what is no tensor of floating numbers."""
+    check_type(name, x, Tensor)
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"{name} must have a floating dtype, got {x.dtype}")
+
+
+def check_same(name: str, x: Tensor, other: str, y: Tensor) -> None:
+    """Raise TypeError for two dtypes, and ValueError for two shapes or devices."""
+    if x.dtype != y.dtype:
+        raise TypeError(f"{name} is {x.dtype} and {other} {y.dtype}; convert one of them")
+    if x.shape != y.shape:
+        raise ValueError(f"{name} {tuple(x.shape)} must have the shape of {other} {tuple(y.shape)}")
+    if x.device != y.device:
+        raise ValueError(f"{name} is on {x.device}, but {other} on {y.device}; use one device")
+
+
+def check_of_columns(name: str, x: object, rows: Tensor) -> None:
+    """Raise where x has not one floating number for each element of a row of `rows`."""
+    check_floating(name, x)
+    if not isinstance(x, Tensor) or x.shape != rows.shape[-1:]:
+        raise ValueError(
+            f"{name} {tuple(getattr(x, 'shape', ()))} must have one number for each of the "
+            f"{rows.shape[-1]} elements of a row of x {tuple(rows.shape)}"
+        )
+    if x.device != rows.device:
+        raise ValueError(f"{name} is on {x.device}, but x on {rows.device}; use one device")
+
+
+def check_range(ids: Tensor, size: int, what: str, place: str) -> None:
+    """Raise for ids that are none of `size`; on CUDA the device does, without waiting for it."""
+    if torch.compiler.is_compiling() or ids.is_meta:
+        return
+    good = (ids >= 0) & (ids < size)
+    if ids.device.type != "cpu":
+        torch._assert_async(good.all(), f"a {what} is outside {place} of {size}")
+    elif not bool(good.all()):
+        bad = ids[~good][0].item()
+        raise ValueError(f"{what} {bad} is outside {place} of {size}: 0 to {size - 1}")

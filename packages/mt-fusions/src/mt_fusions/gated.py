@@ -1,0 +1,372 @@
+"""Gated activations of the feed-forward: SwiGLU and its kin (Shazeer, 2020), and squared ReLU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from mt_files import check_type
+from torch import Tensor
+
+from mt_fusions.arguments import check_floating, check_same
+from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
+from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.operator import operator
+
+How = tuple[str, float | None, float]  # kind, clamp, up_offset
+_QUICK = 1.702
+_TANH = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    weight: Tensor | None = None,
+    clamp: float | None = None,
+    up_offset: float = 0.0,
+    kernel: str = AUTO,
+) -> Tensor:
+    """`gate * sigmoid(gate) * (up + up_offset)`, computed in fp32 (fp64 for fp64).
+
+    Backward keeps the arguments, and computes the activation again; a CPU keeps that too where
+    there are no weight, clamp and offset, and computes by torch's kernels in the dtype of `gate`.
+
+    Args:
+        gate: Any strides, such as one half of a wider tensor; the result is contiguous.
+        up: Likewise.
+        weight: Multiplies each row of the result, such as an expert's share of a token.
+        clamp: Before, `gate` is cut to at most this, and `up` to between it and its negative.
+        up_offset: Added to `up` after the cut.
+        kernel: "auto", or one of "cpu", "triton" and "reference" by name.
+
+    Shape:
+        gate, up: [..., n]; weight: [...]. Returns the shape of gate.
+
+    Raises:
+        TypeError: Something is no floating tensor, or gate and up differ in dtype.
+        ValueError: Shapes or devices do not fit, or the kernel does not serve.
+    """
+    return _gated("silu", gate, up, weight, clamp, up_offset, kernel)
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    approximate: Literal["none", "tanh"] = "none",
+    weight: Tensor | None = None,
+    clamp: float | None = None,
+    up_offset: float = 0.0,
+    kernel: str = AUTO,
+) -> Tensor:
+    """`gelu(gate) * (up + up_offset)`: `swiglu` with GELU, exact (erf) or by tanh, as torch's."""
+    kinds = {"none": "gelu", "tanh": "gelu_tanh"}
+    if approximate not in kinds:
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return _gated(kinds[approximate], gate, up, weight, clamp, up_offset, kernel)
+
+
+def quick_geglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    weight: Tensor | None = None,
+    clamp: float | None = None,
+    up_offset: float = 0.0,
+    kernel: str = AUTO,
+) -> Tensor:
+    """`gate * sigmoid(1.702 gate) * (up + up_offset)`: GPT-OSS has a clamp of 7 and an offset of 1.
+
+    The arguments are those of `swiglu`.
+    """
+    return _gated("gelu_quick", gate, up, weight, clamp, up_offset, kernel)
+
+
+def squared_relu(x: Tensor, *, weight: Tensor | None = None, kernel: str = AUTO) -> Tensor:
+    """`max(x, 0)^2` (So et al., 2021), with the weight and kernels of `swiglu`."""
+    return _gated("relu2", x, None, weight, None, 0.0, kernel)
+
+
+def activation_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """An activation and its derivative, in plain torch.
+
+    Shape:
+        x: any. Returns the same twice.
+    """
+    match kind:
+        case "silu" | "gelu_quick":
+            scale = 1.0 if kind == "silu" else _QUICK
+            share = torch.sigmoid(scale * x)
+            return x * share, share + scale * x * share * (1 - share)
+        case "gelu":
+            share = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+            return x * share, share + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        case "gelu_tanh":
+            turned = torch.tanh(_TANH * (x + _CUBIC * x**3))
+            inner = _TANH * (1 + 3 * _CUBIC * x * x)
+            half = 0.5 * (1 + turned)
+            return x * half, half + 0.5 * x * (1 - turned * turned) * inner
+        case _:
+            positive = x.clamp(min=0)
+            return positive * positive, 2 * positive
+
+
+def _gated(
+    kind: str,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    clamp: float | None,
+    up_offset: float,
+    kernel: str,
+) -> Tensor:
+    check_floating("gate", gate)
+    check_type("up_offset", up_offset, float, int)
+    if not gate.dim():
+        raise ValueError("gate and up must have at least one dim, got a tensor of none")
+    if up is not None:
+        check_floating("up", up)
+        check_same("up", up, "gate", gate)
+    if weight is not None:
+        check_floating("weight", weight)
+        if weight.shape != gate.shape[:-1] or weight.device != gate.device:
+            raise ValueError(
+                f"weight {tuple(weight.shape)} on {weight.device} must have one number for each "
+                f"row of {tuple(gate.shape)} on {gate.device}"
+            )
+    if clamp is not None:
+        check_type("clamp", clamp, float, int)
+        if not clamp > 0:
+            raise ValueError(f"clamp must be above 0, or None for none, got {clamp}")
+    trains = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (gate, up, weight)
+    )
+    return _forward(gate, up, weight, kind, clamp, up_offset, kernel, trains)[0]
+
+
+def _cut(x: Tensor, clamp: float | None, *, below: bool) -> Tensor:
+    if clamp is None:
+        return x
+    return x.clamp(-clamp if below else None, clamp)
+
+
+def _reference(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
+    kind, clamp, offset = how
+    wide = wide_dtype(gate.dtype)
+    out, _ = activation_and_slope(_cut(gate.to(wide), clamp, below=False), kind)
+    if up is not None:
+        out = out * (_cut(up.to(wide), clamp, below=True) + offset)
+    if weight is not None:
+        out = out * weight.to(wide).unsqueeze(-1)
+    return out.to(gate.dtype).contiguous()
+
+
+def _reference_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    how: How,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    kind, clamp, offset = how
+    wide = wide_dtype(gate.dtype)
+    g, x = grad.to(wide), gate.to(wide)
+    activated, slope = activation_and_slope(_cut(x, clamp, below=False), kind)
+    if clamp is not None:
+        slope = slope.masked_fill(x > clamp, 0)
+    grad_up = grad_weight = None
+    if weight is not None:
+        factor = activated if up is None else activated * _shifted(up.to(wide), clamp, offset)
+        grad_weight = (g * factor).sum(-1)
+        g = g * weight.to(wide).unsqueeze(-1)
+    if up is not None:
+        u = up.to(wide)
+        grad_up = g * activated
+        if clamp is not None:
+            grad_up = grad_up.masked_fill(u.abs() > clamp, 0)
+        grad_up = grad_up.to(up.dtype).contiguous()
+        g = g * _shifted(u, clamp, offset)
+    return (g * slope).to(gate.dtype).contiguous(), grad_up, grad_weight
+
+
+def _shifted(up: Tensor, clamp: float | None, offset: float) -> Tensor:
+    cut = _cut(up, clamp, below=True)
+    return cut + offset if offset else cut
+
+
+def _is_plain(up: Tensor | None, weight: Tensor | None, how: How) -> bool:
+    return up is not None and weight is None and how[1:] == (None, 0.0)
+
+
+def _cpu_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
+    """By the reference, in blocks."""
+    out = gate.new_empty(gate.shape)
+    for y, *block in _blocks(out, gate, up, weight):
+        y.copy_(_reference(*_named(block, up, weight), how))
+    return out
+
+
+def _cpu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    grads = (
+        gate.new_empty(gate.shape),
+        None if up is None else up.new_empty(up.shape),
+        None if weight is None else gate.new_empty(gate.shape[:-1], dtype=wide_dtype(gate.dtype)),
+    )
+    count = sum(x is not None for x in grads)
+    for blocks in _blocks(*grads, grad, gate, up, weight):
+        into, (g, *block) = blocks[:count], blocks[count:]
+        found = _reference_backward(g, *_named(block, up, weight), how)
+        for target, value in zip(into, (x for x in found if x is not None), strict=True):
+            target.copy_(value)
+    return grads
+
+
+def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of those that are there, as rows; what has one number for each row has no columns."""
+    dims = max(x.dim() for x in tensors if x is not None)
+    return row_blocks(
+        *(as_rows(x) if x.dim() == dims else x.reshape(-1) for x in tensors if x is not None)
+    )
+
+
+def _named(
+    block: list[Tensor], up: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    gate, *rest = block
+    return gate, None if up is None else rest[0], None if weight is None else rest[-1]
+
+
+def _activate(x: Tensor, kind: str) -> Tensor:
+    """By torch's kernels, in the dtype of x."""
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "gelu_quick":
+            return torch.sigmoid(x * _QUICK).mul_(x)
+        case _:
+            return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _activation_backward_(grad: Tensor, x: Tensor, kind: str) -> Tensor:
+    """Multiply `grad` by the slope at x, in place."""
+    if kind in ("silu", "gelu_quick"):  # quick is silu of the scaled input, its slope unscaled
+        x = x if kind == "silu" else x * _QUICK
+        return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    form = "tanh" if kind == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=form, grad_input=grad)
+
+
+def _triton_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
+    from mt_fusions.gpu.gated import forward
+
+    return forward(gate, up, weight, how)
+
+
+def _triton_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    from mt_fusions.gpu.gated import backward
+
+    return backward(grad, gate, up, weight, how)
+
+
+GATED_KERNELS = (
+    Kernel(name="cpu", forward=_cpu_forward, backward=_cpu_backward, obstacle=cpu_obstacle),
+    Kernel(
+        name="triton",
+        forward=_triton_forward,
+        backward=_triton_backward,
+        obstacle=triton_obstacle,
+    ),
+    Kernel(name="reference", forward=_reference, backward=_reference_backward, obstacle=serves),
+)
+
+
+def _keeps(tensors: Sequence[Tensor | None], how: Sequence[Any]) -> bool:
+    """Whether the activation is kept: on a CPU it costs more to compute than to read back."""
+    *terms, kernel, trains = how
+    gate, up, weight = tensors
+    if gate is None or not trains or kernel not in (AUTO, "cpu") or gate.device.type != "cpu":
+        return False
+    return _is_plain(up, weight, tuple(terms))
+
+
+def _run(
+    gate: Tensor, up: Tensor | None, weight: Tensor | None, *how: Any
+) -> tuple[Tensor, Tensor]:
+    *terms, name, _ = how
+    kernel = kernel_for(GATED_KERNELS, name, gate)
+    if up is None or kernel.name != "cpu" or not _is_plain(up, weight, tuple(terms)):
+        return kernel.forward(gate, up, weight, tuple(terms)), gate.new_empty(0)
+    kept = _activate(gate.contiguous(), terms[0])
+    if _keeps((gate, up, weight), how):
+        return torch.mul(kept, up), kept
+    return kept.mul_(up), gate.new_empty(0)
+
+
+def _fake(
+    gate: Tensor, up: Tensor | None, weight: Tensor | None, *how: Any
+) -> tuple[Tensor, Tensor]:
+    kept = gate.shape if _keeps((gate, up, weight), how) else 0
+    return gate.new_empty(gate.shape), gate.new_empty(kept)
+
+
+def _run_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, kept: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *terms, name, _ = how
+    if up is not None and _keeps((gate, up, weight), how):
+        grad_up = torch.mul(kept, grad)
+        grad_gate = torch.mul(grad, up, out=torch.empty_like(kept))
+        return _activation_backward_(grad_gate, gate, terms[0]), grad_up, gate.new_empty(0)
+    kernel = kernel_for(GATED_KERNELS, name, gate)
+    grads = kernel.backward(grad, gate, up, weight, tuple(terms))
+    grad_weight = gate.new_empty(0) if weight is None else grads[2].to(weight.dtype)
+    return grads[0], gate.new_empty(0) if up is None else grads[1], grad_weight
+
+
+def _fake_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        gate.new_empty(gate.shape),
+        gate.new_empty(0 if up is None else up.shape),
+        gate.new_empty(0) if weight is None else weight.new_empty(weight.shape),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    gate, up, weight, *ctx.how = inputs
+    ctx.save_for_backward(gate, up, weight, output[1])
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    *tensors, kept = ctx.saved_tensors
+    grads = _backward(grad, *tensors, kept, *ctx.how)
+    pairs = zip(grads, tensors, strict=True)
+    return (*(None if x is None else g for g, x in pairs), *(None for _ in ctx.how))
+
+
+_HOW = "str kind, float? clamp, float up_offset, str kernel, bool trains"
+_backward = operator(
+    "gated_backward",
+    f"(Tensor grad, Tensor gate, Tensor? up, Tensor? weight, Tensor kept, {_HOW}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    fake=_fake_backward,
+)
+_forward = operator(
+    "gated",
+    f"(Tensor gate, Tensor? up, Tensor? weight, {_HOW}) -> (Tensor, Tensor)",
+    _run,
+    fake=_fake,
+    setup=_setup,
+    gradient=_gradient,
+)

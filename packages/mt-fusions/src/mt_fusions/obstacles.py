@@ -1,0 +1,60 @@
+"""Which kernels an operation has, and why one does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_fusions.adamw import ADAMW_KERNELS
+from mt_fusions.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS
+from mt_fusions.bias_gelu import BIAS_GELU_KERNELS
+from mt_fusions.cross_entropy import CROSS_ENTROPY_KERNELS
+from mt_fusions.gated import GATED_KERNELS
+from mt_fusions.kernels import Kernel
+from mt_fusions.masked_softmax import MASKED_SOFTMAX_KERNELS
+from mt_fusions.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
+from mt_fusions.permute import PERMUTE_KERNELS, UNPERMUTE_KERNELS
+from mt_fusions.rope import ROPE_KERNELS
+
+KERNELS: Mapping[str, tuple[Kernel, ...]] = {
+    "rms_norm": RMS_NORM_KERNELS,
+    "layer_norm": LAYER_NORM_KERNELS,
+    "add_rms_norm": RMS_NORM_KERNELS,
+    "add_layer_norm": LAYER_NORM_KERNELS,
+    "swiglu": GATED_KERNELS,
+    "geglu": GATED_KERNELS,
+    "quick_geglu": GATED_KERNELS,
+    "squared_relu": GATED_KERNELS,
+    "bias_gelu": BIAS_GELU_KERNELS,
+    "bias_gelu_tanh": BIAS_GELU_KERNELS,
+    "bias_dropout_add": BIAS_DROPOUT_ADD_KERNELS,
+    "cross_entropy": CROSS_ENTROPY_KERNELS,
+    "linear_cross_entropy": CROSS_ENTROPY_KERNELS,
+    "masked_softmax": MASKED_SOFTMAX_KERNELS,
+    "permute": PERMUTE_KERNELS,
+    "unpermute": UNPERMUTE_KERNELS,
+    "apply_rope": ROPE_KERNELS,
+    "adamw_": ADAMW_KERNELS,
+}
+
+
+def obstacles(operation: str, *tensors: Any) -> dict[str, str | None]:
+    """Say for each kernel of an operation why it can't serve some tensors; None if it can.
+
+    The first that can is what `kernel="auto"` takes.
+
+    Args:
+        operation: Its name, such as "rms_norm".
+        tensors: Its first arguments.
+
+    Raises:
+        ValueError: There is no such operation.
+
+    Example:
+        >>> import torch
+        >>> obstacles("rms_norm", torch.ones(2, 8))["cpu"] is None
+        True
+    """
+    if operation not in KERNELS:
+        raise ValueError(f"operation must be one of {', '.join(KERNELS)}, got {operation!r}")
+    return {kernel.name: kernel.obstacle(*tensors) for kernel in KERNELS[operation]}

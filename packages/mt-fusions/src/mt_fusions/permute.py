@@ -1,0 +1,318 @@
+"""Tokens sorted by their experts, and back: what surrounds a grouped product."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from mt_files import check_type
+from torch import Tensor
+
+from mt_fusions.arguments import check_floating, check_range
+from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
+from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.operator import operator
+
+Pair = tuple[Tensor, Tensor]  # gradients of rows and weights
+
+
+class Permuted(NamedTuple):
+    """Tokens sorted by experts.
+
+    Attributes:
+        rows: A row for each choice of each token; those of expert 0 first, and those of one expert
+            in the order of tokens.
+        places: The row of each choice of each token: what `unpermute` takes.
+        counts: Rows of each expert; 0 for one that nobody chose.
+
+    Shape:
+        rows: [T * k, H]; places: [T, k]; counts: [num_experts], both int64.
+    """
+
+    rows: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+def permute(x: Tensor, experts: Tensor, num_experts: int, *, kernel: str = AUTO) -> Permuted:
+    """Copy each token once for each expert that it chose, sorted by these.
+
+    Backward sums the gradients of a token's rows in fp32 (fp64 for fp64), and rounds once. Shapes
+    don't depend on the choices, and no number is read back from a device.
+
+    Args:
+        x: Tokens.
+        experts: The k experts of each token, from 0 to below `num_experts`; one may be there twice.
+        num_experts: How many there are.
+        kernel: "auto", or one of "cpu", "triton" and "reference" by name.
+
+    Shape:
+        x: [T, H]; experts: [T, k].
+
+    Raises:
+        TypeError: Something is no tensor of the right kind.
+        ValueError: Shapes or devices do not fit, an expert is out of range, or the kernel does not
+            serve.
+    """
+    check_floating("x", x)
+    check_type("num_experts", num_experts, int)
+    _check_pairs("experts", experts, x)
+    if x.dim() != 2 or x.shape[0] != experts.shape[0]:
+        raise ValueError(
+            f"x {tuple(x.shape)} must be [T, H] with the tokens of experts {tuple(experts.shape)}"
+        )
+    flat = experts.reshape(-1).long()
+    check_range(flat, num_experts, "expert", "the list")
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=x.device))
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    places = places.view(experts.shape)
+    return Permuted(_permute(x, places, kernel), places, counts)
+
+
+def unpermute(
+    rows: Tensor, places: Tensor, weights: Tensor | None = None, *, kernel: str = AUTO
+) -> Tensor:
+    """Sum the rows of each token, each times its weight: `sum_j w[t, j] rows[places[t, j]]`.
+
+    Summed in fp32 (fp64 for fp64) and rounded once. Without weights it is the adjoint of `permute`,
+    so `unpermute(permute(x).rows, places)` is `k x`. Backward keeps places, and with weights these
+    and the rows.
+
+    Args:
+        rows: What became of the rows of `permute`.
+        places: Of `permute`; each row is there once.
+        weights: The router's share of each choice, of any floating dtype; None for 1.
+        kernel: "auto", or one of "cpu", "triton" and "reference" by name.
+
+    Shape:
+        rows: [T * k, H]; places, weights: [T, k]. Returns [T, H].
+
+    Raises:
+        TypeError: Something is no tensor of the right kind.
+        ValueError: Shapes or devices do not fit, or the kernel does not serve.
+    """
+    check_floating("rows", rows)
+    _check_pairs("places", places, rows)
+    if rows.dim() != 2 or rows.shape[0] != places.numel():
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be [T * k, H] with one for each of the places "
+            f"{tuple(places.shape)}"
+        )
+    if weights is not None:
+        check_floating("weights", weights)
+        if weights.shape != places.shape or weights.device != rows.device:
+            raise ValueError(
+                f"weights {tuple(weights.shape)} on {weights.device} must have the shape of places "
+                f"{tuple(places.shape)} on {rows.device}"
+            )
+    return _unpermute(rows, places, weights, kernel)
+
+
+def _spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """Each token's row, times the weight, at all of its places."""
+    wide, slots = wide_dtype(x.dtype), places.reshape(-1)
+    each = x.unsqueeze(1).expand(-1, places.shape[1], -1)
+    if weights is not None:
+        each = each.to(wide) * weights.to(wide).unsqueeze(2)
+    out = x.new_empty(len(slots), x.shape[1])
+    out[slots] = each.reshape(out.shape).to(x.dtype)
+    return out
+
+
+def _combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """The weighted sum over a token's places."""
+    each = rows[places].to(wide_dtype(rows.dtype))
+    if weights is not None:
+        each = each * weights.to(each.dtype).unsqueeze(2)
+    return each.sum(1).to(rows.dtype)
+
+
+def _combine_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Pair:
+    wide = wide_dtype(rows.dtype)
+    if weights is None:
+        return _spread(grad, places, None), rows.new_empty(0, dtype=wide)
+    dots = (rows[places].to(wide) * grad.to(wide).unsqueeze(1)).sum(2)
+    return _spread(grad, places, weights), dots
+
+
+def _tokens_of(places: Tensor) -> Tensor:
+    """The slot, `token * k + choice`, of each row."""
+    slots = places.reshape(-1)
+    return torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
+
+
+def _cpu_spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """Row by row in their order, as writing in order is faster than reading so."""
+    slots = _tokens_of(places)
+    tokens = slots.div(max(1, places.shape[1]), rounding_mode="floor")
+    if weights is None:
+        return x.index_select(0, tokens)
+    out, wide = x.new_empty(len(slots), x.shape[1]), wide_dtype(x.dtype)
+    own = weights.reshape(-1).to(wide).index_select(0, slots)
+    for into, token, weight in row_blocks(out, tokens, own):
+        part = x.index_select(0, token).to(wide)
+        part *= weight.unsqueeze(1)
+        into.copy_(part)
+    return out
+
+
+def _cpu_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    out = rows.new_empty(places.shape[0], rows.shape[1])
+    more = [] if weights is None else [weights]
+    for into, place, *weight in row_blocks(out, places, *more):
+        into.copy_(_combine(rows, place, weight[0] if weight else None))
+    return out
+
+
+def _cpu_combine_backward(
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None
+) -> Pair:
+    wide = wide_dtype(rows.dtype)
+    grad_rows = _cpu_spread(as_rows(grad), places, weights)
+    if weights is None:
+        return grad_rows, rows.new_empty(0, dtype=wide)
+    dots = rows.new_empty(places.shape, dtype=wide)
+    for g, place, into in row_blocks(as_rows(grad), places, dots):
+        torch.bmm(rows[place].to(wide), g.to(wide).unsqueeze(2), out=into.unsqueeze(2))
+    return grad_rows, dots
+
+
+def _triton_spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    from mt_fusions.gpu.permute import spread
+
+    return spread(x, places, weights)
+
+
+def _triton_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    from mt_fusions.gpu.permute import combine
+
+    return combine(rows, places, weights)
+
+
+def _triton_combine_backward(
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None
+) -> Pair:
+    from mt_fusions.gpu.permute import dots, spread
+
+    if weights is None:
+        return spread(grad, places, None), rows.new_empty(0, dtype=torch.float32)
+    return spread(grad, places, weights), dots(rows, grad, places)
+
+
+_OBSTACLES = {"cpu": cpu_obstacle, "triton": triton_obstacle, "reference": serves}
+_WAYS = {
+    "cpu": (_cpu_spread, _cpu_combine, _cpu_combine_backward),
+    "triton": (_triton_spread, _triton_combine, _triton_combine_backward),
+    "reference": (_spread, _combine, _combine_backward),
+}
+PERMUTE_KERNELS = tuple(
+    Kernel(name=name, forward=spread, backward=combine, obstacle=_OBSTACLES[name])
+    for name, (spread, combine, _) in _WAYS.items()
+)
+UNPERMUTE_KERNELS = tuple(
+    Kernel(name=name, forward=combine, backward=backward, obstacle=_OBSTACLES[name])
+    for name, (_, combine, backward) in _WAYS.items()
+)
+
+
+def _run(x: Tensor, places: Tensor, kernel: str) -> Tensor:
+    return kernel_for(PERMUTE_KERNELS, kernel, x).forward(x, places, None)
+
+
+def _fake(x: Tensor, places: Tensor, kernel: str) -> Tensor:
+    return x.new_empty(places.numel(), x.shape[1])
+
+
+def _run_backward(grad: Tensor, places: Tensor, kernel: str) -> Tensor:
+    return kernel_for(PERMUTE_KERNELS, kernel, grad).backward(grad, places, None)
+
+
+def _fake_backward(grad: Tensor, places: Tensor, kernel: str) -> Tensor:
+    return grad.new_empty(places.shape[0], grad.shape[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, places, ctx.kernel = inputs
+    ctx.save_for_backward(places)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _permute_backward(grad, *ctx.saved_tensors, ctx.kernel), None, None
+
+
+_permute_backward = operator(
+    "permute_backward",
+    "(Tensor grad, Tensor places, str kernel) -> Tensor",
+    _run_backward,
+    fake=_fake_backward,
+)
+_permute = operator(
+    "permute",
+    "(Tensor x, Tensor places, str kernel) -> Tensor",
+    _run,
+    fake=_fake,
+    setup=_setup,
+    gradient=_gradient,
+)
+
+
+def _run_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str) -> Tensor:
+    return kernel_for(UNPERMUTE_KERNELS, kernel, rows).forward(rows, places, weights)
+
+
+def _fake_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str) -> Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
+def _run_sum_backward(
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str
+) -> Pair:
+    found = kernel_for(UNPERMUTE_KERNELS, kernel, grad).backward(grad, rows, places, weights)
+    return found[0], found[1] if weights is None else found[1].to(weights.dtype)
+
+
+def _fake_sum_backward(
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str
+) -> Pair:
+    none = rows.new_empty(0, dtype=wide_dtype(rows.dtype))
+    dots = none if weights is None else weights.new_empty(weights.shape)
+    return grad.new_empty(places.numel(), grad.shape[1]), dots
+
+
+def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, places, weights, ctx.kernel = inputs
+    # Without weights only the dtype of the rows is needed.
+    ctx.save_for_backward(rows if weights is not None else rows.new_empty(0, 0), places, weights)
+
+
+def _gradient_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, places, weights = ctx.saved_tensors
+    found = _unpermute_backward(grad, rows, places, weights, ctx.kernel)
+    return found[0], None, None if weights is None else found[1], None
+
+
+_unpermute_backward = operator(
+    "unpermute_backward",
+    "(Tensor grad, Tensor rows, Tensor places, Tensor? weights, str kernel) -> (Tensor, Tensor)",
+    _run_sum_backward,
+    fake=_fake_sum_backward,
+)
+_unpermute = operator(
+    "unpermute",
+    "(Tensor rows, Tensor places, Tensor? weights, str kernel) -> Tensor",
+    _run_sum,
+    fake=_fake_sum,
+    setup=_setup_sum,
+    gradient=_gradient_sum,
+)
+
+
+def _check_pairs(name: str, x: Tensor, other: Tensor) -> None:
+    check_type(name, x, Tensor)
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of integers, such as int64, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"{name} {tuple(x.shape)} must be [T, k]: k numbers for each token")
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device}, but the tokens on {other.device}")
