@@ -1,133 +1,99 @@
-"""Add a family of models from another package: other names, and fused projections.
+"""Phi-1 and Phi-2 as a package of their own, which `port_family.py` holds to transformers.
 
-In the package's pyproject.toml stands
-
-    [project.entry-points."mt.models"]
-    fused = "family:FAMILY"
-
-and from then on its folders are read and written like all others.
+This is `mt_phi.py`, and beside it is a pyproject.toml:
+    [project]
+    name = "mt-phi"
+    version = "1.0"
+    dependencies = ["mt-model"]
+    entry-points."mt.models" = { phi = "mt_phi:FAMILY" }
 """
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
-import torch
-from mt_model import (
-    GPT,
-    AttentionConfig,
-    Family,
-    LayerConfig,
-    Link,
-    MLPConfig,
-    ModelConfig,
-    RopeConfig,
-    from_pretrained,
-    save_pretrained,
-)
+from mt_model import Family, Link, ModelConfig, RopeConfig, gpt, gpt_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedFields:
-    """Every field of config.json that changes numbers; all others are refused."""
+class PhiFields:
+    """Every field of config.json that changes numbers, with the defaults of transformers."""
 
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    d_ff: int
-    n_ctx: int = 2048
-
-
-def read(given: FusedFields) -> ModelConfig:
-    """Return the model that config.json describes."""
-    mixer = AttentionConfig(
-        num_heads=given.n_heads,
-        num_kv_heads=given.n_heads,
-        head_dim=given.d_model // given.n_heads,
-        rope=RopeConfig(theta=10000.0),
-    )
-    layer = LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=given.d_ff))
-    return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.d_model,
-        max_sequence_length=given.n_ctx,
-        layers=(layer,) * given.n_layers,
-    )
+    vocab_size: int = 51200
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attention_dropout: float = 0.0
+    rope_parameters: Mapping[str, Any] | None = None
+    rope_theta: float = 10000.0  # this and the next two: before version 5 of transformers
+    partial_rotary_factor: float = 0.5
+    rope_scaling: None = None  # other values than this are refused, and so below
+    hidden_act: Literal["gelu_new"] = "gelu_new"
+    tie_word_embeddings: Literal[False] = False
+    qk_layernorm: Literal[False] = False
 
 
-def write(config: ModelConfig) -> FusedFields:
-    """Return the fields of a model; what they can't say is noticed by reading them again."""
-    mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
-    if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
-        raise ValueError("layer 0 is not attention and an MLP")  # noqa: TRY004
-    return FusedFields(
-        vocab_size=config.vocab_size,
-        d_model=config.hidden_size,
-        n_layers=config.num_layers,
-        n_heads=mixer.num_heads,
-        d_ff=mlp.ffn_size,
-        n_ctx=config.max_sequence_length,
-    )
+# What all Phis have in common and the names of their sizes, as arguments of `gpt`.
+PHI = {"norm": "layer", "parallel": True, "shared_norm": True, "activation": "gelu_tanh"}
+PHI |= {"gated": False, "bias": True, "tied": False, "head_bias": True}
+SIZES = {name: name for name in ("vocab_size", "hidden_size", "attention_dropout")}
+SIZES |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+SIZES |= {"num_kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size"}
+SIZES |= {"max_sequence_length": "max_position_embeddings", "norm_eps": "layer_norm_eps"}
+SIZES |= {"init_std": "initializer_range", "dropout": "resid_pdrop"}
+
+
+def read(given: PhiFields) -> ModelConfig:
+    if given.embd_pdrop != given.resid_pdrop:
+        raise ValueError(f"embd_pdrop={given.embd_pdrop} is not resid_pdrop={given.resid_pdrop}")
+    old = {"rope_theta": given.rope_theta, "partial_rotary_factor": given.partial_rotary_factor}
+    turns = {"rope_type": "default", **old, **(given.rope_parameters or {})}
+    if turns.pop("rope_type") != "default" or turns.keys() != old.keys():
+        raise ValueError(f"rope_parameters: {given.rope_parameters} is not built")
+    rope = RopeConfig(theta=turns["rope_theta"], fraction=turns["partial_rotary_factor"])
+    sizes = {ours: getattr(given, theirs) for ours, theirs in SIZES.items()}
+    return gpt(**sizes, **PHI, rope=rope)
+
+
+def write(config: ModelConfig) -> PhiFields:
+    found = gpt_arguments(config)
+    if found.get("rope_theta") is None:
+        raise ValueError("its layers differ, or do not turn their heads")
+    sizes = {theirs: found[ours] for ours, theirs in SIZES.items()}
+    fraction = (found["rope"] or {}).get("fraction", 1.0)
+    turns = {"rope_theta": found["rope_theta"], "partial_rotary_factor": fraction}
+    return PhiFields(**sizes, **turns, embd_pdrop=config.dropout)
+
+
+def both(source: str, target: str, *shape: int, **box: Any) -> Iterator[Link]:
+    yield Link(source=f"{source}.weight", shape=shape, target=f"{target}.weight", **box)
+    yield Link(source=f"{source}.bias", shape=shape[:1], target=f"{target}.bias", **box)
 
 
 def links(config: ModelConfig) -> Iterator[Link]:
-    """Say which tensor is which parameter; every element of both has to come exactly once."""
-    hidden = config.hidden_size
-    yield Link(source="wte", shape=(config.vocab_size, hidden), target="embedding.weight")
-    yield Link(source="norm_f", shape=(hidden,), target="final_norm.weight")
-    for i in range(config.num_layers):
-        fields, ours = write(config), f"layers.{i}"
-        for norm, target in (("norm_1", "mixer_norm"), ("norm_2", "feed_forward_norm")):
-            yield Link(source=f"h.{i}.{norm}", shape=(hidden,), target=f"{ours}.{target}.weight")
-        # Stored as [in, q | k | v]: a range of its columns, transposed, is one part of ours.
-        for part in range(3):
-            yield Link(
-                source=f"h.{i}.qkv",
-                shape=(hidden, 3 * hidden),
-                part={1: (part * hidden, (part + 1) * hidden)},
-                target=f"{ours}.mixer.qkv.weight",  # [heads, q k v, head_dim, hidden]
-                box={1: (part, part + 1)},
-                order=(1, 2, 3, 0),
-            )
-        yield Link(source=f"h.{i}.out", shape=(hidden, hidden), target=f"{ours}.mixer.out.weight")
-        shape = (2 * fields.d_ff, hidden)  # gate over up, as ours [2, ffn, hidden] in memory
-        yield Link(source=f"h.{i}.up", shape=shape, target=f"{ours}.feed_forward.up.weight")
-        shape = (hidden, fields.d_ff)
-        yield Link(source=f"h.{i}.down", shape=shape, target=f"{ours}.feed_forward.down.weight")
+    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
+    yield Link(source="model.embed_tokens.weight", shape=rows, target="embedding.weight")
+    for i, layer in enumerate(config.layers):
+        theirs, ours = f"model.layers.{i}", f"layers.{i}"
+        mixer, ffn = layer.mixer, layer.feed_forward.ffn_size
+        kv, n = mixer.num_kv_heads * mixer.head_dim, mixer.num_heads // mixer.num_kv_heads
+        for part, first, last in (("q", 0, n), ("k", n, n + 1), ("v", n + 1, n + 2)):
+            name, size = f"{theirs}.self_attn.{part}_proj", (last - first) * kv
+            yield from both(name, f"{ours}.mixer.qkv", size, hidden, box={1: (first, last)})
+        yield from both(f"{theirs}.self_attn.dense", f"{ours}.mixer.out", hidden, n * kv)
+        yield from both(f"{theirs}.mlp.fc1", f"{ours}.feed_forward.up", ffn, hidden)
+        yield from both(f"{theirs}.mlp.fc2", f"{ours}.feed_forward.down", hidden, ffn)
+        yield from both(f"{theirs}.input_layernorm", f"{ours}.mixer_norm", hidden)
+    yield from both("model.final_layernorm", "final_norm", hidden)
+    yield from both("lm_head", "head", *rows)
 
 
-FAMILY = Family(
-    name="fused",
-    architectures=("FusedForCausalLM",),
-    model_types=("fused",),
-    fields=FusedFields,
-    read=read,
-    write=write,
-    links=links,
-)
-
-
-def install(folder: Path) -> None:
-    """Stand in for `pip install`: what it writes beside a package that has an entry point."""
-    info = folder / "fused-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mt.models]\nfused = family:FAMILY\n")
-    (folder / "family.py").write_text(Path(__file__).read_text())
-
-
-if __name__ == "__main__":
-    import sys
-
-    with tempfile.TemporaryDirectory() as name:
-        install(Path(name))
-        sys.path.insert(0, name)
-        given = FusedFields(vocab_size=50, d_model=32, n_layers=2, n_heads=4, d_ff=48, n_ctx=64)
-        model = GPT(read(given), seed=7).eval()
-        save_pretrained(model, Path(name) / "out", family="fused", file_size=20_000)
-        print(*sorted(path.name for path in (Path(name) / "out").iterdir()), sep="\n")
-        tokens = torch.arange(10)[None]
-        again = from_pretrained(Path(name) / "out")
-        assert torch.equal(again(tokens), model(tokens))
+NAMES = {"architectures": ("PhiForCausalLM",), "model_types": ("phi",)}
+FAMILY = Family(name="phi", **NAMES, fields=PhiFields, read=read, write=write, links=links)

@@ -3,6 +3,7 @@
 A new family is one file in `family_rows/` with a `ROW`.
 """
 
+import copy
 import importlib.util
 import random
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from mt_model import open_pretrained
+from safetensors import safe_open
+from sampling import sample
 
-SEQUENCE = 12
+SEQUENCE, TARGET = 12, 8  # tokens of a sequence, and of one behind an encoder's
 _TRANSFORMERS = "transformers.models"
 
 
@@ -33,6 +37,10 @@ class Row:
         layouts: On which it is tested.
         prefixes: What names begin with in files, and in the model of transformers.
         norm_center: What weights of norms are drawn around: 0 where 1 is added to them.
+        has_encoder: It is an encoder and a decoder; `test_encoder_decoder.py` has more tests.
+        generates: Whether it generates text.
+        prepare: Changes the drawn values of a model of transformers.
+        own_heads: Draws with a head of their own, where transformers says that all are tied.
     """
 
     name: str
@@ -44,6 +52,10 @@ class Row:
     layouts: tuple[str, ...] = ("tp2", "pp2", "tp2pp2", "cp2")
     prefixes: tuple[str, str] = ("", "")
     norm_center: float = 1.0
+    has_encoder: bool = False
+    generates: bool = True
+    prepare: Callable[[Any], None] | None = None
+    own_heads: tuple[int, ...] = ()
 
     @property
     def home(self) -> str:
@@ -72,9 +84,56 @@ class Row:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 values = torch.randn(param.shape, generator=generator)
-                center = self.norm_center if "norm" in name and name.endswith("weight") else 0.0
+                center = (
+                    self.norm_center if "norm" in name.lower() and name.endswith("weight") else 0.0
+                )
                 param.copy_(center + 0.2 * values)
+            if self.prepare is not None:
+                self.prepare(model)
+        if index in self.own_heads:
+            shape = model.lm_head.weight.shape
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+            model.lm_head.weight = torch.nn.Parameter(0.2 * values)
         return model
+
+    def batch(self, config, rows=3):
+        """Tokens; of an encoder and a decoder those of both."""
+        generator = torch.Generator().manual_seed(5)
+        lengths = {"tokens": SEQUENCE}
+        if self.has_encoder:
+            lengths = {"encoder_tokens": SEQUENCE, "tokens": TARGET}
+        return {
+            name: torch.randint(0, config.vocab_size, (rows, length), generator=generator)
+            for name, length in lengths.items()
+        }
+
+    def padded(self, config):
+        """The same with labels and padding; a decoder behind an encoder has the labels alone."""
+        batch = self.batch(config)
+        tokens = batch.get("encoder_tokens", batch["tokens"])
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if self.has_encoder:
+            labels = batch.pop("tokens")
+            mask[1, -3:] = mask[2, :5] = False  # behind and in front
+            labels[0, -2:] = -100
+            return {**batch, "encoder_mask": mask, "labels": labels}
+        labels = tokens.roll(-1, 1)
+        for sequence, length in enumerate((SEQUENCE, SEQUENCE - 3, SEQUENCE - 7)):
+            mask[sequence, length:] = False
+            labels[sequence, length - 1 :] = -100
+        return {**batch, "mask": mask, "labels": labels}
+
+    def logits(self, model, batch):
+        """What transformers makes of a batch; a decoder behind an encoder shifts labels itself."""
+        side = "encoder_" if self.has_encoder else ""
+        given, mask = {"input_ids": batch[f"{side}tokens"]}, batch.get(f"{side}mask")
+        if mask is not None:
+            given["attention_mask"] = mask.long()
+        if self.has_encoder and "tokens" in batch:
+            given["decoder_input_ids"] = batch["tokens"]
+        elif self.has_encoder:
+            given["labels"] = batch["labels"].clone()
+        return model(**given).logits
 
     @contextmanager
     def in_fp64(self):
@@ -86,11 +145,46 @@ class Row:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
             for module in modules:
-                patch.setattr(module, "torch", _WideTorch())
+                patch.setattr(module, "torch", WideTorch())
             yield
 
 
-class _WideTorch:
+def oracle(row, model):
+    """The same model of transformers with every number in fp64."""
+    if row.has_encoder:  # a copy by names would tie a head of its own
+        return copy.deepcopy(model).double()
+    with row.in_fp64():
+        wide = type(model)(model.config).double().eval()
+    wide.load_state_dict(model.state_dict())
+    return wide
+
+
+def assert_same_gradients(ours, wide, folder, in_memory=str):
+    """Compare the gradient of each parameter with those of the tensors that it is linked to."""
+    links = open_pretrained(folder).links
+    grads = {name: param.grad for name, param in wide.named_parameters() if param.grad is not None}
+    # A bias of all keys moves no softmax: what is left of its gradient is rounding.
+    rounding = 1e-12 * max(grad.norm() for grad in grads.values())
+    for name, param in ours.named_parameters():
+        for link in links[name]:
+            expected = link.window(grads[in_memory(link.source)], param.shape)
+            got = param.grad[tuple(slice(*ends) for ends in link.area(param.shape))]
+            assert (got - expected).norm() <= max(1e-9 * expected.norm(), rounding), link.source
+
+
+def bytes_of(folder):
+    """Dtype, shape and bytes of each tensor, read by the safetensors library."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_tensor(name)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+                found[name] = (tensor.dtype, tuple(tensor.shape), bytes(raw.tolist()))
+    return found
+
+
+class WideTorch:
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
@@ -127,9 +221,19 @@ def _rows() -> list[Row]:
     return found
 
 
-ROWS = _rows()
-DRAWS = [pytest.param(row, i, id=f"{row.name}-{i}") for row in ROWS for i in range(row.draws)]
-PLACED = [
-    pytest.param(row, layout, id=f"{row.name}-{layout}") for row in ROWS for layout in row.layouts
-]
-FIRST = [pytest.param(row, id=row.name) for row in ROWS]
+_ALL = _rows()
+ROWS = [row for row in _ALL if not row.has_encoder]
+WITH_ENCODER = [row for row in _ALL if row.has_encoder]
+_DRAWN = [(row, index) for row in _ALL for index in range(row.draws)]
+
+
+def _name(row, part):
+    return f"{row.name}-{part}"
+
+
+DRAWS = sample(_DRAWN, every=1, name=_name)
+PLAIN_DRAWS = sample([(row, i) for row, i in _DRAWN if not row.has_encoder], every=1, name=_name)
+ENCODER_DRAWS = sample([(row, i) for row, i in _DRAWN if row.has_encoder], every=1, name=_name)
+SOME_DRAWS = sample(_DRAWN, every=3, name=_name)
+PLACED = sample([(row, layout) for row in _ALL for layout in row.layouts], every=3, name=_name)
+FIRST = [pytest.param(row, id=row.name) for row in ROWS if row.generates]

@@ -7,9 +7,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from mt_model import GPT, gpt
+from mt_model import GPT, Kernels, gpt
 from mt_model import attention_kernels as module
-from mt_model.attention_kernels import ATTENTION_KERNELS, Scores, attention, flex
+from mt_model.attention_kernels import ATTENTION_KERNELS, attention
+from mt_model.flex_attention import flex_attention
+from mt_model.scores import Scores
 from mt_parallel_state import ParallelLayout, ParallelState
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 6, [0] * 5 + [2] * 4])
@@ -79,7 +81,7 @@ def test_flex_attention_computes_what_the_reference_does(case, monkeypatch) -> N
     given = [x.detach() for x in tensors(torch.float32)]
     options = {key: x.float() if key == "sinks" else x for key, x in CASES[case].items()}
     scores = Scores(scale=0.4, **options)
-    found = flex(*given, scores, fused=False)
+    found = flex_attention(*given, scores, fused=False)
     assert torch.allclose(found, by_name("reference").run(*given, scores), rtol=1e-4, atol=1e-5)
 
 
@@ -96,25 +98,25 @@ def test_each_case_has_a_kernel_and_the_choice_is_that_of_capability() -> None:
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("sdpa", "attention='sdpa' can't compute this attention: a window or documents"),
-        ("flash", "attention='flash' can't compute this attention: device cpu"),
-        ("te", "attention='te' can't compute this attention: device cpu"),
-        ("flex", "attention='flex' can't compute this attention: device cpu"),
-        ("matmul", "attention='matmul' can't compute layer 0: sinks or a soft cap"),
+        ("sdpa", "kernels.attention: kernel 'sdpa' does not serve: a window or documents"),
+        ("flash", "kernels.attention: kernel 'flash' does not serve: device cpu"),
+        ("te", "kernels.attention: kernel 'te' does not serve: device cpu"),
+        ("flex", "kernels.attention: kernel 'flex' does not serve: device cpu"),
+        ("matmul", "kernel 'matmul' does not serve in layer 0: sinks or a soft cap"),
     ],
 )
 def test_a_named_kernel_serves_or_says_why_not(kernel, message) -> None:
     config = gpt(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, window=3, softcap=1.0)
     tokens = torch.arange(8)[None]
     with pytest.raises(ValueError, match=message):
-        GPT(config, attention=kernel)(tokens)
+        GPT(config, kernels=Kernels(attention=kernel))(tokens)
 
 
 def test_named_kernels_give_the_same_numbers() -> None:
     config = gpt(vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, init_std=0.3)
     tokens, found = torch.arange(8)[None], {}
     for kernel in ("auto", "matmul", "sdpa", "tiles", "reference"):
-        model = GPT(config, attention=kernel, dtype=torch.float64)
+        model = GPT(config, kernels=Kernels(attention=kernel), dtype=torch.float64)
         loss = model(tokens, labels=tokens)["lm"]
         loss.backward()
         grads = [p.grad.flatten() for p in model.parameters()]
@@ -129,7 +131,7 @@ def shared(kernel: str) -> str | torch.Tensor:
     state = ParallelState(ParallelLayout(cp=2))
     tokens = torch.arange(4)[None]
     try:
-        model = GPT(config, state, attention=kernel, dtype=torch.float64)
+        model = GPT(config, state, kernels=Kernels(attention=kernel), dtype=torch.float64)
         return model(tokens, labels=tokens)["lm"].detach()
     except ValueError as error:
         return str(error)
@@ -142,9 +144,11 @@ def test_a_kernel_is_named_for_shared_sequences_too(ranks) -> None:
     for found in ranks(2, each):
         assert torch.allclose(found["reference"], found["auto"], rtol=1e-12)
         assert torch.equal(found["tiles"], found["auto"])
-        assert "attention='sdpa' needs whole sequences" in found["sdpa"]
-    with pytest.raises(ValueError, match=r"attention must be one of .*got 'fast'"):
-        GPT(gpt(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2), attention="fast")
+        assert "kernel 'sdpa' does not serve: it needs whole sequences" in found["sdpa"]
+    with pytest.raises(
+        ValueError, match=r"attention: 'fast' is not one of auto.*Did you mean flash"
+    ):
+        Kernels(attention="fast")
 
 
 class Cuda:

@@ -168,6 +168,7 @@ def test_unknown_preset_and_override_suggest_the_nearest():
         ("llama2-7b", 6_738_415_616),
         ("llama2-13b", 13_015_864_320),
         ("llama2-70b", 68_976_648_192),
+        ("llava-1.5-7b", 7_063_427_072),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3.2-1b", 1_235_814_400),
@@ -192,9 +193,19 @@ def test_unknown_preset_and_override_suggest_the_nearest():
         ("gpt-neox-20b", 20_554_567_680),
         ("phi2", 2_779_683_840),
         ("bert-base", 109_514_298),
+        ("bert-base-cased", 108_340_804),
         ("bert-large", 335_174_458),
+        ("bert-large-cased", 333_610_308),
         ("mamba2-130m", 128_989_632),
         ("mamba2-2.7b", 2_702_599_680),
+        ("t5-small", 60_506_624),
+        ("t5-base", 222_903_552),
+        ("t5-11b", 11_307_321_344),
+        ("flan-t5-small", 76_961_152),
+        ("flan-t5-base", 247_577_856),
+        ("flan-t5-xxl", 11_135_332_352),
+        ("mt5-small", 300_176_768),
+        ("mt5-xxl", 12_921_057_280),
     ],
 )
 def test_preset_has_the_published_parameter_count(name, count):
@@ -324,7 +335,7 @@ def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     assert {*arguments, *of_one} == known
     off = {"rope_theta", "window", "softcap", "attention_scale", "clamp", "logit_softcap"}
     off |= {"embedding_std", "head_transform"}
-    off |= {"rope", "score_bias"}
+    off |= {"rope", "score_bias", "images", "mtp", "pooled_head"}
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)
 

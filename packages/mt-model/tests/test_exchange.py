@@ -1,6 +1,7 @@
 """Folders of Hugging Face become run folders and come back; the command does the same."""
 
 import json
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -15,16 +16,19 @@ from mt_model import (
     GPT,
     ExchangeError,
     export_checkpoint,
+    find_family,
     from_pretrained,
     gpt,
     import_pretrained,
+    known_families,
     open_pretrained,
+    preset,
 )
 from mt_model.cli import main
 from mt_parallel_state import ParallelLayout, ParallelState
 from safetensors.torch import load_file, save_file
 
-EXAMPLE = Path(__file__).parents[1] / "examples/family.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 LLAMA = next(row for row in ROWS if row.name == "llama")
 
 
@@ -156,21 +160,18 @@ def test_a_folder_without_a_tokenizer_is_imported(tmp_path):
 
 
 def test_a_family_of_another_package_is_an_entry_point(tmp_path, monkeypatch):
-    import runpy
-
-    example = runpy.run_path(str(EXAMPLE))
+    example = runpy.run_path(str(EXAMPLES / "port_family.py"))
     example["install"](tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "family", raising=False)
-    fields = example["FusedFields"](vocab_size=9, d_model=8, n_layers=1, n_heads=2, d_ff=12)
-    model = GPT(example["read"](fields), seed=2)
-    from mt_model import save_pretrained
+    monkeypatch.delitem(sys.modules, "mt_phi", raising=False)
+    assert example["compare"](example["random_model"](1), tmp_path) < 1e-5
+    family = known_families()["phi"]
+    assert family.fields_of(preset("phi2"))["num_hidden_layers"] == 32
+    with pytest.raises(ExchangeError, match=r"phi: its layers differ"):
+        find_family(preset("mamba2-130m", head_bias=True))
+    with pytest.raises(ExchangeError, match=r"rope_parameters: .* is not built"):
+        family.config_of({"rope_parameters": {"rope_type": "linear"}}, Path("config.json"))
 
-    save_pretrained(model, tmp_path / "out", family="fused")
-    stored = tensors_of(tmp_path / "out")
-    assert stored["h.0.qkv"].shape == (8, 24)
-    weight = model.layers["0"].mixer.qkv.weight
-    assert torch.equal(stored["h.0.qkv"][:, 8:16].T, weight[:, 1].flatten(0, 1))
-    assert torch.equal(
-        from_pretrained(tmp_path / "out")(torch.arange(9)[None]), model(torch.arange(9)[None])
-    )
+
+def test_the_example_of_a_family_is_short():
+    assert len((EXAMPLES / "family.py").read_text().splitlines()) < 100

@@ -54,6 +54,7 @@ RECORDED = {
     ".mixer.": ".attention.",
     ".feed_forward_norm.": ".mlp_norm.",
     ".feed_forward.": ".mlp.",
+    "embedding.positions.": "position_embedding.",
 }
 
 

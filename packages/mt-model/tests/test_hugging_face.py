@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mt_model import (
     PRESETS,
     ExchangeError,
     Link,
+    MTPConfig,
     from_pretrained,
     gpt,
     open_pretrained,
@@ -119,6 +121,27 @@ def test_missing_left_over_and_misshapen_tensors_are_named(folder):
     assert "tensor model.norm.weight has the shape [7], and [24] is needed" in text
 
 
+def test_modules_that_predict_further_tokens_are_not_read(tmp_path):
+    """As in transformers; a model gets its own with `mtp`, and a folder of it has none."""
+    row = next(row for row in ROWS if row.name == "qwen3_next")
+    row.build(0).save_pretrained(tmp_path / "in")
+    plain = from_pretrained(tmp_path / "in", dtype=torch.float64)
+    change_tensors(
+        tmp_path / "in", lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(2)})
+    )
+    model = from_pretrained(tmp_path / "in", dtype=torch.float64)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens), plain(tokens))
+    trained = GPT(replace(model.config, mtp=MTPConfig()), dtype=torch.float64)
+    save_pretrained(trained, tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors").keys()
+    assert not any("mtp" in name for name in stored)
+    read = from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert torch.equal(read(tokens), trained(tokens))
+    change_tensors(tmp_path / "in", lambda tensors: tensors.update({"lm.mtp.fc": torch.ones(2)}))
+    assert "tensor lm.mtp.fc is not expected" in refusal(tmp_path / "in")
+
+
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     folder = tmp_path / "tied"
     LLAMA.build(2).save_pretrained(folder)
@@ -139,6 +162,8 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     ("fields", "says"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "Did you mean LlamaForCausalLM"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not known"),
+        ({"architectures": None, "model_type": ["llama"]}, "the model_type ['llama'] is not known"),
         ({"hidden_act": "mish"}, "hidden_act: 'mish' is not known"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type 'spiral'"),
         ({"residual_multiplier": 0.2}, "residual_multiplier: 0.2: the field is not known"),
@@ -153,6 +178,13 @@ def test_fields_that_are_not_built_are_named(folder, fields, says):
     text = refusal(folder)
     assert says in text
     assert "config.json" in text
+
+
+def test_a_gemmas_rotary_embeddings_stand_under_the_types_of_its_layers():
+    family = known_families()["gemma3_text"]
+    flat = {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}
+    with pytest.raises(ExchangeError, match=r"'factor' is no type of layer; full_attention"):
+        family.config_of(flat, Path("config.json"))
 
 
 def cut(path):
@@ -285,8 +317,13 @@ def test_a_failure_is_raised_on_every_rank(ranks, folder, tmp_path):
 
 def test_published_shapes_are_written_as_their_families_do() -> None:
     families = known_families()
-    by_start = {"gemma3": "gemma3_text", "pythia": "gpt_neox", "gpt-neox": "gpt_neox"}
-    not_read = ("tiny", "phi2", "bert", "granite")
+    by_start = {
+        "flan-t5": "t5",
+        "gemma3": "gemma3_text",
+        "pythia": "gpt_neox",
+        "gpt-neox": "gpt_neox",
+    }
+    not_read = ("tiny", "phi2", "granite")
     for name in PRESETS:
         if name.startswith(not_read):
             continue

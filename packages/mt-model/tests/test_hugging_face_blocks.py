@@ -220,10 +220,10 @@ def test_bert_embeds_types_and_norms_the_sum():
     model = GPT(config).eval()
     state = {
         "embedding.weight": other.word_embeddings.weight,
-        "position_embedding.weight": other.position_embeddings.weight,
-        "token_type_embedding.weight": other.token_type_embeddings.weight,
-        "embedding_norm.weight": other.LayerNorm.weight,
-        "embedding_norm.bias": other.LayerNorm.bias,
+        "embedding.positions.weight": other.position_embeddings.weight,
+        "embedding.types.weight": other.token_type_embeddings.weight,
+        "embedding.norm.weight": other.LayerNorm.weight,
+        "embedding.norm.bias": other.LayerNorm.bias,
     }
     with torch.no_grad():
         for name, value in state.items():

@@ -5,14 +5,18 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_model import Activation
-from mt_model.activation import activate, gated, gated_reference
+from mt_files import AUTO
+from mt_model import Activation, NormConfig
+from mt_model.activation import activate, gated, gated_reference, silu_product
+from mt_model.causal_convolution import silu_convolution, silu_convolution_reference
 from mt_model.gemm import CpuGemm
-from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
-from mt_model.norm import _torch_rms_norm, rms_norm, rms_norm_reference
-from mt_model.reference_attention import causal_mask, reference_attention
+from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
+from mt_model.matmul_attention import HeadNorm, Pairs, matmul_attention, plain_matmul_attention
+from mt_model.norm import _torch_rms_norm, build_norm, rms_norm, rms_norm_reference
+from mt_model.reference_attention import reference_attention
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rotary import rotary_table, rotate, rotate_reference
+from mt_model.scores import Scores
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 RELATIVE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -94,6 +98,75 @@ def test_the_weight_multiplies_before_the_rounding_or_after_it(function):
     assert differ(centered, exact.bfloat16()) > 0.1
 
 
+@pytest.mark.parametrize("kernel", ["fused", "torch", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_every_kernel_of_layer_norm_matches_torch(kernel, dtype, zero_centered):
+    form = LayerNormForm(eps=1e-5, zero_centered=zero_centered)
+    (chosen,) = (k for k in LAYER_NORM_KERNELS if k.name == kernel)
+    assert_same_function(
+        lambda x, w, b: chosen.run(x, w, b, form),
+        lambda x, w, b: F.layer_norm(x, (16,), w + zero_centered, b, 1e-5),
+        [rand(3, 5, 16), rand(16), rand(16, seed=1)],
+        dtype,
+    )
+
+
+def test_gradients_of_layer_norm_in_bf16_are_no_sums_in_bf16():
+    """torch's on a CPU adds rows in bf16, where 256 + 1 is 256."""
+    norm = build_norm(NormConfig(kind="layer"), 16, dtype=torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        norm.weight.fill_(1)
+        norm.bias.fill_(0)
+    x = rand(4096, 16, dtype=torch.bfloat16)
+    norm(x).sum().backward()
+    assert torch.equal(norm.bias.grad, torch.full((16,), 4096.0, dtype=torch.bfloat16))
+    wide = F.layer_norm(x.double(), (16,), None, None, norm.eps)
+    assert (norm.weight.grad - wide.sum(0)).abs().max() <= 2e-2 * wide.sum(0).abs().max()
+
+
+@pytest.mark.parametrize("kernel", ["fused", "cpu", "torch", "reference"])
+@pytest.mark.parametrize("form", [{}, *FORMS])
+def test_every_kernel_of_rms_norm_matches_the_plain_one(kernel, form):
+    assert_same_function(
+        lambda x, w: rms_norm(x, w, 1e-5, kernel=kernel, **form),
+        lambda x, w: rms_norm_reference(x, w, 1e-5, **form),
+        [rand(3, 5, 16), rand(16)],
+        torch.float64,
+    )
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "gelu_quick"])
+@pytest.mark.parametrize("terms", [{}, {"clamp": 0.8, "up_offset": 1.0}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_gates_match_the_plain_form(kind, terms, dtype):
+    assert_same_function(
+        lambda x: gated(x, kind, kernel="fused", **terms),
+        lambda x: gated_reference(x, kind, **terms),
+        [rand(3, 4, 2, 16)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("kernel", ["fused", "torch", "reference"])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (2, 4, 2, 3, 16)])
+@pytest.mark.parametrize("rope", ["half", "interleaved", "partial", "both"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_every_kernel_turns_queries_and_keys_as_the_plain_form(kernel, shape, rope, by_row):
+    positions = torch.arange(shape[1])
+    positions = torch.stack((positions, positions + 3)) if by_row else positions
+    table = turning(positions, shape[-1], rope)
+
+    def both(*given):
+        return torch.cat([x.flatten() for x in rotate(*given, table, kernel=kernel)])
+
+    def plain(*given):
+        return torch.cat([rotate_reference(x, table).flatten() for x in given])
+
+    key = rand(*shape[:-2], 1, shape[-1], seed=1)
+    assert_same_function(both, plain, [rand(*shape), key], torch.float64)
+
+
 def test_rms_norm_matches_torch_and_finite_differences():
     x, w = rand(4, 6).requires_grad_(), rand(6).requires_grad_()
     assert torch.allclose(rms_norm(x, w, 1e-5), F.rms_norm(x, (6,), w, 1e-5), rtol=1e-12)
@@ -135,7 +208,7 @@ def turning(positions, head_dim, rope="half", dtype=torch.float64):
 def test_rotate_matches_plain_form(dtype, shape, rope):
     table = turning(torch.arange(shape[1]), shape[-1], rope, dtype)
     assert_same_function(
-        lambda x: rotate(x, table),
+        lambda x: rotate(x, x, table)[0],
         lambda x: rotate_reference(x, table.to(torch.float64)),
         [rand(*shape)],
         dtype,
@@ -143,7 +216,9 @@ def test_rotate_matches_plain_form(dtype, shape, rope):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("function", [rotate, rotate_reference])
+@pytest.mark.parametrize(
+    "function", [lambda x, table: rotate(x, x, table)[1], rotate_reference], ids=["fast", "plain"]
+)
 def test_rotation_is_multiplication_of_its_pairs_by_a_complex_phase(rope, function):
     x, config = rand(2, 7, 3, 8), ROPES[rope]
     half = int(8 * config.fraction) // 2
@@ -168,6 +243,25 @@ def test_gated_activation_matches_plain_form(dtype, kind, terms):
         [rand(3, 4, 2, 16)],
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product_with_silu_matches_plain_form(dtype):
+    inputs = [rand(3, 4, 16), rand(3, 4, 16, seed=1)]
+    assert_same_function(silu_product, lambda gate, x: F.silu(gate) * x, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 3, 9])
+@pytest.mark.parametrize("taps", [1, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution_with_silu_matches_plain_form(dtype, length, taps, bias):
+    inputs = [rand(2, length, 2, 6), rand(6, taps), rand(6)][: 2 + bias]
+
+    def of(function):  # of channels that lie between others, as those of a fused projection do
+        return lambda x, *weights: function(x[:, :, 1], *weights, *[None] * (not bias))
+
+    assert_same_function(of(silu_convolution), of(silu_convolution_reference), inputs, dtype)
 
 
 def test_clamped_gate_is_that_of_gpt_oss():
@@ -234,12 +328,43 @@ def test_matmul_attention_matches_torch(dtype, groups, queries, rope, norm, func
         assert_same_function(fast, plain, inputs, dtype)
 
 
+DOCUMENTS = torch.tensor([[3] * 2 + [1] * 7 + [5] * 2, [2] * 11])
+PAIRS = {
+    "causal": Pairs(),
+    "all": Pairs(causal=False),
+    "window": Pairs(window=3),
+    "wide_window": Pairs(window=6),
+    "window_of_both_sides": Pairs(causal=False, window=3),
+    "documents": Pairs(documents=DOCUMENTS),
+    "all_of_documents": Pairs(causal=False, documents=DOCUMENTS),
+    "window_in_documents": Pairs(window=3, documents=DOCUMENTS),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
+    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
+    blocks = pairs.blocks(11)
+    assert [i for queries, _ in blocks for i in queries] == list(range(11))
+    if pairs.window == 3:
+        assert max(len(keys) for _, keys in blocks) <= 8
+    table = turning(torch.arange(11), 8)
+
+    def of(function, dtype):
+        return lambda qkv: function(qkv, table.to(dtype), None, pairs=pairs)
+
+    fast, plain = of(matmul_attention, dtype), of(plain_matmul_attention, torch.float64)
+    assert_same_function(fast, plain, [rand(2, 11, 2, 4, 8)], dtype)
+
+
 def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
-    query, key, value = rand(2, 6, 3, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 8, seed=1)
-    mask = causal_mask(3, 7, query.device)
-    assert mask.sum(1).tolist() == [5, 6, 7]
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    assert torch.allclose(reference_attention(query, key, value), expected, atol=1e-14)
+    query, key, value = rand(2, 3, 6, 8), rand(2, 7, 2, 8), rand(2, 7, 2, 8, seed=1)
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    given = (x.transpose(1, 2) for x in (query, key, value))
+    expected = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)
+    out = reference_attention(query, key, value, Scores(scale=8**-0.5, allowed=mask))
+    assert torch.allclose(out, expected.transpose(1, 2), atol=1e-14)
 
 
 @pytest.mark.parametrize("rotary", [True, False])
@@ -262,8 +387,8 @@ def test_rotation_takes_positions_of_each_row():
     x, positions = rand(2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 2, 9]])
     table = turning(positions, 8)
     rows = [turning(row, 8) for row in positions]
-    by_row = [rotate(x[i : i + 1], rows[i]) for i in range(2)]
-    assert torch.equal(rotate(x, table), torch.cat(by_row))
+    by_row = [rotate(x[i : i + 1], x[i : i + 1], rows[i])[0] for i in range(2)]
+    assert torch.equal(rotate(x, x, table)[0], torch.cat(by_row))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
@@ -279,15 +404,16 @@ def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
             self.device = torch.device(device)
 
     def names():
-        norm = kernel_for(RMS_NORM_KERNELS, On(), On()).name
-        gates = [kernel_for(GATED_KERNELS, On(), kind, None, 0).name for kind in ("silu", "gelu")]
-        return [norm, *gates, kernel_for(ROTATE_KERNELS, On(), None).name]
+        norm = kernel_for(RMS_NORM_KERNELS, AUTO, On(), On()).name
+        kinds = ("silu", "gelu", "relu")
+        gates = [kernel_for(GATED_KERNELS, AUTO, On(), kind, None, 0).name for kind in kinds]
+        return [norm, *gates, kernel_for(ROTATE_KERNELS, AUTO, On(), On(), None).name]
 
     norm = "cpu" if device == "cpu" else "torch"
-    assert names() == [norm, "swiglu", "reference", "eager"]
-    assert kernel_for(GEMM_KERNELS, torch.device(device)).name == norm
+    assert names() == [norm, "torch", "torch", "reference", "torch"]
+    assert kernel_for(GEMM_KERNELS, AUTO, torch.device(device)).name == norm
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert names() == ["reference"] * 4
+    assert names() == ["reference"] * 5
 
 
 def test_without_a_kernel_that_serves_each_says_why():
@@ -295,4 +421,12 @@ def test_without_a_kernel_that_serves_each_says_why():
 
     kernels = [Kernel(name, len, lambda _, name=name: f"not {name}") for name in ("a", "b")]
     with pytest.raises(ValueError, match=r"no kernel serves this \(a: not a; b: not b\)"):
-        kernel_for(kernels, 3)
+        kernel_for(kernels, "auto", 3)
+
+
+@pytest.mark.parametrize("rounds_first", [False, True])
+@pytest.mark.parametrize("kernel", ["fused", "cpu", "torch", "reference"])
+def test_rms_norm_with_a_wider_weight_keeps_the_dtype_of_its_input(kernel, rounds_first):
+    x, weight = torch.arange(6.0).view(2, 3).bfloat16(), torch.tensor([1.0, 2.0, 3.0])
+    found = rms_norm(x, weight, 1e-5, rounds_first=rounds_first, kernel=kernel)
+    assert found.dtype == torch.bfloat16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -21,7 +21,15 @@ from mt_model import (
 )
 from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
 from mt_tensor_parallel import add_lora
+from sampling import sample
 
+PLACES = [  # tp, cp, sequence parallel, algorithm
+    (2, 1, False, "ring"),
+    (2, 1, True, "ring"),
+    (1, 2, False, "ring"),
+    (1, 2, False, "ulysses"),
+    (2, 2, True, "all_gather"),
+]
 SIZES = {"num_heads": 4, "kv_lora_rank": 6, "nope_head_dim": 5, "rope_head_dim": 4, "v_head_dim": 3}
 VARIANTS = {
     "v2-lite": {},
@@ -156,16 +164,9 @@ def assert_same(results, expected) -> None:
             assert difference <= 1e-9 * expected[key][box].norm(), key
 
 
-@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
-    ("tp", "cp", "sequence_parallel", "algorithm"),
-    [
-        (2, 1, False, "ring"),
-        (2, 1, True, "ring"),
-        (1, 2, False, "ring"),
-        (1, 2, False, "ulysses"),
-        (2, 2, True, "all_gather"),
-    ],
+    ("name", "tp", "cp", "sequence_parallel", "algorithm"),
+    sample(((name, *place) for name, place in product(VARIANTS, PLACES)), every=3),
 )
 def test_latent_attention_is_the_same_on_every_layout(
     ranks, name, tp, cp, sequence_parallel, algorithm

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_context_parallel import shard
-from mt_model import GPT, DynamicScaling, GatedDeltaNetConfig, Mamba2Config, RopeConfig, gpt
+from mt_model import (
+    GPT,
+    DynamicScaling,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    RopeConfig,
+    encoder_decoder_layers,
+    gpt,
+)
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -68,6 +76,7 @@ VARIANTS = {
         "token_types": 3,
         "head_transform": "gelu",
         "head_bias": True,
+        "pooled_head": {"num_classes": 3, "loss_weight": 2.0},
         "dropout": 0.1,
     },
     "neox": {"norm": "layer", "parallel": True, "bias": True, "tied": False, "dropout": 0.1},
@@ -80,8 +89,18 @@ VARIANTS = {
         "logit_scale": 0.3,
         "residual_scale": 0.5,
     },
+    "mtp": {"num_kv_heads": 2, "dropout": 0.1, "mtp": {"depths": 2, "weight": 0.6}},
+    "mtp_untied": {"tied": False, "norms": "sandwich", "mtp": {"depths": 1}, "z_loss": 1e-2},
     "olmo2": {"norms": "output", "clamp": 0.5, "up_offset": 1.0, "activation": "gelu_quick"},
+    "t5": {
+        "positions": "none",
+        "score_bias": {"type": "relative", "buckets": 6, "max_distance": 9},
+        "attention_scale": 1.0,
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
 }
+FED = ("t5", "phi", "qk_norm")
 ROPES = (
     RopeConfig(theta=50.0, scaling=DynamicScaling(factor=2.0, original_length=4)),
     None,
@@ -103,8 +122,18 @@ RECURRENT = {
 
 
 def config_of(variant):
-    """With "losses" the second and third of three layers return losses, with "ropes" all differ."""
+    """With "losses" the second and third of three layers return losses, with "ropes" all differ.
+
+    With "t5" the first one is an encoder's. Those of `FED` drop elements in their feed-forwards.
+    """
     config = gpt(**{**TINY, **VARIANTS.get(variant, {})})
+    if variant in FED:
+        fed = (replace(x, feed_forward=replace(x.feed_forward, dropout=0.3)) for x in config.layers)
+        config = replace(config, layers=tuple(fed))
+    if variant == "t5":
+        kinds = config.layers[0].mixer, config.layers[0].feed_forward
+        layers = encoder_decoder_layers(*kinds, encoder=1, decoder=1)
+        return replace(config, layers=layers, encoder_layers=1)
     if variant == "ropes":
         pairs = zip(config.layers, ROPES, strict=True)
         layers = [replace(a, mixer=replace(a.mixer, rope=rope)) for a, rope in pairs]
@@ -128,6 +157,17 @@ def batch():
     return {"tokens": tokens[:, :-1], "labels": labels, "sample_ids": torch.tensor([3, 8])}
 
 
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
+
+
+def encoder_batch():
+    """Longer than the decoder's tokens; one row is padded on both sides."""
+    tokens = torch.randint(0, 48, (2, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[1, :3] = mask[1, -4:] = False
+    return {"encoder_tokens": tokens, "encoder_mask": mask}
+
+
 def spread(model, layout, rank):
     """Give norms and biases values that depend on the global index alone, for any layout."""
     with torch.no_grad():
@@ -141,7 +181,7 @@ def spread(model, layout, rank):
 
 
 def build(config, state, **rest):
-    model = GPT(config, state, dtype=torch.float64, seed=11, **rest)
+    model = config.build(state, dtype=torch.float64, seed=11, **rest)
     spread(model, state.layout, state.rank)
     return model
 
@@ -152,7 +192,13 @@ def gradients(config, state, stages, **rest):
     data, received, sent, losses, weights = batch(), [None], [], [], config.loss_weights
     if config.token_types:
         data["token_types"] = data["tokens"] % config.token_types
-    for name in data.keys() & {"tokens", "labels", "token_types"}:
+    if config.mtp is not None:
+        data["documents"] = DOCUMENTS
+    if config.pooled_head is not None:
+        data["sequence_labels"] = torch.tensor([2, 0])
+    if config.encoder_layers:
+        data |= encoder_batch()
+    for name in data.keys() & {"tokens", "labels", "token_types", "encoder_tokens"}:
         data[name] = shard(data[name], state.group("cp"))
     for model in models:
         output = model(received[-1], data)
@@ -236,8 +282,10 @@ def assert_equal_to_one_rank(results, variant):
             assert (grad - expected).norm() <= 1e-10 * expected.norm(), name
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *RECURRENT])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "variant"),
+    sample(product((False, True), (*VARIANTS, *RECURRENT)), every=2),
+)
 def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
     assert results[0][2]["layers.0.mixer.out.weight"].shape[1] <= 2
@@ -246,7 +294,7 @@ def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
 
 RECOMPUTED = (
     *("untied_dropout", "gpt2", "losses", "gemma2", "bert", "neox", "phi"),
-    *(*RECURRENT, "relative"),
+    *(*RECURRENT, "relative", "t5"),
 )
 PLACES = ((1, False), (2, False), (2, True))
 

@@ -42,7 +42,10 @@ PLANS = {
 def config_of(**options):
     config = gpt(**SIZES, dropout=0.1, attention_dropout=0.1, qk_norm="head", **options)
     routed = replace(config.layers[0], feed_forward=RoutedConfig(width=8))
-    return replace(config, layers=(*config.layers[:3], routed))
+    fed = replace(
+        config.layers[0], feed_forward=replace(config.layers[0].feed_forward, dropout=0.2)
+    )
+    return replace(config, layers=(fed, *config.layers[1:3], routed))
 
 
 def run(plan, state=None, layers=None, **options):

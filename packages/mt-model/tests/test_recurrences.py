@@ -4,8 +4,8 @@ import pytest
 import torch
 from mt_model.causal_convolution import causal_convolution
 from mt_model.decay import segments_of
-from mt_model.delta_rule import delta_rule, delta_rule_reference
-from mt_model.ssd import ssd, ssd_reference
+from mt_model.delta_rule import DeltaSteps, delta_rule, delta_rule_reference
+from mt_model.ssd import SsdSteps, ssd, ssd_reference
 
 DOCUMENTS = torch.tensor([[4] * 3 + [2] * 1 + [9] * 9, [1] * 13])
 
@@ -16,7 +16,8 @@ def ssd_inputs(dtype=torch.float64):
     dt = torch.empty(2, 13, 6).uniform_(0.001, 0.3)
     x, b, c = (torch.randn(2, 13, n, d) for n, d in ((6, 5), (2, 3), (2, 3)))
     state = torch.randn(2, 6, 5, 3)
-    return [part.to(dtype).requires_grad_() for part in (x, dt, rate, b, c, state)]
+    *steps, state = (part.to(dtype).requires_grad_() for part in (x, dt, rate, b, c, state))
+    return SsdSteps(*steps), state
 
 
 def delta_inputs(dtype=torch.float64):
@@ -25,7 +26,8 @@ def delta_inputs(dtype=torch.float64):
     log_decay, beta = -torch.empty(2, 13, 6).uniform_(0.01, 3), torch.rand(2, 13, 6)
     value, state = torch.randn(2, 13, 6, 3), torch.randn(2, 6, 5, 3)
     parts = (query, key, value, log_decay, beta, state)
-    return [part.to(dtype).requires_grad_() for part in parts]
+    *steps, state = (part.to(dtype).requires_grad_() for part in parts)
+    return DeltaSteps(*steps), state
 
 
 RULES = {
@@ -36,11 +38,11 @@ RULES = {
 
 def results(rule, inputs, **options):
     """Outputs, last state and the gradient of every input."""
-    *parts, state = inputs
-    y, last = rule(*parts, state=state, **options)
+    steps, state = inputs
+    y, last = rule(steps, state=state, **options)
     wave = torch.arange(y.numel(), dtype=y.dtype).view_as(y).sin()
     total = (y * wave).sum() + (last * last.detach().cos()).sum()
-    return [y.detach(), last.detach(), *torch.autograd.grad(total, inputs)]
+    return [y.detach(), last.detach(), *torch.autograd.grad(total, (*steps, state))]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -59,11 +61,11 @@ def test_chunks_are_the_steps(rule, documents, chunk_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_size_of_chunks_changes_nothing_but_rounding(rule, dtype):
     chunked, _, inputs = RULES[rule]
-    *parts, state = inputs(dtype)
-    expected, last = chunked(*parts, state=state, chunk_size=13)
+    steps, state = inputs(dtype)
+    expected, last = chunked(steps, state=state, chunk_size=13)
     assert expected.dtype == torch.float32
     for size in (1, 3, 8):
-        y, end = chunked(*parts, state=state, chunk_size=size)
+        y, end = chunked(steps, state=state, chunk_size=size)
         assert (y - expected).abs().max() <= 2e-6 * expected.abs().max()
         assert (end - last).abs().max() <= 2e-6 * last.abs().max()
 
@@ -75,26 +77,28 @@ def test_decays_of_long_chunks_lose_nothing_in_fp32(rule):
     length, heads = 512, 2
     if rule == "ssd":
         x, b, c = (torch.randn(1, length, n, 4) for n in (heads, 1, 1))
-        parts = (x, torch.full((1, length, heads), 0.4), torch.tensor([-16.0, -1.0]), b, c)
+        dt, rate = torch.full((1, length, heads), 0.4), torch.tensor([-16.0, -1.0])
+        steps = SsdSteps(x, dt, rate, b, c)
     else:
         q, k = (torch.nn.functional.normalize(torch.randn(1, length, 1, 4), dim=-1) for _ in "qk")
         decay = torch.full((1, length, heads), -5.0)
-        parts = (q, k, torch.randn(1, length, heads, 4), decay, torch.rand(1, length, heads))
-    expected, _ = chunked(*(part.double() for part in parts), chunk_size=512)
-    y, _ = chunked(*parts, chunk_size=512)
+        value, beta = torch.randn(1, length, heads, 4), torch.rand(1, length, heads)
+        steps = DeltaSteps(q, k, value, decay, beta)
+    expected, _ = chunked(type(steps)(*(part.double() for part in steps)), chunk_size=512)
+    y, _ = chunked(steps, chunk_size=512)
     assert (y - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_in_two_passes_is_the_sequence(rule):
     chunked, _, inputs = RULES[rule]
-    *parts, state = inputs()
-    per_token = [part.dim() > 1 for part in parts]
-    expected, last = chunked(*parts, state=state, chunk_size=4)
+    steps, state = inputs()
+    per_token = [part.dim() > 1 for part in steps]
+    expected, last = chunked(steps, state=state, chunk_size=4)
     found = []
     for a, b in ((0, 6), (6, 13)):
-        own = [p[:, a:b] if cut else p for p, cut in zip(parts, per_token, strict=True)]
-        y, state = chunked(*own, state=state, chunk_size=4)
+        own = [p[:, a:b] if cut else p for p, cut in zip(steps, per_token, strict=True)]
+        y, state = chunked(type(steps)(*own), state=state, chunk_size=4)
         found.append(y)
     assert torch.allclose(torch.cat(found, 1), expected, rtol=1e-12, atol=1e-12)
     assert torch.allclose(state, last, rtol=1e-12, atol=1e-12)

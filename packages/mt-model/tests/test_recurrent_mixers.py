@@ -139,11 +139,15 @@ def test_the_state_of_a_cache_is_fp32_and_does_not_grow_with_the_length():
             assert tensor.shape == large.layers[layer][name].shape
             assert tensor.dtype == (torch.float32 if name == "state" else torch.bfloat16)
     tokens = tokens_of(2, 8)
-    expected = model.logits(tokens).float()
+    exact = model_of("hybrid").logits(tokens)
     found = [model.logits(tokens[:, :5], cache=small)]
     found += [model.logits(tokens[:, i : i + 1], cache=small) for i in range(5, 8)]
-    found = torch.cat(found, 1).float()
-    assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
+    found, whole = torch.cat(found, 1).double(), model.logits(tokens).double()
+    assert (found - whole).norm() <= 0.05 * whole.norm()
+    # Step by step it is about as exact as in one pass: how products of bf16 round is the CPU's.
+    usual = (whole - exact).norm()
+    assert usual <= 0.03 * exact.norm()
+    assert (found - exact).norm() <= 2 * usual
 
 
 @pytest.mark.parametrize("name", MIXERS)

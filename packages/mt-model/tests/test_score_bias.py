@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mt_model import GPT, AlibiConfig, ModelConfig, RelativeConfig, gpt, gpt_arguments
-from mt_model.distance import bias_by_distance, buckets_of, spread
+from mt_model.distance import bias_by_distance, buckets_of, spread, spread_in_order
 from mt_parallel_state import sharding_of
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "init_std": 0.3}
@@ -51,6 +51,7 @@ def test_a_bias_is_spread_as_in_transformers(bidirectional):
     found = bias_by_distance(bias, weight, range(4), **options)
     places = torch.arange(50)
     assert torch.equal(spread(found, places, places), theirs.compute_bias(50, 50)[0])
+    assert torch.equal(spread_in_order(found), spread(found, places, places))
     later = spread(found, places[40:45], places[:45])
     assert torch.equal(later, theirs.compute_bias(5, 45, past_seen_tokens=40)[0])
 

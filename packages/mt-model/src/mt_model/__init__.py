@@ -9,27 +9,32 @@ from mt_files import resolve_later
 from mt_model.choice import (
     Activation,
     AttentionKernel,
+    KernelSet,
     Norms,
     Positions,
     QKNorm,
     Recompute,
     Sinks,
 )
-from mt_model.config import (
-    EntryConfig,
-    FeedForwardConfig,
-    LayerConfig,
-    MixerConfig,
-    ModelConfig,
-    validate_context,
-    validate_split,
-)
+from mt_model.config import ModelConfig, validate_context, validate_split
 from mt_model.cross_attention_config import CrossAttentionConfig
+from mt_model.encoder_decoders import encoder_decoder_layers
 from mt_model.gated_delta_net_config import GatedDeltaNetConfig
+from mt_model.image_encoders import VISION_PRESETS, vision_preset, vit
+from mt_model.image_input_config import ImageInputConfig, expand_image_tokens
+from mt_model.kernel_words import Kernels
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mamba2_config import Mamba2Config
 from mt_model.mla_config import MLAConfig
+from mt_model.mtp_config import MTPConfig
 from mt_model.norm_config import NormConfig
+from mt_model.pooled_head_config import PooledHeadConfig
+from mt_model.pooling_config import (
+    AttentionPoolingConfig,
+    ClassPoolingConfig,
+    MeanPoolingConfig,
+    PoolingConfig,
+)
 from mt_model.presets import gpt, gpt_arguments
 from mt_model.recompute_plan import OffloadConfig, RecomputePlan, RecomputeRule
 from mt_model.rope import RopeConfig, Rotary
@@ -43,6 +48,14 @@ from mt_model.rope_scaling import (
 )
 from mt_model.score_bias import AlibiConfig, RelativeConfig, ScoreBias
 from mt_model.shapes import PRESETS, preset
+from mt_model.stack_config import (
+    EntryConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    MixerConfig,
+    StackConfig,
+)
+from mt_model.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from mt_model.activation_memory import expected_bytes
@@ -50,6 +63,7 @@ if TYPE_CHECKING:
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
     from mt_model.dtype import DTYPES
+    from mt_model.encoder_decoder import EncoderDecoder
     from mt_model.hugging_face.checkpoint import export_checkpoint, import_pretrained
     from mt_model.hugging_face.description import Description, describe_pretrained
     from mt_model.hugging_face.error import ExchangeError
@@ -60,28 +74,40 @@ if TYPE_CHECKING:
     from mt_model.hugging_face.registry import find_family, known_families
     from mt_model.hugging_face.saving import save_pretrained
     from mt_model.initialization import initializer
+    from mt_model.kernels import KernelChoice, KernelError
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
     from mt_model.saved_activations import KeptBytes
+    from mt_model.stack import Stack
+    from mt_model.vision import VisionEncoder
 
 __all__ = [
     "DTYPES",
     "GPT",
     "PRESETS",
+    "VISION_PRESETS",
     "Activation",
     "AlibiConfig",
     "AttentionConfig",
     "AttentionKernel",
+    "AttentionPoolingConfig",
+    "ClassPoolingConfig",
     "CrossAttentionConfig",
     "Description",
     "DynamicScaling",
+    "EncoderDecoder",
     "EntryConfig",
     "ExchangeError",
     "Family",
     "FeedForwardConfig",
     "GatedDeltaNetConfig",
+    "ImageInputConfig",
     "KVCache",
     "KeptBytes",
+    "KernelChoice",
+    "KernelError",
+    "KernelSet",
+    "Kernels",
     "LayerConfig",
     "LinearScaling",
     "Link",
@@ -90,12 +116,16 @@ __all__ = [
     "Losses",
     "MLAConfig",
     "MLPConfig",
+    "MTPConfig",
     "Mamba2Config",
+    "MeanPoolingConfig",
     "MixerConfig",
     "ModelConfig",
     "NormConfig",
     "Norms",
     "OffloadConfig",
+    "PooledHeadConfig",
+    "PoolingConfig",
     "Positions",
     "Pretrained",
     "QKNorm",
@@ -108,8 +138,14 @@ __all__ = [
     "Rotary",
     "ScoreBias",
     "Sinks",
+    "Stack",
+    "StackConfig",
+    "VisionConfig",
+    "VisionEncoder",
     "YarnScaling",
     "describe_pretrained",
+    "encoder_decoder_layers",
+    "expand_image_tokens",
     "expected_bytes",
     "export_checkpoint",
     "export_lora",
@@ -126,6 +162,8 @@ __all__ = [
     "save_pretrained",
     "validate_context",
     "validate_split",
+    "vision_preset",
+    "vit",
 ]
 
 # What needs torch is resolved at first use: a configuration is checked without it.
@@ -136,7 +174,9 @@ __getattr__ = resolve_later(
     cache="KVCache",
     decoder="GPT",
     dtype="DTYPES",
+    encoder_decoder="EncoderDecoder",
     initialization="initializer",
+    kernels="KernelChoice KernelError",
     lora="export_lora",
     losses="Losses",
     **{
@@ -151,4 +191,6 @@ __getattr__ = resolve_later(
         "hugging_face.saving": "save_pretrained",
     },
     saved_activations="KeptBytes",
+    stack="Stack",
+    vision="VisionEncoder",
 )

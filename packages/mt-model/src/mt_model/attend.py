@@ -20,7 +20,7 @@ from mt_files import divisors
 from mt_parallel_state import ParallelState, group_rank
 from torch import Tensor
 
-from mt_model.attention_kernels import Scores, attention
+from mt_model.attention_kernels import attention
 from mt_model.cache import KVCache
 from mt_model.choice import AttentionKernel
 from mt_model.distance import spread
@@ -28,6 +28,7 @@ from mt_model.padding import positions_of
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable
 from mt_model.saved_activations import SavedActivations
+from mt_model.scores import Scores
 from mt_model.seen import seen
 
 
@@ -97,11 +98,13 @@ class SequenceAttend:
         inner_size: Ranks that swap tokens for heads, for the hierarchical algorithm.
         layers: Of the whole model.
         kernel: Computes attention; where ranks share sequences by tiles, fused or plain ones.
+        shared: Ranks of a context group share sequences; False: each has whole ones of its own.
 
     Attributes:
         group: The ranks that share a sequence, or None.
         size: How many they are.
-        algorithms: How attention gets at the others' keys, in each of the model's layers.
+        algorithms: How attention gets at the others' keys, in each of the model's layers; modules
+            behind the last layer do as it.
         kernel: The one that computes attention, or `auto`.
 
     Raises:
@@ -116,6 +119,7 @@ class SequenceAttend:
         *,
         layers: int,
         kernel: AttentionKernel = "auto",
+        shared: bool = True,
     ) -> None:
         each = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
         if len(each) != layers:
@@ -128,16 +132,14 @@ class SequenceAttend:
                 raise ValueError(
                     f"context_algorithm must be one of {get_args(Algorithm)}, got {name!r}"
                 )
-        self.group, self.size, self.algorithms = state.group("cp"), state.size("cp"), each
+        self.group, self.size, self.algorithms = None, 1, each
+        if shared:
+            self.group, self.size = state.group("cp"), state.size("cp")
         self.kernel: AttentionKernel = kernel
-        if kernel not in get_args(AttentionKernel):
-            raise ValueError(
-                f"attention must be one of {get_args(AttentionKernel)}, got {kernel!r}"
-            )
         if self.group is not None and kernel not in ("auto", "tiles", "reference"):
             raise ValueError(
-                f"attention={kernel!r} needs whole sequences, and cp={self.size} ranks share them. "
-                "Use 'auto', 'tiles' or 'reference', or cp=1"
+                f"kernels.attention: kernel {kernel!r} does not serve: it needs whole sequences, "
+                f"and cp={self.size} ranks share them; use auto, tiles or reference, or cp=1"
             )
         self._levels: HierarchicalGroups | None = None
         if self.group is not None and "hierarchical" in each:
@@ -175,7 +177,7 @@ class SequenceAttend:
         )
         if self.is_whole:
             return attention(query, key, value, scores, kernel=self.kernel)
-        algorithm = self.algorithms[layer.index]
+        algorithm = self.algorithms[min(layer.index, len(self.algorithms) - 1)]
         return context_parallel_attention(
             query,
             key,
@@ -276,11 +278,13 @@ class Pass:
         hidden_index: global index of each element of the hidden states; None without dropout.
         cache: of what this stage's layers keep in generation.
         memory: what layers with cross-attention attend to.
-        memory_mask: which of it counts; None for all.
+        memory_mask: which of it counts, for all tokens of a row or for each of this rank's; None
+            for all.
         saved: takes care of what layers keep for backward; None leaves it to autograd.
 
     Shape:
-        documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M].
+        documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M], or
+        [B, S, M] of this rank's tokens.
     """
 
     attend: Attend
@@ -328,18 +332,3 @@ class Pass:
     def is_cached(self) -> bool:
         """Whether this is a pass of generation."""
         return isinstance(self.attend, CachedAttend)
-
-    def mask(self, window: int | None, length: int, *, causal: bool = True) -> Tensor | None:
-        """Which keys each query of whole sequences sees; None where that is all (before it).
-
-        Shape:
-            Returns [length, length], or [B, length, length] with documents.
-        """
-        window = window if window is not None and window < length else None
-        if window is None and self.documents is None:
-            return None
-        places = torch.arange(length)
-        allowed = seen(places, places, window, causal=causal)
-        if self.documents is None:
-            return allowed
-        return allowed & (self.documents[:, :, None] == self.documents[:, None, :])

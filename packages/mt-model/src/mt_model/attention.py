@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -13,19 +14,21 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange
 from torch import Tensor, nn
 
 from mt_model.attend import Pass
-from mt_model.config import ModelConfig
+from mt_model.attention_kernels import attention_choice
 from mt_model.distance import bias_by_distance
 from mt_model.dropout import DropoutSite
 from mt_model.group_norm import norm_over_group
 from mt_model.initialization import start_from
+from mt_model.kernels import KernelChoice, KernelError
 from mt_model.kinds import AttentionConfig
-from mt_model.matmul_attention import HeadNorm, matmul_attention
+from mt_model.matmul_attention import HeadNorm, Pairs, matmul_attention
 from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm, build_rms_norm, rms_norm
 from mt_model.placement import Placement
 from mt_model.recomputation import made_again
-from mt_model.rotary import RotaryTable, rotate
+from mt_model.rotary import RotaryTable, rope_choice, rotate
 from mt_model.score_table import ScoreTable
+from mt_model.stack_config import StackConfig
 
 MATMUL_MAX_LENGTH = 512
 
@@ -42,8 +45,12 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
     if not shared.attend.is_whole:
         return "the keys are not those of the same tokens"
-    if layer.kernel not in ("auto", "matmul"):
-        return f"attention={layer.kernel!r}"
+    if layer.kernels.attention not in ("auto", "matmul"):
+        return f"kernels.attention is {layer.kernels.attention}"
+    if layer.rotary is not None and layer.kernels.rope != "auto":
+        return f"kernels.rope is {layer.kernels.rope}, and it turns by itself"
+    if layer.qk_norm == "head" and layer.kernels.norm != "auto":
+        return f"kernels.norm is {layer.kernels.norm}, and it norms by itself"
     if layer.weight_dropout(shared) is not None:
         return "dropout of attention weights"
     if layer.has_sinks or layer.softcap is not None:
@@ -56,14 +63,15 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
 
 
 def _norms(
-    config: AttentionConfig, model: ModelConfig, placement: Placement
+    config: AttentionConfig, model: StackConfig, placement: Placement
 ) -> tuple[RMSNorm | None, RMSNorm | None]:
     """Norms with weights, of queries and of keys."""
     if config.qk_norm not in ("head", "whole"):
         return None, None
     heads = (config.num_heads, config.num_kv_heads) if config.qk_norm == "whole" else (1, 1)
-    form, dtype = replace(model.norm, weight=True), placement.dtype
-    made = [build_rms_norm(form, n * config.head_dim, dtype=dtype) for n in heads]
+    form = replace(model.norm, weight=True)
+    how = {"dtype": placement.dtype, "kernel": placement.kernels.norm}
+    made = [build_rms_norm(form, n * config.head_dim, **how) for n in heads]
     for norm in made:
         placement.mark_replicated(norm, partial=True)
     return made[0], made[1]
@@ -95,7 +103,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: AttentionConfig,
-        model: ModelConfig,
+        model: StackConfig,
         *,
         layer: int,
         placement: Placement,
@@ -142,7 +150,7 @@ class Attention(nn.Module):
         if config.own_buckets:
             self.score_table = ScoreTable(config.own_buckets, config.num_heads, placement=placement)
         self.total_kv_heads, self.tp_index = groups, placement.tp_index
-        self.context, self.kernel = placement.context, placement.context.kernel
+        self.context, self.kernels = placement.context, placement.kernels
         self.max_logits: Tensor | None = None
         self.can_clip = config.qk_norm == "none"
         self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="scores")
@@ -162,18 +170,15 @@ class Attention(nn.Module):
     def _attend(self, qkv: Tensor, *, table: RotaryTable | None, shared: Pass) -> Tensor:
         """All between the projections, but the gate."""
         obstacle = matmul_attention_obstacle(self, qkv, shared)
-        if obstacle is not None and self.kernel == "matmul" and not shared.is_cached:
-            raise ValueError(
-                f"attention='matmul' can't compute layer {self.index}: {obstacle}. Use 'auto'"
+        if obstacle is not None and self.kernels.attention == "matmul" and not shared.is_cached:
+            raise KernelError(
+                f"kernels.attention: kernel 'matmul' does not serve in layer {self.index}: "
+                f"{obstacle}; use auto"
             )
         if obstacle is None:
-            allowed = shared.mask(self.window, qkv.shape[1], causal=self.causal)
-            return matmul_attention(
-                *(qkv, table, self._head_norm()),
-                scale=self.scale,
-                allowed=allowed,
-                causal=self.causal,
-            )
+            is_near = self.window is not None and self.window < qkv.shape[1]
+            pairs = Pairs(self.causal, self.window if is_near else None, shared.documents)
+            return matmul_attention(qkv, table, self._head_norm(), scale=self.scale, pairs=pairs)
         query, key, value = self._heads(qkv, table)
         return shared.attend(self, query, key, value, shared).flatten(2)
 
@@ -263,6 +268,12 @@ class Attention(nn.Module):
             device=self.out.weight.device,
         )
 
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what attends, and what turns queries and keys."""
+        yield attention_choice(self.kernels.attention)
+        if self.rotary is not None:
+            yield rope_choice(self.kernels.rope, like)
+
     def watch_logits(self) -> None:
         """Keep the largest score of each key head in training, from here on, in `max_logits`.
 
@@ -332,8 +343,9 @@ class Attention(nn.Module):
         if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
-            query, key = rotate(query, table), rotate(key, table)
+            query, key = rotate(query, key, table, kernel=self.kernels.rope)
         if self.qk_norm == "l2":
             ones = query.new_ones(self.head_dim)
-            query, key = rms_norm(query, ones, self.eps), rms_norm(key, ones, self.eps)
+            query = rms_norm(query, ones, self.eps, kernel=self.kernels.norm)
+            key = rms_norm(key, ones, self.eps, kernel=self.kernels.norm)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)

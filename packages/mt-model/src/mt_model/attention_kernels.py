@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,80 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mt_context_parallel import AttentionDropout, AttentionMask, context_parallel_attention
+from mt_context_parallel import AttentionMask, context_parallel_attention
+from mt_files import AUTO
 from torch import Tensor
 
 from mt_model.choice import AttentionKernel
-from mt_model.distance import spread
-from mt_model.flex_attention import Sees, flex_attention
-from mt_model.kernels import Kernel, kernel_for
+from mt_model.flex_attention import flex_attention
+from mt_model.kernels import Kernel, KernelChoice, chosen_kernel
 from mt_model.reference_attention import reference_attention
-from mt_model.seen import seen
+from mt_model.scores import Scores
 
 BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
-    """Which pairs of a query and a key count, and what becomes of their scores.
-
-    Attributes:
-        scale: what they are multiplied with.
-        causal: a query sees the keys up to its own place.
-        window: a query sees keys less than so many places away; None for all.
-        documents: ids of packed documents that do not see each other.
-        allowed: True where a query sees a key, in place of the three above, and where queries and
-            keys are not the same tokens.
-        bias: added to the scores after a cap: by distance, where queries and keys are the same
-            tokens (`mt_model.distance.bias_by_distance`), else pair by pair.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        sinks: a logit per query head that has no value.
-        dropout: of the weights.
-        kept: what weights are multiplied with, in place of `dropout`; 0 for those dropped.
-
-    Shape:
-        documents: [B, S]; bias: [N, 2 * S - 1], or as allowed; allowed: broadcast to [B, N, S, T];
-        sinks: [N]; kept: [B, N, S, T].
-    """
-
-    scale: float
-    causal: bool = True
-    window: int | None = None
-    documents: Tensor | None = None
-    allowed: Tensor | None = None
-    softcap: float | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout: AttentionDropout | None = None
-    kept: Tensor | None = None
-
-    @property
-    def drops(self) -> bool:
-        """Whether weights are dropped."""
-        return self.dropout is not None or self.kept is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all pairs count, or the causal ones."""
-        return self.window is None and self.documents is None and self.allowed is None
-
-    def mask(self, query: Tensor) -> Tensor | None:
-        """True where a query sees a key; None where all do. Broadcasts to [B, N, S, T]."""
-        if self.allowed is not None:
-            return self.allowed
-        places = torch.arange(query.shape[1], device=query.device)
-        allowed = seen(places, places, self.window, causal=self.causal)
-        if self.documents is not None:
-            same = self.documents[:, :, None] == self.documents[:, None, :]
-            return (allowed & same)[:, None]
-        return None if self.window is None and not self.causal else allowed
-
-    def pairs(self, query: Tensor) -> Tensor | None:
-        """The bias of each pair; None for none. Broadcasts to [B, N, S, T]."""
-        if self.bias is None or self.allowed is not None:
-            return self.bias
-        places = torch.arange(query.shape[1], device=query.device)
-        return spread(self.bias, places, places)
 
 
 def attention(
@@ -106,16 +42,14 @@ def attention(
         ValueError: The named kernel can't compute this; the message says why.
     """
     work = query, key, value, scores
-    if kernel in ("auto", "matmul"):
-        return kernel_for(ATTENTION_KERNELS, *work).run(*work)
-    chosen = next(one for one in ATTENTION_KERNELS if one.name == kernel)
-    why = chosen.obstacle(*work)
-    if why is not None:
-        raise ValueError(
-            f"attention={kernel!r} can't compute this attention: {why}. Use attention='auto', "
-            "which takes the first kernel that can"
-        )
-    return chosen.run(*work)
+    name = AUTO if kernel == "matmul" else kernel  # the layer has seen that it does not serve
+    return chosen_kernel("attention", ATTENTION_KERNELS, name, *work).run(*work)
+
+
+def attention_choice(kernel: AttentionKernel) -> KernelChoice:
+    """Say what attends; whether that serves a pass depends on its masks and lengths."""
+    reason = "asked for" if kernel != AUTO else "the first that serves, in each pass"
+    return KernelChoice("attention", kernel, reason)
 
 
 def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
@@ -153,7 +87,7 @@ def _sdpa_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) ->
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    mask, pairs = scores.allowed, scores.pairs(query)
+    mask, pairs = scores.allowed, scores.pairs()
     if pairs is not None:
         allowed = scores.mask(query)
         mask = pairs.to(query.dtype)
@@ -257,44 +191,6 @@ def _flex_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) ->
     return "dropout by global index" if scores.drops else None
 
 
-def flex(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, fused: bool = True
-) -> Tensor:
-    """Compute by torch's flex attention; see `attention`."""
-    return flex_attention(
-        *(query, key, value),
-        scale=scores.scale,
-        softcap=scores.softcap,
-        sinks=scores.sinks,
-        sees=_sees(scores),
-        fused=fused,
-    )
-
-
-def _sees(scores: Scores) -> Sees | None:
-    """The mask as a function of indices; None where all pairs count."""
-    allowed, documents = scores.allowed, scores.documents
-    if allowed is not None:
-        while allowed.dim() < 4:
-            allowed = allowed[None]
-        rows, heads = allowed.shape[0] > 1, allowed.shape[1] > 1
-        return lambda b, h, q, k: allowed[b if rows else 0, h if heads else 0, q, k]
-    if scores.is_plain and not scores.causal:
-        return None
-
-    def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
-        distance = query - key if scores.causal else (query - key).abs()
-        near = distance >= 0
-        if scores.window is not None:
-            near = near & (distance < scores.window)
-        if documents is not None:
-            near = near & (documents[sample, query] == documents[sample, key])
-        return near
-
-    return sees
-
-
 def _tiles_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
     del value
     if scores.allowed is not None or scores.kept is not None:
@@ -321,27 +217,11 @@ def _reference_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Score
     return None if scores.dropout is None else "dropout by global index"
 
 
-def _reference(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    allowed = scores.mask(query)
-    if allowed is None:
-        allowed = torch.ones((), dtype=torch.bool, device=query.device)
-    out = reference_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        allowed=allowed,
-        scale=scores.scale,
-        softcap=scores.softcap,
-        sinks=scores.sinks,
-        bias=scores.pairs(query),
-        kept=scores.kept,
-    )
-    return out.transpose(1, 2)
-
-
 ATTENTION_KERNELS: tuple[Kernel[Tensor], ...] = (
     Kernel("sdpa", _sdpa, _sdpa_obstacle),
     Kernel("flash", _flash, _flash_obstacle),
     Kernel("te", _te, _te_obstacle),
-    Kernel("flex", flex, _flex_obstacle),
+    Kernel("flex", flex_attention, _flex_obstacle),
     Kernel("tiles", _tiles, _tiles_obstacle),
-    Kernel("reference", _reference, _reference_obstacle),
+    Kernel("reference", reference_attention, _reference_obstacle),
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from mt_files import AUTO
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mt_model.initialization import Uniform, start_from
+from mt_model.kernels import Kernel, eager_obstacle, kernel_for, serves
 
 
 def causal_convolution(
@@ -44,6 +49,93 @@ def causal_convolution(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def silu_convolution_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    before: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """SiLU of `causal_convolution`, which has the arguments."""
+    return F.silu(causal_convolution(x, weight, bias, before=before, segments=segments))
+
+
+def silu_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    before: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """`silu_convolution_reference`; in eager mode with a backward of few passes.
+
+    Shape:
+        As `causal_convolution`.
+    """
+    kernel = kernel_for(SILU_CONVOLUTION_KERNELS, AUTO, before, segments)
+    return kernel.run(x, weight, bias, before=before, segments=segments)
+
+
+class _SiluConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        known, factors = x.to(wide), weight.t().to(wide).contiguous()
+        if bias is None:
+            y = known * factors[-1]
+        else:
+            y = torch.addcmul(bias.to(wide), known, factors[-1])
+        for back in range(1, min(len(factors), x.shape[1])):
+            y[:, back:].addcmul_(known[:, :-back], factors[-1 - back])
+        y = y.to(x.dtype)
+        ctx.save_for_backward(x, factors, y)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return F.silu(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, factors, y = ctx.saved_tensors
+        of_weight, of_bias = ctx.dtypes
+        grad = torch.ops.aten.silu_backward(grads[0], y).to(factors.dtype)
+        known, length = x.to(factors.dtype), x.shape[1]
+        grad_x, product = grad * factors[-1], grad * known
+        grad_factors = torch.zeros_like(factors)
+        torch.sum(product, (0, 1), out=grad_factors[-1])
+        for back in range(1, min(len(factors), length)):
+            grad_x[:, :-back].addcmul_(grad[:, back:], factors[-1 - back])
+            product = torch.mul(grad[:, back:], known[:, :-back])
+            torch.sum(product, (0, 1), out=grad_factors[-1 - back])
+        grad_bias = None if of_bias is None else grad.sum((0, 1)).to(of_bias)
+        return grad_x.to(x.dtype), grad_factors.t().to(of_weight), grad_bias
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    before: Tensor | None,
+    segments: Tensor | None,
+) -> Tensor:
+    del before, segments
+    return _SiluConvolution.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+
+
+def _eager_obstacle(before: Tensor | None, segments: Tensor | None) -> str | None:
+    if before is not None or segments is not None:
+        return "tokens before the first, or documents"
+    return eager_obstacle()
+
+
+SILU_CONVOLUTION_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("eager", _eager, _eager_obstacle),
+    Kernel("reference", silu_convolution_reference, serves),
+)
+
+
 def with_tail(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
     """Put the last `taps - 1` tokens before the first in front; zeros if None.
 
@@ -63,7 +155,7 @@ def _same(segments: Tensor, back: int) -> Tensor:
 
 
 class CausalConvolution(nn.Module):
-    """`causal_convolution` and then SiLU, of channels that may have several dims.
+    """`silu_convolution`, of channels that may have several dims.
 
     Args:
         channels: of this rank, in as many dims as the sharding record needs.
@@ -98,7 +190,7 @@ class CausalConvolution(nn.Module):
         """
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        y = causal_convolution(x, weight, bias, before=tail, segments=segments)
+        y = silu_convolution(x, weight, bias, before=tail, segments=segments)
         if tail is not None:
             last = with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :]
             if segments is not None:
@@ -106,4 +198,4 @@ class CausalConvolution(nn.Module):
                 known = torch.cat((first, segments), 1)[:, x.shape[1] :]
                 last = last * (known == segments[:, -1:])[..., None]
             tail.copy_(last)
-        return F.silu(y)
+        return y

@@ -11,5 +11,10 @@ QKNorm: TypeAlias = Literal["none", "head", "whole", "l2"]
 AttentionKernel: TypeAlias = Literal[
     "auto", "matmul", "sdpa", "flash", "te", "flex", "tiles", "reference"
 ]
+NormKernel: TypeAlias = Literal["auto", "fused", "cpu", "torch", "reference"]
+ActivationKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
+RopeKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
+LossKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
+KernelSet: TypeAlias = Literal["auto", "fused", "reference"]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 Sinks: TypeAlias = Literal["none", "zero", "learned"]

@@ -10,11 +10,12 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend import Pass
-from mt_model.attention_kernels import Scores, attention
+from mt_model.attention_kernels import attention
 from mt_model.cross_attention_config import CrossAttentionConfig
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
 from mt_model.placement import Placement
+from mt_model.scores import Scores
 
 
 class CrossAttention(nn.Module):
@@ -74,17 +75,23 @@ class CrossAttention(nn.Module):
         self.context = placement.context
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
-        """Attend to the memory."""
+        """Attend to the memory; a token that sees none of it gets zeros, before the projection."""
         query = self.query(x)
         key, value, seen = self._memory(shared)
+        allowed = nothing = None
+        if seen is not None:
+            seen = seen[:, None] if seen.dim() == 2 else seen
+            nothing = ~seen.any(-1, keepdim=True)
+            allowed = (seen | nothing)[:, None]  # a softmax over nothing is not a number
         scores = Scores(
             scale=self.head_dim**-0.5 if self.scale is None else self.scale,
             causal=False,
-            allowed=None if seen is None else seen[:, None, None],
+            allowed=allowed,
             softcap=self.softcap,
             kept=self._kept(query, key, shared),
         )
-        return self.out(attention(query, key, value, scores))
+        found = attention(query, key, value, scores)
+        return self.out(found if nothing is None else found.masked_fill(nothing[..., None], 0))
 
     def _memory(self, shared: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the memory, and which of them count; from the cache if it has them."""
@@ -101,8 +108,6 @@ class CrossAttention(nn.Module):
             made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
         key, value = made.unbind(3)
         mask = shared.memory_mask
-        if mask is not None:  # a row without any key sees them all: a softmax over nothing is NaN
-            mask = mask | ~mask.any(1, keepdim=True)
         if held is not None:
             held["key"], held["value"] = key, value
             if mask is not None:

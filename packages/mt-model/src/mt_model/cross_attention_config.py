@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks
 
-from mt_model.config import MAX_HEADS, MAX_WIDTH, MixerConfig, ModelConfig, Sizes
 from mt_model.kinds import check_groups, split_heads
+from mt_model.stack_config import MAX_HEADS, MAX_WIDTH, MixerConfig, Sizes, StackConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +69,12 @@ class CrossAttentionConfig(MixerConfig):
         """Attention masks it."""
         return True
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    @property
+    def needs_memory(self) -> bool:
+        """Keys and values are made of it."""
+        return True
+
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `CrossAttention`."""
         made = import_module("mt_model.cross_attention").CrossAttention
         return made(self, model.hidden_size, layer=layer, placement=placement)

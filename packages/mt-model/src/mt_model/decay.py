@@ -54,9 +54,11 @@ def chunk_decays(log_decay: Tensor, segments: Tensor | None) -> Decays:
         entering = entering.masked_fill(own != before, -torch.inf)
         leaving = leaving.masked_fill(own != last, -torch.inf)
         through = through.masked_fill((last != before)[..., 0], -torch.inf)
-    within = within.masked_fill(hidden, -torch.inf)
-    each = (part.to(log_decay.dtype).exp() for part in (within, entering, leaving, through))
-    return Decays(**dict(zip(("within", "entering", "leaving", "through"), each, strict=True)))
+    within = within.to(log_decay.dtype).masked_fill_(hidden, -torch.inf).exp_()
+    entering, leaving, through = (
+        part.to(log_decay.dtype).exp() for part in (entering, leaving, through)
+    )
+    return Decays(within=within, entering=entering, leaving=leaving, through=through)
 
 
 def step_by_step(

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from mt_model.decay import chunk_decays, cut, cut_segments, step_by_step
 
 
-def delta_rule_step(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+class DeltaSteps(NamedTuple):
+    """What the steps of a sequence are made of; without S, of one token.
+
+    Attributes:
+        query: one for `H / K` consecutive values, as the key is.
+        key: of length 1.
+        value: one of each head.
+        log_decay: 0 or less.
+        beta: how far towards the value, 0 to 1; with 0 a token does not write.
+
+    Shape:
+        query, key: [B, S, K, D]; value: [B, S, H, V]; log_decay, beta: [B, S, H].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+
+def delta_rule_step(steps: DeltaSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     """Take one step of a memory that maps keys to values.
 
     It decays, `S = exp(log_decay) S`; moves what it has for the key towards the value,
     `S = S + beta k (v - S^T k)^T`; and answers the query, `y = S^T q`.
 
     Args:
-        query: one for `H / K` consecutive values, as the key is.
-        key: of length 1.
-        value: one of each head.
-        log_decay: 0 or less.
-        beta: how far towards the value, 0 to 1.
+        steps: of one token.
         state: of the tokens before.
 
     Returns:
         Output and state, in the state's dtype.
 
     Shape:
-        query, key: [B, K, D]; value: [B, H, V]; log_decay, beta: [B, H]; state: [B, H, D, V].
+        state: [B, H, D, V]. Returns [B, H, V] and the state's.
     """
-    query, key, value, log_decay, beta = (
-        part.to(state.dtype) for part in (query, key, value, log_decay, beta)
-    )
+    query, key, value, log_decay, beta = (part.to(state.dtype) for part in steps)
     shares = value.shape[1] // key.shape[1]
     query, key = (part.repeat_interleave(shares, 1) for part in (query, key))
     state = state * log_decay.exp()[..., None, None]
@@ -42,27 +57,19 @@ def delta_rule_step(
 
 
 def delta_rule_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    *,
-    state: Tensor | None = None,
-    segments: Tensor | None = None,
+    steps: DeltaSteps, *, state: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Take the steps one by one. The plain form of `delta_rule`, which has the arguments."""
-    parts = (query, key, value, log_decay, beta)
-    before = _zeros(key, value) if state is None else state
-    return step_by_step(delta_rule_step, parts, before, segments)
+
+    def step(*parts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_step(DeltaSteps(*parts), state)
+
+    before = _zeros(steps.key, steps.value) if state is None else state
+    return step_by_step(step, steps, before, segments)
 
 
-def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is computed
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
+def delta_rule(
+    steps: DeltaSteps,
     *,
     chunk_size: int,
     state: Tensor | None = None,
@@ -76,11 +83,7 @@ def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is
     the chunks changes nothing but rounding.
 
     Args:
-        query: one for `H / K` consecutive values, as the key is.
-        key: of length 1.
-        value: one of each head.
-        log_decay: 0 or less.
-        beta: how far towards the value; with 0 a token does not write.
+        steps: of all tokens.
         chunk_size: tokens whose products with each other are there at a time.
         state: of the tokens before; zero if None.
         segments: as of `segments_of`; a new one starts from a zero state.
@@ -89,18 +92,16 @@ def delta_rule(  # noqa: PLR0913 - what the recurrence is made of, and how it is
         Outputs, and the state after the last token.
 
     Shape:
-        query, key: [B, S, K, D]; value: [B, S, H, V]; log_decay, beta: [B, S, H]; state:
-        [B, H, D, V]; segments: [B, S]. Returns [B, S, H, V] and [B, H, D, V].
+        state: [B, H, D, V]; segments: [B, S]. Returns [B, S, H, V] and [B, H, D, V].
     """
+    key, value = steps.key, steps.value
     length, keys = key.shape[1:3]
     wide = torch.promote_types(key.dtype, torch.float32)
     memory = _zeros(key, value) if state is None else state.to(wide)
     memory = memory.unflatten(1, (keys, -1))
     size = min(chunk_size, length)
     # b batch, c chunk, k key head, r value head of it, l and s places in the chunk.
-    q, k, v, log_decay, beta = (
-        cut(part.to(wide), size).transpose(2, 3) for part in (query, key, value, log_decay, beta)
-    )
+    q, k, v, log_decay, beta = (cut(part.to(wide), size).transpose(2, 3) for part in steps)
     decays = chunk_decays(log_decay, cut_segments(segments, size))
     within, entering, leaving, through = (
         part.unflatten(2, (keys, -1))

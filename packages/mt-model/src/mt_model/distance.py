@@ -69,3 +69,12 @@ def spread(by_distance: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     middle = by_distance.shape[1] // 2
     distance = queries[..., :, None] - keys[..., None, :] + middle
     return by_distance[:, distance].movedim(0, -3)
+
+
+def spread_in_order(by_distance: Tensor) -> Tensor:
+    """`spread` of the places 0, 1, 2 and on, with themselves: rows of one tensor, without an index.
+
+    Shape:
+        by_distance: [H, 2 * S - 1]. Returns [H, S, S].
+    """
+    return by_distance.flip(1).unfold(1, by_distance.shape[1] // 2 + 1, 1).flip(1)

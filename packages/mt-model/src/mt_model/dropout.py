@@ -36,7 +36,14 @@ class DropoutSite:
         return x * keep.to(x.dtype).div_(1 - self.probability)
 
 
-def hidden_index(sample_ids: Tensor, positions: Tensor, length: int, hidden_size: int) -> Tensor:
+def hidden_index(
+    sample_ids: Tensor,
+    positions: Tensor,
+    length: int,
+    hidden_size: int,
+    *,
+    own: range | None = None,
+) -> Tensor:
     """Global index of every element of hidden states.
 
     Args:
@@ -44,9 +51,12 @@ def hidden_index(sample_ids: Tensor, positions: Tensor, length: int, hidden_size
         positions: of this rank's tokens in the sequence.
         length: sequences are numbered apart by this many positions.
         hidden_size: elements per position.
+        own: those of them that this rank has; all where None.
 
     Shape:
-        sample_ids: [B]; positions: [S]. Returns [B, S, hidden_size].
+        sample_ids: [B]; positions: [S]. Returns [B, S, hidden_size], or as many as own.
     """
     tokens = sample_ids[:, None] * length + positions[None, :]
-    return tokens[..., None] * hidden_size + torch.arange(hidden_size, device=tokens.device)
+    own = range(hidden_size) if own is None else own
+    elements = torch.arange(own.start, own.stop, device=tokens.device)
+    return tokens[..., None] * hidden_size + elements

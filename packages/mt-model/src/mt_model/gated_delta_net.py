@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from mt_model.attend import Pass
 from mt_model.causal_convolution import CausalConvolution
-from mt_model.config import ModelConfig
 from mt_model.decay import segments_of
-from mt_model.delta_rule import delta_rule, delta_rule_step
+from mt_model.delta_rule import DeltaSteps, delta_rule, delta_rule_step
 from mt_model.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.gated_norm import GatedRMSNorm
 from mt_model.initialization import Uniform, start_from
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
+from mt_model.stack_config import StackConfig
 
 L2_EPS = 1e-6
 
@@ -52,7 +52,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     def __init__(
-        self, config: GatedDeltaNetConfig, model: ModelConfig, *, layer: int, placement: Placement
+        self, config: GatedDeltaNetConfig, model: StackConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
         self.config, self.index, self.placement = config, layer, placement
@@ -77,7 +77,11 @@ class GatedDeltaNet(nn.Module):
         for param in (self.A_log, self.dt_bias):
             placement.mark_split(param, dim=0)
         self.norm = GatedRMSNorm(
-            config.value_dim, eps=model.norm.eps, gate_first=False, dtype=dtype
+            config.value_dim,
+            eps=model.norm.eps,
+            gate_first=False,
+            dtype=dtype,
+            kernels=placement.kernels,
         )
         placement.mark_replicated(self.norm, partial=True)
         self.out = RowParallelLinear(
@@ -112,13 +116,14 @@ class GatedDeltaNet(nn.Module):
         value = value.unflatten(-1, (-1, config.value_dim)).flatten(2, 3)
         b, a = (part.flatten(2) for part in ba.chunk(2, -1))
         log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        steps = (query, key, value, log_decay, b.sigmoid())
+        steps = DeltaSteps(query, key, value, log_decay, b.sigmoid())
         if kept is not None and qkv.shape[1] == 1:
-            y, state = delta_rule_step(*(part[:, 0] for part in steps), state=kept["state"])
+            token = DeltaSteps(*(part[:, 0] for part in steps))
+            y, state = delta_rule_step(token, kept["state"])
             y = y[:, None]
         else:
             state, size = held.get("state"), config.chunk_size
-            y, state = delta_rule(*steps, chunk_size=size, state=state, segments=segments)
+            y, state = delta_rule(steps, chunk_size=size, state=state, segments=segments)
         if kept is not None:
             kept["state"].copy_(state.detach())
         return y

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks, divisors
 
-from mt_model.config import MAX_HEADS, MAX_LENGTH, MixerConfig, ModelConfig, Sizes
 from mt_model.mamba2_config import MAX_TAPS
+from mt_model.stack_config import MAX_HEADS, MAX_LENGTH, MixerConfig, Sizes, StackConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +79,7 @@ class GatedDeltaNetConfig(MixerConfig):
         """In front of a prompt; elsewhere it is refused when it comes."""
         return True
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `GatedDeltaNet`."""
         net = import_module("mt_model.gated_delta_net")
         return net.GatedDeltaNet(self, model, layer=layer, placement=placement)

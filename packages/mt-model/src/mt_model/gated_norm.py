@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,11 @@ import torch.nn.functional as F
 from mt_parallel_state import Group, copy_to_group, group_rank, group_size, reduce_from_group
 from torch import Tensor, nn
 
+from mt_model.activation import SILU_PRODUCT_KERNELS, silu_product
 from mt_model.initialization import start_from
+from mt_model.kernel_words import Kernels
+from mt_model.kernels import KernelChoice, choice_of
+from mt_model.norm import RMS_NORM_KERNELS, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class GatedRMSNorm(nn.Module):
         gate_first: the gate is part of what is normalised.
         dtype: of the weight.
         shared: where ranks have parts of groups.
+        kernels: what computes norm and gate.
 
     Shape:
         forward(x, gate): [..., groups, size] -> the same.
@@ -61,20 +67,39 @@ class GatedRMSNorm(nn.Module):
         gate_first: bool,
         dtype: torch.dtype,
         shared: SharedGroups | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
         self.eps, self.gate_first, self.shared = eps, gate_first, shared
+        self.kernels = Kernels() if kernels is None else kernels
         self.weight = nn.Parameter(torch.empty(channels, dtype=dtype, device="meta"))
         start_from(self.weight, "ones")
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise each group of channels."""
         wide = torch.promote_types(gate.dtype, torch.float32)
-        x, opened = x.to(wide), F.silu(gate.to(wide))
+        x, opened = x.to(wide), gate.to(wide)
         if self.gate_first:
-            x = x * opened
-        mean = x.square().mean(-1, keepdim=True)
+            x = self._opened(x, opened)
+        x = self._normed(x)
+        return (x if self.gate_first else self._opened(x, opened)).to(gate.dtype)
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes norm and gate."""
+        wide = like.to(torch.promote_types(like.dtype, torch.float32))
+        yield choice_of("activation", SILU_PRODUCT_KERNELS, self.kernels.activation, wide, wide)
+        if self.shared is None:
+            x, weight = wide.new_empty(0, 1), self.weight if self.weight.dim() == 1 else None
+            yield choice_of("norm", RMS_NORM_KERNELS, self.kernels.norm, x, weight)
+
+    def _opened(self, x: Tensor, gate: Tensor) -> Tensor:
+        return silu_product(gate, x, kernel=self.kernels.activation)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype).view(-1, x.shape[-1])
         if self.shared is not None:
-            mean = self.shared.mean(mean)
-        x = x * torch.rsqrt(mean + self.eps) * self.weight.to(wide).view(-1, x.shape[-1])
-        return (x if self.gate_first else x * opened).to(gate.dtype)
+            mean = self.shared.mean(x.square().mean(-1, keepdim=True))
+            return x * torch.rsqrt(mean + self.eps) * weight
+        if len(weight) == 1:
+            return rms_norm(x, weight[0], self.eps, kernel=self.kernels.norm)
+        return rms_norm(x, None, self.eps, kernel=self.kernels.norm) * weight

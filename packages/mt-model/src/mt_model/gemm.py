@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mt_files import AUTO
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
 
@@ -53,4 +54,4 @@ GEMM_KERNELS: tuple[Kernel[Gemm], ...] = (
 
 def default_gemm(device: torch.device) -> Gemm:
     """Return the fastest plain products for a device."""
-    return kernel_for(GEMM_KERNELS, device).run()
+    return kernel_for(GEMM_KERNELS, AUTO, device).run()

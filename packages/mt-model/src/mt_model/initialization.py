@@ -24,6 +24,7 @@ from mt_parallel_state import (
 from torch import Tensor, nn
 
 from mt_model.config import ModelConfig
+from mt_model.stack_config import StackConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class Uniform:
 
 
 Initial: TypeAlias = Literal["normal", "residual", "embedding", "ones", "zeros"] | Uniform
+# A language model's, whose rows may be padded.
+VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 _ATTRIBUTE = "_mt_initial"
 
 
@@ -76,7 +79,7 @@ def start_from(param: nn.Parameter, initial: Initial) -> None:
 
 def materialize(
     stage: nn.Module,
-    config: ModelConfig,
+    config: StackConfig,
     state: ParallelState,
     *,
     seed: int | None,
@@ -104,7 +107,7 @@ def materialize(
 
 def initializer(
     model: nn.Module,
-    config: ModelConfig,
+    config: StackConfig,
     state: ParallelState | None = None,
     *,
     seed: int = 0,
@@ -133,13 +136,8 @@ def initializer(
 
 
 def _initializer(
-    stage: nn.Module, config: ModelConfig, state: ParallelState, *, seed: int
+    stage: nn.Module, config: StackConfig, state: ParallelState, *, seed: int
 ) -> Callable[[str, nn.Parameter], None]:
-    std = {
-        "normal": config.init_std,
-        "residual": config.init_std / math.sqrt(2 * config.num_layers),
-        "embedding": config.init_std if config.embedding_std is None else config.embedding_std,
-    }
     known: dict[str, Initial] = {
         name: getattr(meta, _ATTRIBUTE, "zeros" if name.split(".")[-1] == "bias" else "normal")
         for name, meta in stage.named_parameters()
@@ -147,17 +145,26 @@ def _initializer(
 
     def fill(name: str, param: nn.Parameter) -> None:
         initial, layout, rank = known[name], state.layout, state.rank
+        std = _deviations(config.part_of(name))
         if isinstance(initial, Uniform):
             initial.fill_(param, key=hash_key("init", seed, name), layout=layout, rank=rank)
         elif initial in std:
             at = {"layout": layout, "rank": rank, "std": std[initial]}
             initialize_(param, seed=seed, name=name, **at)
-            if name in ("embedding.weight", "head.weight"):
+            if isinstance(config, ModelConfig) and name in VOCABULARY:
                 blank_padding(param, config, first=offsets_of(param, state.layout, state.rank)[0])
         else:
             nn.init.constant_(param, float(initial == "ones"))
 
     return fill
+
+
+def _deviations(config: StackConfig) -> dict[Initial, float]:
+    return {
+        "normal": config.init_std,
+        "residual": config.init_std / math.sqrt(2 * config.num_layers),
+        "embedding": config.init_std if config.embedding_std is None else config.embedding_std,
+    }
 
 
 @torch.no_grad()

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from mt_files import Checks, divisors
 
 from mt_model.choice import Activation, QKNorm, Sinks
-from mt_model.config import (
+from mt_model.rope import RopeConfig, Rotary
+from mt_model.score_bias import ScoreBias
+from mt_model.stack_config import (
     MAX_HEADS,
     MAX_LENGTH,
     MAX_WIDTH,
     FeedForwardConfig,
     MixerConfig,
-    ModelConfig,
     Sizes,
+    StackConfig,
 )
-from mt_model.rope import RopeConfig, Rotary
-from mt_model.score_bias import ScoreBias
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +124,7 @@ class AttentionConfig(MixerConfig):
         """Attention masks it."""
         return True
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build an `Attention`."""
         attention = import_module("mt_model.attention")
         return attention.Attention(self, model, layer=layer, placement=placement)
@@ -177,6 +177,7 @@ class MLPConfig(FeedForwardConfig):
         bias: bias on both projections.
         clamp: gated only: `g x` is cut to at most this, and `up x` to its size (GPT-OSS: 7).
         up_offset: gated only: it is `act(g x) * (up x + up_offset)` (GPT-OSS: 1).
+        dropout: probability of dropping an element between the projections (T5).
     """
 
     ffn_size: int
@@ -185,12 +186,14 @@ class MLPConfig(FeedForwardConfig):
     bias: bool = False
     clamp: float | None = None
     up_offset: float = 0.0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "ffn_size")
         checks.at_most(MAX_WIDTH, "ffn_size")
         checks.above(0, "clamp")
+        checks.fraction("dropout")
         checks.done()
         for name in ("clamp", "up_offset"):
             if not self.gated and getattr(self, name):
@@ -198,10 +201,15 @@ class MLPConfig(FeedForwardConfig):
                 checks.add(name, text + "gated=True, or leave it out.")
         checks.done()
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build an `MLP`."""
-        del layer
-        return import_module("mt_model.mlp").MLP(self, model.hidden_size, placement=placement)
+        mlp = import_module("mt_model.mlp")
+        return mlp.MLP(self, model, layer=layer, placement=placement)
+
+    @property
+    def drops(self) -> bool:
+        """Whether elements between the projections are dropped."""
+        return self.dropout > 0
 
     def num_parameters(self, hidden_size: int) -> int:
         """Count weights and biases."""

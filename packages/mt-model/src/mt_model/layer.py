@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mt_model.attend import Pass
-from mt_model.config import EntryConfig, LayerConfig, ModelConfig
 from mt_model.dropout import DropoutSite
 from mt_model.losses import Losses, add_losses, take_losses
-from mt_model.norm import build_norm
+from mt_model.norm import stream_norm
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between_all, made_again, make_again
 from mt_model.recompute_plan import WORDS
+from mt_model.stack_config import EntryConfig, LayerConfig, StackConfig
 
 Step: TypeAlias = Callable[[Tensor, Pass], tuple[Tensor, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
@@ -42,7 +42,7 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, config: LayerConfig, model: ModelConfig, *, layer: int, placement: Placement
+        self, config: LayerConfig, model: StackConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
         self.made_again, self.offloads = placement.made_again, placement.offloads
@@ -50,11 +50,7 @@ class TransformerLayer(nn.Module):
         self.index, self.config = layer, config
 
         def norm(*, there: bool) -> nn.Module | None:
-            if not there:
-                return None
-            module = build_norm(model.norm, model.hidden_size, dtype=placement.dtype)
-            placement.mark_replicated(module, partial=placement.sequence_parallel)
-            return module
+            return stream_norm(model, placement) if there else None
 
         def dropout(name: str) -> DropoutSite:
             return DropoutSite(model.dropout, seed=placement.seed, layer=layer, name=name)
@@ -133,7 +129,8 @@ class TransformerLayer(nn.Module):
         feed_forward, entry = self.feed_forward, self.config.feed_forward
         if feed_forward is None or entry is None:
             return x, {}
-        (output,) = self._behind(self.feed_forward_norm, [feed_forward], x)
+        feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
+        (output,) = self._behind(self.feed_forward_norm, [feed], x)
         fed, losses = self._take(output, entry)
         return self._add_fed(x, fed, shared), losses
 
@@ -144,12 +141,13 @@ class TransformerLayer(nn.Module):
             return self._feed(x, shared)
         if feed_forward is None or entry is None:
             return self._mix(x, shared)
-        mixer = partial(mixer, shared=shared)
+        mix = partial(mixer, shared=shared)
+        feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
         if self.config.shared_norm:
-            outputs = self._behind(self.mixer_norm, [mixer, feed_forward], x)
+            outputs = self._behind(self.mixer_norm, [mix, feed], x)
         else:
-            outputs = self._behind(self.mixer_norm, [mixer], x)
-            outputs += self._behind(self.feed_forward_norm, [feed_forward], x)
+            outputs = self._behind(self.mixer_norm, [mix], x)
+            outputs += self._behind(self.feed_forward_norm, [feed], x)
         mixed, losses = self._take(outputs[0], first)
         fed, more = self._take(outputs[1], entry)
         x = self._add_fed(self._add_mixed(x, mixed, shared), fed, shared)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from mt_model.attend import Pass
 from mt_model.causal_convolution import CausalConvolution
-from mt_model.config import ModelConfig
 from mt_model.decay import segments_of
 from mt_model.gated_norm import GatedRMSNorm, SharedGroups
 from mt_model.initialization import Uniform, start_from
 from mt_model.mamba2_config import Mamba2Config
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
-from mt_model.ssd import ssd, ssd_step
+from mt_model.ssd import SsdSteps, ssd, ssd_step
+from mt_model.stack_config import StackConfig
 
 
 class Mamba2(nn.Module):
@@ -49,7 +49,7 @@ class Mamba2(nn.Module):
     """
 
     def __init__(
-        self, config: Mamba2Config, model: ModelConfig, *, layer: int, placement: Placement
+        self, config: Mamba2Config, model: StackConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
         self.config, self.index, self.placement = config, layer, placement
@@ -71,6 +71,7 @@ class Mamba2(nn.Module):
             gate_first=not config.norm_before_gate,
             dtype=dtype,
             shared=self._shared_groups(),
+            kernels=placement.kernels,
         )
         placement.mark_split(self.norm, dim=0)
         for param in (self.A_log, self.D, self.dt_bias):
@@ -141,11 +142,12 @@ class Mamba2(nn.Module):
         dt = F.softplus(dt + self.dt_bias).clamp(config.min_dt, config.max_dt)
         rate, skip = -self.A_log.exp(), self.D[:, None] * u
         if kept is not None and x.shape[1] == 1:
-            y, state = ssd_step(u[:, 0], dt[:, 0], rate, b[:, 0], c[:, 0], kept["state"])
+            token = SsdSteps(u[:, 0], dt[:, 0], rate, b[:, 0], c[:, 0])
+            y, state = ssd_step(token, kept["state"])
             y = y[:, None]
         else:
             y, state = ssd(
-                *(u, dt, rate, b, c),
+                SsdSteps(u, dt, rate, b, c),
                 chunk_size=config.chunk_size,
                 state=held.get("state"),
                 segments=segments,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks, divisors
 
-from mt_model.config import MAX_HEADS, MAX_LENGTH, MixerConfig, ModelConfig, Sizes
+from mt_model.stack_config import MAX_HEADS, MAX_LENGTH, MixerConfig, Sizes, StackConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,7 @@ class Mamba2Config(MixerConfig):
         """In front of a prompt; elsewhere it is refused when it comes."""
         return True
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `Mamba2`."""
         mamba2 = import_module("mt_model.mamba2")
         return mamba2.Mamba2(self, model, layer=layer, placement=placement)

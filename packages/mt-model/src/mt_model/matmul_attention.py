@@ -1,8 +1,8 @@
 """Attention as batched matrix products, with norms, rotation and packing in one function.
 
 On a CPU torch's flash attention takes two to three times as long as plain products at training
-lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head), so it is
-for short sequences; `attention.py` decides.
+lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head, less those
+that no query of a block sees), so it is for short sequences; `attention.py` decides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,66 @@ from torch.autograd.function import once_differentiable
 from mt_model.norm import rms_norm_reference
 from mt_model.reference_attention import reference_attention
 from mt_model.rotary import RotaryTable, rotate_reference, swap_pairs, turn
+from mt_model.scores import Scores
+from mt_model.seen import seen
+
+BLOCK = 128  # queries that have the same keys
+
+
+class Pairs(NamedTuple):
+    """Which keys a query sees.
+
+    Attributes:
+        causal: Those up to its own place.
+        window: Those less than so many places away; None for all.
+        documents: Those of its document; None where all tokens are of one.
+
+    Shape:
+        documents: [B, S].
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+
+    def allowed(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """True where a query sees a key.
+
+        Shape:
+            Returns [queries, keys], or [B, queries, keys] with documents.
+        """
+        query, key = (torch.arange(own.start, own.stop, device=device) for own in (queries, keys))
+        near = seen(query, key, self.window, causal=self.causal)
+        if self.documents is None:
+            return near
+        query, key = (self.documents[:, own.start : own.stop] for own in (queries, keys))
+        return near & (query[:, :, None] == key[:, None, :])
+
+    def hide_(self, scores: Tensor, queries: range, keys: range) -> None:
+        """Set the scores of pairs that do not count to minus infinity.
+
+        Shape:
+            scores: [B, heads, queries, keys].
+        """
+        is_plain = self.window is None and self.documents is None
+        if is_plain and not self.causal:
+            return
+        if is_plain:  # all keys before the block count
+            keys, scores = queries, scores[..., -len(queries) :]
+        hidden = ~self.allowed(queries, keys, scores.device)
+        scores.masked_fill_(hidden[:, None] if hidden.dim() == 3 else hidden, -torch.inf)
+
+    def blocks(self, length: int) -> list[tuple[range, range]]:
+        """Cut queries into blocks, each with the keys that any of it may see."""
+        if not self.causal and self.window is None:
+            return [(range(length), range(length))]
+        far = length if self.window is None else self.window - 1
+        found = []
+        for start in range(0, length, BLOCK):
+            stop = min(start + BLOCK, length)
+            end = stop if self.causal else min(stop + far, length)
+            found.append((range(start, stop), range(max(0, start - far), end)))
+        return found
 
 
 class HeadNorm(NamedTuple):
@@ -37,8 +97,7 @@ def plain_matmul_attention(
     norm: HeadNorm | None,
     *,
     scale: float | None = None,
-    allowed: Tensor | None = None,
-    causal: bool = True,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, then softmax attention, in plain operations.
 
@@ -51,12 +110,13 @@ def plain_matmul_attention(
         key = rms_norm_reference(key, norm.key, norm.eps)
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
-    query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
-    if allowed is None and not causal:
-        allowed = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device)
-    seen = allowed[:, None] if allowed is not None and allowed.dim() == 3 else allowed
-    out = reference_attention(query, key, value, allowed=seen, scale=scale)
-    return out.transpose(1, 2).flatten(2)
+    query, key, value = (t.flatten(2, 3) for t in (query, key, value))
+    whole = range(qkv.shape[1])
+    allowed = (pairs or Pairs()).allowed(whole, whole, qkv.device)
+    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+    default = qkv.shape[-1] ** -0.5
+    scores = Scores(scale=default if scale is None else scale, allowed=allowed)
+    return reference_attention(query, key, value, scores).flatten(2)
 
 
 def matmul_attention(
@@ -65,8 +125,7 @@ def matmul_attention(
     norm: HeadNorm | None,
     *,
     scale: float | None = None,
-    allowed: Tensor | None = None,
-    causal: bool = True,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
 
@@ -77,24 +136,23 @@ def matmul_attention(
         table: from `rotary_table` for these positions, or None.
         norm: of queries and keys, or None.
         scale: of the scores; 1 / sqrt(D) where None.
-        allowed: True where a query sees a key.
-        causal: where `allowed` is None a query sees the tokens up to its own; False: all.
+        pairs: which keys a query sees; those up to its own place where None.
 
     Shape:
-        qkv: [B, S, G, Q + 2, D]; allowed: [S, S] or [B, S, S]. Returns [B, S, G * Q * D].
+        qkv: [B, S, G, Q + 2, D]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
-        options = {"scale": scale, "allowed": allowed, "causal": causal}
-        return plain_matmul_attention(qkv, table, norm, **options)
+        return plain_matmul_attention(qkv, table, norm, scale=scale, pairs=pairs)
     query, key, eps = norm or (None, None, 0.0)
+    # Under autocast tables and weights are wider than the projection.
+    query, key = (None if weight is None else weight.to(qkv.dtype) for weight in (query, key))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    values, interleaved = (None, False) if table is None else table
+    values, interleaved = (None, False) if table is None else table.to(qkv.dtype)
     if values is not None and values.dim() == 4:
         values = values[:, :, None, None]  # one for each row, over groups and parts
-    if allowed is None and not causal:
-        allowed = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device)
     options = eps, scale, interleaved
-    return _MatmulAttention.apply(qkv, values, query, key, options, allowed)  # pyright: ignore[reportReturnType]
+    with torch.autocast(qkv.device.type, enabled=False):
+        return _MatmulAttention.apply(qkv, values, query, key, options, pairs or Pairs())  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -108,7 +166,7 @@ class _MatmulAttention(torch.autograd.Function):
         query_weight: Tensor | None,
         key_weight: Tensor | None,
         options: tuple[float, float, bool],
-        allowed: Tensor | None,
+        pairs: Pairs,
     ) -> Tensor:
         eps, scale, interleaved = options
         batch, length, groups, parts, width = qkv.shape
@@ -119,30 +177,49 @@ class _MatmulAttention(torch.autograd.Function):
             rstd = _normalise_(packed[:, :, :-1], eps)
             weight = torch.cat((query_weight.expand(parts - 2, width), key_weight[None]))
         turned = _weigh_rotate(packed[:, :, :-1], weight, table, interleaved=interleaved)
-        query, key, value = _flatten(turned, packed)
-        mask = _mask(allowed, qkv)
-        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
-        probs = torch.softmax(scores, dim=-1, out=scores)  # row by row, so it may be in place
-        ctx.save_for_backward(packed, turned, probs, table, weight, rstd)
-        ctx.scale, ctx.interleaved = scale, interleaved
-        out = torch.bmm(probs, value).view(batch, groups, parts - 2, length, width)
-        return out.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)
+        query, key, value = _heads(turned, packed)
+        out = qkv.new_empty(batch, length, groups, parts - 2, width)
+        kept = []
+        for queries, keys in pairs.blocks(length):
+            block = _rows(query, queries)
+            product = key[:, keys.start : keys.stop].mT
+            probs = torch.baddbmm(qkv.new_zeros(()), block, product, beta=0, alpha=scale)
+            pairs.hide_(probs.view(batch, -1, len(queries), len(keys)), queries, keys)
+            torch.softmax(probs, dim=-1, out=probs)  # row by row, so it may be in place
+            found = torch.bmm(probs, value[:, keys.start : keys.stop])
+            found = found.view(batch, groups, parts - 2, len(queries), width)
+            out[:, queries.start : queries.stop] = found.permute(0, 3, 1, 2, 4)
+            kept.append(probs)
+        ctx.save_for_backward(packed, turned, table, weight, rstd, *kept)
+        ctx.scale, ctx.interleaved, ctx.pairs = scale, interleaved, pairs
+        return out.view(batch, length, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        packed, turned, probs, table, weight, rstd = ctx.saved_tensors
+        packed, turned, table, weight, rstd, *kept = ctx.saved_tensors
         batch, groups, parts, length, width = packed.shape
-        query, key, value = _flatten(turned, packed)
-        grad = grads[0].view(batch, length, groups, parts - 2, width).permute(0, 2, 3, 1, 4)
-        grad = grad.reshape(query.shape)
-        grad_packed = torch.empty_like(packed)
-        grad_packed[:, :, -1] = torch.bmm(probs.transpose(1, 2), grad).view_as(packed[:, :, -1])
-        grad_scores = torch.bmm(grad, value.transpose(1, 2))
+        query, key, value = _heads(turned, packed)
+        grad = grads[0].view(batch, length, groups, parts - 2, width)
+        grad_query = torch.empty_like(packed[:, :, :-2])
+        wide = torch.promote_types(packed.dtype, torch.float32)  # for the sums over blocks
+        grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
         softmax_backward = torch.ops.aten._softmax_backward_data.out
-        softmax_backward(grad_scores, probs, -1, probs.dtype, grad_input=grad_scores)
-        grad_query = torch.bmm(grad_scores, key).view_as(packed[:, :, :-2])
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view_as(packed[:, :, -2:-1])
+        for (queries, keys), probs in zip(ctx.pairs.blocks(length), kept, strict=True):
+            own = slice(keys.start, keys.stop)
+            block = grad[:, queries.start : queries.stop].permute(0, 2, 3, 1, 4)
+            block = block.reshape(batch * groups, -1, width)
+            _add_product(grad_value[:, own], probs.mT, block)
+            scores = torch.bmm(block, value[:, own].mT)
+            softmax_backward(scores, probs, -1, probs.dtype, grad_input=scores)
+            found = torch.bmm(scores, key[:, own])
+            grad_query[..., queries.start : queries.stop, :] = found.view(
+                batch, groups, parts - 2, len(queries), width
+            )
+            _add_product(grad_key[:, own], scores.mT, _rows(query, queries))
+        grad_packed = torch.empty_like(packed)
+        grad_packed[:, :, -1] = grad_value.view(batch, groups, length, width)
+        grad_key = grad_key.to(packed.dtype).view(batch, groups, 1, length, width)
         back = partial(
             _scale_rotate_back, table=table, scale=ctx.scale, interleaved=ctx.interleaved
         )
@@ -219,23 +296,20 @@ def _scale_rotate_back(
     into.addcmul_(swap_pairs(turned, interleaved=interleaved), table[1], value=-scale)
 
 
-def _flatten(turned: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views for batched products: query [BG, Q * S, D], key and value [BG, S, D]."""
+def _heads(turned: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views for batched products: query [BG, Q, S, D], key and value [BG, S, D]."""
     heads, values = turned.flatten(0, 1), packed.flatten(0, 1)
-    return heads[:, :-1].flatten(1, 2), heads[:, -1], values[:, -1]
+    return heads[:, :-1], heads[:, -1], values[:, -1]
 
 
-def _mask(allowed: Tensor | None, qkv: Tensor) -> Tensor:
-    """Zero where a query sees a key and minus infinity elsewhere: [Q * S, S], or [BG, Q * S, S]."""
-    batch, length, groups, parts, _ = qkv.shape
-    if allowed is None:
-        mask = qkv.new_full((length, length), float("-inf")).triu_(1)
+def _rows(heads: Tensor, places: range) -> Tensor:
+    """Some tokens of all heads of a group, one below the other: [BG, Q, S, D] -> [BG, Q * s, D]."""
+    return heads[:, :, places.start : places.stop].reshape(len(heads), -1, heads.shape[-1])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a batched product to a sum, which may be wider."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
     else:
-        mask = qkv.new_zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
-    if mask.dim() == 2:
-        return mask.repeat(parts - 2, 1)
-    return (
-        mask[:, None, None]
-        .expand(batch, groups, parts - 2, -1, -1)
-        .reshape(batch * groups, -1, length)
-    )
+        total += torch.bmm(a, b)

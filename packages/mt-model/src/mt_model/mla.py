@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -12,14 +13,16 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend import CachedAttend, Pass
-from mt_model.attention_kernels import Scores, attention
-from mt_model.config import ModelConfig
+from mt_model.attention_kernels import attention, attention_choice
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
+from mt_model.kernels import KernelChoice
 from mt_model.mla_config import MLAConfig
 from mt_model.norm import build_rms_norm
 from mt_model.placement import Placement
-from mt_model.rotary import rotate
+from mt_model.rotary import rope_choice, rotate
+from mt_model.scores import Scores
+from mt_model.stack_config import StackConfig
 
 
 class LatentAttention(nn.Module):
@@ -48,7 +51,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, config: MLAConfig, model: ModelConfig, *, layer: int, placement: Placement
+        self, config: MLAConfig, model: StackConfig, *, layer: int, placement: Placement
     ) -> None:
         super().__init__()
         hidden, heads = model.hidden_size, config.num_heads
@@ -61,6 +64,7 @@ class LatentAttention(nn.Module):
         self.rank, self.v_head_dim = config.kv_lora_rank, config.v_head_dim
         self.num_heads, self.first_head = heads, placement.tp_index * (heads // placement.tp)
         self.group, self.sequence_parallel = placement.group, placement.sequence_parallel
+        self.kernels = placement.kernels
         linear = placement.linear_arguments()
         eps = model.norm.eps if config.norm_eps is None else config.norm_eps
         norm = replace(model.norm, weight=True, eps=eps)
@@ -73,7 +77,8 @@ class LatentAttention(nn.Module):
             return made
 
         def normed(size: int) -> nn.Module:
-            made = build_rms_norm(norm, size, dtype=placement.dtype)
+            how = {"dtype": placement.dtype, "kernel": placement.kernels.norm}
+            made = build_rms_norm(norm, size, **how)
             placement.mark_replicated(made, partial=placement.sequence_parallel)
             return made
 
@@ -110,7 +115,7 @@ class LatentAttention(nn.Module):
         latent, turned = self.latent_norm(latent), self._whole(turned)[:, :, None]
         if self.rotary is not None:
             table = shared.tables[self.rotary]
-            turning, turned = rotate(turning, table), rotate(turned, table)
+            turning, turned = rotate(turning, turned, table, kernel=self.kernels.rope)
         if isinstance(shared.attend, CachedAttend):
             mixed = self._absorbed(query, turning, latent, turned[:, :, 0], shared.attend)
         else:
@@ -148,6 +153,12 @@ class LatentAttention(nn.Module):
             self.rank, dtype=self.latent.weight.dtype, device=self.latent.weight.device
         )
         return self.key_value(unit[None])[0].permute(1, 2, 0)
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what attends, and what turns queries and keys."""
+        yield attention_choice(self.kernels.attention)
+        if self.rotary is not None:
+            yield rope_choice(self.kernels.rope, like)
 
     def sink_logits(self, query: Tensor) -> None:
         """Have no sinks."""

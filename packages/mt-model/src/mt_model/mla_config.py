@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks
 
-from mt_model.config import MAX_HEADS, MAX_LENGTH, MAX_WIDTH, MixerConfig, ModelConfig, Sizes
 from mt_model.kinds import heads_obstacle, twice_seen
 from mt_model.rope import RopeConfig, Rotary
+from mt_model.stack_config import MAX_HEADS, MAX_LENGTH, MAX_WIDTH, MixerConfig, Sizes, StackConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +91,7 @@ class MLAConfig(MixerConfig):
         """Attention masks it."""
         return True
 
-    def build(self, model: ModelConfig, *, layer: int, placement: Placement) -> nn.Module:
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
         """Build a `LatentAttention`."""
         made = import_module("mt_model.mla").LatentAttention
         return made(self, model, layer=layer, placement=placement)

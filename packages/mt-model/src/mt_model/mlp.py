@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.activation import activate, gated
+from mt_model.activation import activate, activation_choice, gated
+from mt_model.attend import Pass
+from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.initialization import start_from
+from mt_model.kernels import KernelChoice
 from mt_model.kinds import MLPConfig
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
+from mt_model.stack_config import StackConfig
 
 
 class MLP(nn.Module):
@@ -20,17 +27,25 @@ class MLP(nn.Module):
 
     Args:
         config: sizes and activation.
-        hidden_size: width of input and output.
+        model: width of input and output, and how far apart the elements of samples are numbered.
+        layer: global index.
         placement: of this rank.
 
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
     """
 
-    def __init__(self, config: MLPConfig, hidden_size: int, *, placement: Placement) -> None:
+    def __init__(
+        self, config: MLPConfig, model: StackConfig, *, layer: int, placement: Placement
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, hidden_size = config, model.hidden_size
+        self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="ffn")
+        self.max_length, self.context = model.max_sequence_length, placement.context
+        own = config.ffn_size // placement.tp
+        self.columns = range(placement.tp_index * own, (placement.tp_index + 1) * own)
         self.frees_activation = "activation" in placement.made_again
+        self.kernel = placement.kernels.activation
         linear = placement.linear_arguments()
         shape = (2, config.ffn_size) if config.gated else config.ffn_size
         shard_dim = 1 if config.gated else 0
@@ -42,15 +57,35 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(config.ffn_size, hidden_size, bias=config.bias, **linear)
         start_from(self.down.weight, "residual")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the feed-forward to each token."""
-        up = self.up(x)
+    def forward(self, x: Tensor, shared: Pass | None = None) -> Tensor:
+        """Apply the feed-forward to each token; `shared` is for dropout."""
+        up, between = self.up(x), partial(self._activate, shared=shared)
         if self.frees_activation:
-            return discard_between(self._activate, self.down, up)
-        return self.down(self._activate(up))
+            return discard_between(between, self.down, up)
+        return self.down(between(up))
 
-    def _activate(self, up: Tensor) -> Tensor:
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes the activation, if it has several kernels."""
         config = self.config
-        if not config.gated:
-            return activate(up, config.activation)
-        return gated(up, config.activation, clamp=config.clamp, up_offset=config.up_offset)
+        if config.gated:
+            terms = config.clamp, config.up_offset
+            yield activation_choice(self.kernel, config.activation, like, *terms)
+        elif config.activation == "relu2":
+            yield activation_choice(self.kernel, config.activation, like)
+
+    def _activate(self, up: Tensor, shared: Pass | None) -> Tensor:
+        config = self.config
+        if config.gated:
+            terms = {"clamp": config.clamp, "up_offset": config.up_offset}
+            y = gated(up, config.activation, **terms, kernel=self.kernel)
+        else:
+            y = activate(up, config.activation, kernel=self.kernel)
+        return self.dropout(y, self._index(y, shared))
+
+    def _index(self, y: Tensor, shared: Pass | None) -> Tensor | None:
+        """Global index of the elements between the projections; None where none is dropped."""
+        if shared is None or shared.sample_ids is None or not self.dropout.probability:
+            return None
+        ids = shared.sample_ids.to(y.device)
+        places = self.context.positions(y.shape[1] * self.context.size, y.device)
+        return hidden_index(ids, places, self.max_length, self.config.ffn_size, own=self.columns)

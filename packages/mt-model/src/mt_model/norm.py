@@ -1,23 +1,34 @@
-"""RMSNorm over the last dim; LayerNorm (Ba et al., 2016) is torch's."""
+"""RMSNorm over the last dim, and the norm that a configuration describes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import mt_fusions
 import torch
 import torch.nn.functional as F
+from mt_files import AUTO
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mt_model.initialization import start_from
 from mt_model.kernels import (
     Kernel,
-    eager_accelerator_obstacle,
+    KernelChoice,
+    accelerator_drawback,
+    choice_of,
+    chosen_kernel,
     eager_cpu_obstacle,
-    kernel_for,
+    fused_drawback,
+    fused_kernel,
+    fused_obstacle,
     serves,
 )
+from mt_model.layer_norm import LayerNorm, LayerNormForm
 from mt_model.norm_config import NormConfig
+from mt_model.placement import Placement
+from mt_model.stack_config import StackConfig
 
 
 def rms_norm_reference(
@@ -39,7 +50,7 @@ def rms_norm_reference(
     if weight is None:
         return y.to(x.dtype)
     if rounds_first:
-        return y.to(x.dtype) * weight
+        return (y.to(x.dtype) * weight).to(x.dtype)
     factor = weight.to(wide)
     return (y * (factor + 1 if zero_centered else factor)).to(x.dtype)
 
@@ -51,11 +62,13 @@ def rms_norm(
     *,
     zero_centered: bool = False,
     rounds_first: bool = False,
+    kernel: str = AUTO,
 ) -> Tensor:
-    """RMSNorm by the fastest form for the device; see `rms_norm_reference` for the formula.
+    """RMSNorm by a named kernel; see `rms_norm_reference` for the formula.
 
-    torch's own kernel on an accelerator, the reference inside `torch.compile` (which fuses it),
-    and `_CpuRMSNorm` in eager mode on a CPU, where torch's reaches a tenth of the bandwidth.
+    `auto` is the fastest for the device: torch's own kernel on an accelerator, the reference inside
+    `torch.compile` (which fuses it), and `_CpuRMSNorm` in eager mode on a CPU, where torch's
+    reaches a tenth of the bandwidth.
 
     Args:
         x: Any strides.
@@ -63,12 +76,16 @@ def rms_norm(
         eps: Added to the mean square.
         zero_centered: The weight w stands for 1 + w.
         rounds_first: The weight multiplies after the rounding to the dtype of `x`.
+        kernel: Of `RMS_NORM_KERNELS`, by name.
 
     Shape:
         x: [..., n]; weight: [n]. Returns the shape of x.
+
+    Raises:
+        ValueError: The named kernel does not serve; the message says why.
     """
-    kernel = kernel_for(RMS_NORM_KERNELS, x, weight)
-    return kernel.run(x, weight, eps, zero_centered=zero_centered, rounds_first=rounds_first)
+    chosen = chosen_kernel("norm", RMS_NORM_KERNELS, kernel, x, weight)
+    return chosen.run(x, weight, eps, zero_centered=zero_centered, rounds_first=rounds_first)
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -95,8 +112,7 @@ class _CpuRMSNorm(torch.autograd.Function):
         # With r = rstd: dx = r g w - x r^3 mean(g w x) and dw = sum over rows of r g x.
         # Row and column sums are GEMVs because those accumulate in fp32 at full bandwidth.
         x, weight, rstd = ctx.saved_tensors
-        if ctx.zero_centered:
-            weight = weight + 1
+        weight = (weight + 1 if ctx.zero_centered else weight).to(x.dtype)  # autocast's is wider
         grad, width = grads[0], x.shape[-1]
         r = rstd.to(x.dtype)
         buffer = grad * x
@@ -118,20 +134,34 @@ def _cpu_obstacle(x: Tensor, weight: Tensor | None) -> str | None:
     return eager_cpu_obstacle(x) or ("no weight" if weight is None else None)
 
 
+def _fused_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool, rounds_first: bool
+) -> Tensor:
+    form = {"zero_centered": zero_centered, "rounds_first": rounds_first}
+    return mt_fusions.rms_norm(x, weight, eps, **form, kernel=fused_kernel(x))
+
+
+def _fused_obstacle(x: Tensor, weight: Tensor | None) -> str | None:
+    del weight
+    return fused_obstacle("rms_norm", x)
+
+
 def _torch_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool, rounds_first: bool
 ) -> Tensor:
     if rounds_first and weight is not None:
-        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
-    if zero_centered and weight is not None:  # 1 + w has fewer digits than w, so in fp32
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + 1, eps).to(x.dtype)
+        return (F.rms_norm(x, x.shape[-1:], None, eps) * weight).to(x.dtype)
+    if weight is not None and (zero_centered or weight.dtype != x.dtype):
+        wide = torch.promote_types(x.dtype, torch.float32)  # 1 + w has fewer digits than w
+        factor = weight.to(wide) + 1 if zero_centered else weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, factor, eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 RMS_NORM_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("fused", _fused_rms_norm, _fused_obstacle, fused_drawback),
     Kernel("cpu", _cpu_rms_norm, _cpu_obstacle),
-    Kernel("torch", _torch_rms_norm, eager_accelerator_obstacle),
+    Kernel("torch", _torch_rms_norm, serves, accelerator_drawback),
     Kernel("reference", rms_norm_reference, serves),
 )
 
@@ -146,6 +176,7 @@ class RMSNorm(nn.Module):
         zero_centered: The weight w stands for 1 + w, and starts at 0.
         rounds_first: The weight multiplies after the rounding to the dtype of the input.
         weight: There is one.
+        kernel: Of `RMS_NORM_KERNELS`, by name.
 
     Shape:
         forward(x): [..., size] -> [..., size].
@@ -160,9 +191,12 @@ class RMSNorm(nn.Module):
         zero_centered: bool = False,
         rounds_first: bool = False,
         weight: bool = True,
+        kernel: str = AUTO,
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered, self.rounds_first = eps, zero_centered, rounds_first
+        self.kernel = kernel
+        self.size, self.eps = size, eps
+        self.zero_centered, self.rounds_first = zero_centered, rounds_first
         self.weight: Tensor | None = None
         if weight:
             param = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
@@ -181,18 +215,18 @@ class RMSNorm(nn.Module):
             self.eps,
             zero_centered=self.zero_centered,
             rounds_first=self.rounds_first,
+            kernel=self.kernel,
         )
 
-
-class ZeroCenteredLayerNorm(nn.LayerNorm):
-    """torch's LayerNorm with a weight that stands for 1 + w."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dim."""
-        return F.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes this for tensors of the device and dtype of `like`."""
+        x = like.new_empty(0, self.size)
+        yield choice_of("norm", RMS_NORM_KERNELS, self.kernel, x, self.weight)
 
 
-def build_rms_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
+def build_rms_norm(
+    config: NormConfig, size: int, *, dtype: torch.dtype, kernel: str = AUTO
+) -> RMSNorm:
     """Build an RMSNorm on the meta device as `config` describes it, whatever its kind."""
     return RMSNorm(
         size,
@@ -201,21 +235,33 @@ def build_rms_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSN
         zero_centered=config.zero_centered,
         rounds_first=config.rounds_first,
         weight=config.weight,
+        kernel=kernel,
     )
 
 
-def build_norm(config: NormConfig, size: int, *, dtype: torch.dtype) -> RMSNorm | nn.LayerNorm:
+def build_norm(
+    config: NormConfig, size: int, *, dtype: torch.dtype, kernel: str = AUTO
+) -> RMSNorm | LayerNorm:
     """Build the norm that `config` describes, on the meta device."""
     if config.kind == "rms":
-        return build_rms_norm(config, size, dtype=dtype)
-    norm = (ZeroCenteredLayerNorm if config.zero_centered else nn.LayerNorm)(
+        return build_rms_norm(config, size, dtype=dtype, kernel=kernel)
+    norm = LayerNorm(
         size,
-        eps=config.eps,
-        elementwise_affine=config.weight,
+        form=LayerNormForm(eps=config.eps, zero_centered=config.zero_centered),
+        weight=config.weight,
         bias=config.has_bias,
         dtype=dtype,
-        device="meta",
+        kernel=kernel,
     )
     if config.weight:
         start_from(norm.weight, "zeros" if config.zero_centered else "ones")
+    return norm
+
+
+def stream_norm(model: StackConfig, placement: Placement) -> nn.Module:
+    """Build a norm of the residual stream, which every rank has whole, on the meta device."""
+    norm = build_norm(
+        model.norm, model.hidden_size, dtype=placement.dtype, kernel=placement.kernels.norm
+    )
+    placement.mark_replicated(norm, partial=placement.sequence_parallel)
     return norm

@@ -13,6 +13,7 @@ from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
 
 from mt_model.attend import SequenceAttend
+from mt_model.kernel_words import Kernels
 
 
 class LinearArguments(TypedDict):
@@ -39,6 +40,7 @@ class Placement:
         dtype: of the parameters.
         device: of the parameters.
         context: the ranks that share the sequences, and attention there.
+        kernels: what computes each operation.
         made_again: what a layer computes again in backward (`RecomputePlan.modules`).
         offloads: whether its activations wait in the host's memory.
     """
@@ -52,6 +54,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     context: SequenceAttend
+    kernels: Kernels
     made_again: frozenset[str] = frozenset()
     offloads: bool = False
 
@@ -91,6 +94,17 @@ class Placement:
         axes = () if self.group is None else (*(None,) * dim, "tp")
         for param in [owner] if isinstance(owner, nn.Parameter) else owner.parameters():
             shard_param(param, PartitionSpec(*axes))
+
+    def between(self, x: Tensor, *, dim: int) -> Tensor:
+        """This rank's tokens between the parallel regions, of those that its group has.
+
+        Args:
+            x: Of all tokens of the group.
+            dim: That of the tokens.
+        """
+        if not self.sequence_parallel:
+            return x
+        return x.chunk(self.tp, dim=dim)[self.tp_index]
 
     def enter(self, x: Tensor) -> Tensor:
         """Bring a module's input to all ranks once, for several layers with `communicate=False`.

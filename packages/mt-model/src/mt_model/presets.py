@@ -10,11 +10,15 @@ from typing import Any, Literal
 from mt_files import FieldError, build, shorten, to_plain
 
 from mt_model.choice import Activation, Norms, Positions, QKNorm, Sinks
-from mt_model.config import MAX_LAYERS, LayerConfig, ModelConfig
+from mt_model.config import ModelConfig
+from mt_model.image_input_config import ImageInputConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.mtp_config import MTPConfig
 from mt_model.norm_config import NormConfig
+from mt_model.pooled_head_config import PooledHeadConfig
 from mt_model.rope import RopeConfig
 from mt_model.score_bias import ScoreBias
+from mt_model.stack_config import MAX_LAYERS, LayerConfig
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
@@ -58,6 +62,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     token_types: int = 0,
     head_transform: Activation | None = None,
     head_bias: bool = False,
+    pooled_head: PooledHeadConfig | Mapping[str, Any] | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     z_loss: float = 0.0,
@@ -71,6 +76,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     init_std: float = 0.02,
     embedding_std: float | None = None,
     vocab_multiple: int = 1,
+    images: ImageInputConfig | Mapping[str, Any] | None = None,
+    mtp: MTPConfig | Mapping[str, Any] | None = None,
+    encoder_layers: int = 0,
+    decoder_start: int = 0,
 ) -> ModelConfig:
     """A decoder of `num_layers` equal layers, or of a list of them.
 
@@ -117,6 +126,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         token_types: kinds of tokens with an embedding each.
         head_transform: the activation of a layer in front of the head.
         head_bias: a bias for each token of the vocabulary.
+        pooled_head: classes of whole sequences: a PooledHeadConfig, or its fields as a mapping.
         logit_scale: of what the head multiplies.
         logit_softcap: logits become `softcap * tanh(logit / softcap)`.
         z_loss: weight of the squared log-sum-exp of the logits.
@@ -131,6 +141,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         init_std: standard deviation of the initial weights.
         embedding_std: that of embeddings and head, where it is another.
         vocab_multiple: embedding and head are padded to rows for a multiple of it.
+        images: how images stand among the tokens: an ImageInputConfig, or its fields as a mapping.
+        mtp: modules that predict further tokens: an MTPConfig, or its fields as a mapping.
+        encoder_layers: the first of `layers` that are an encoder's; the others are the decoder's.
+        decoder_start: token that a decoder's sequence begins with.
 
     Raises:
         FieldError: sizes that do not fit each other; it names the argument.
@@ -211,6 +225,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         token_types=token_types,
         head_transform=head_transform,
         head_bias=head_bias,
+        pooled_head=_pooled_head(pooled_head),
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
         z_loss=z_loss,
@@ -218,6 +233,10 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         init_std=init_std,
         embedding_std=embedding_std,
         vocab_multiple=vocab_multiple,
+        images=_images(images),
+        mtp=_mtp(mtp),
+        encoder_layers=encoder_layers,
+        decoder_start=decoder_start,
     )
 
 
@@ -251,6 +270,24 @@ def _score_bias(given: ScoreBias | Mapping[str, Any] | None) -> ScoreBias | None
     return build(ScoreBias, given, "score_bias")
 
 
+def _images(given: ImageInputConfig | Mapping[str, Any] | None) -> ImageInputConfig | None:
+    if given is None or isinstance(given, ImageInputConfig):
+        return given
+    return build(ImageInputConfig, given, "images")
+
+
+def _mtp(given: MTPConfig | Mapping[str, Any] | None) -> MTPConfig | None:
+    if given is None or isinstance(given, MTPConfig):
+        return given
+    return build(MTPConfig, given, "mtp")
+
+
+def _pooled_head(given: PooledHeadConfig | Mapping[str, Any] | None) -> PooledHeadConfig | None:
+    if given is None or isinstance(given, PooledHeadConfig):
+        return given
+    return build(PooledHeadConfig, given, "pooled_head")
+
+
 def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
     """Build a config of listed layers from the arguments of `gpt`."""
     for name in ("num_layers", "num_heads", *_OF_ONE_LAYER):
@@ -258,13 +295,16 @@ def _of_list(layers: Sequence[object], given: Mapping[str, Any]) -> ModelConfig:
             text = f"{shorten(given[name])}; say it in the entries of layers, or leave layers out"
             raise FieldError({name: text}, "gpt")
     plain: dict[str, Any] = {name: given[name] for name in _OF_MODEL}
+    plain["pooled_head"] = _pooled_head(given["pooled_head"])
     norm = {field: given[name] for name, field in _OF_NORM.items()}
+    plain |= {"images": _images(given["images"]), "mtp": _mtp(given["mtp"])}
     if given["final_norm"] is not None:
         plain["final_norm"] = given["final_norm"]
     ready = [item for item in layers if isinstance(item, LayerConfig)]
     if len(ready) == len(layers):
         return ModelConfig(**plain, norm=NormConfig(**norm), layers=tuple(ready))
     plain |= {"norm": norm, "layers": [to_plain(item) for item in layers]}
+    plain |= {name: to_plain(plain[name]) for name in ("images", "mtp", "pooled_head")}
     return ModelConfig.from_dict(plain)
 
 
@@ -275,8 +315,12 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     """
     whole: dict[str, Any] = {name: getattr(config, name) for name in (*_OF_MODEL, "final_norm")}
     whole |= {name: getattr(config.norm, field) for name, field in _OF_NORM.items()}
+    whole["images"] = config.to_dict()["images"]
+    whole["mtp"] = to_plain(config.mtp)
+    whole["pooled_head"] = to_plain(config.pooled_head)
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
-    if isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
+    one_kind = not config.encoder_layers
+    if one_kind and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
         shared: dict[str, Any] = {"num_layers": config.num_layers}
         shared |= {name: getattr(config.layers[0], name) for name in _OF_LAYER}
         shared |= {name: getattr(mixer, name) for name in _OF_ATTENTION}
@@ -310,7 +354,7 @@ _OF_MODEL = (
         "dropout",
         "init_std",
     ),
-    *("embedding_std", "vocab_multiple"),
+    *("embedding_std", "vocab_multiple", "encoder_layers", "decoder_start"),
 )
 _OF_NORM: Mapping[str, str] = MappingProxyType(
     {

@@ -44,6 +44,11 @@ class LayerChoice:
     def _check(self, checks: Checks) -> None:
         """Add what is wrong with the fields of a kind."""
 
+    @property
+    def has_all(self) -> bool:
+        """Whether it is all layers, however many there are."""
+        return self.layers is None and self.first is None and self.every in (None, 1)
+
     def has(self, index: int) -> bool:
         """Tell whether a layer is one of them."""
         if self.layers is not None:
@@ -134,6 +139,13 @@ class RecomputePlan:
     def is_empty(self) -> bool:
         """Whether everything is kept where it is made."""
         return not self.rules and self.offload is None
+
+    @property
+    def of_all_layers(self) -> RecomputePlan:
+        """What it says of every layer by words alone, which layers of another model follow too."""
+        rules = tuple(r for r in self.rules if r.has_all and set(r.modules) <= set(WORDS))
+        offload = self.offload if self.offload is not None and self.offload.has_all else None
+        return RecomputePlan(rules=rules, offload=offload)
 
     def modules(self, index: int) -> frozenset[str]:
         """Return what a layer makes again."""

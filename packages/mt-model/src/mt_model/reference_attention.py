@@ -1,63 +1,39 @@
-"""Causal softmax attention in plain operations: the form the fast ones are tested against."""
+"""Softmax attention in plain operations: the form the fast ones are tested against."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mt_model.scores import Scores
 
-def reference_attention(  # noqa: PLR0913 - the options of one operation, by keyword
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    allowed: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    kept: Tensor | None = None,
-) -> Tensor:
+
+def reference_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Softmax attention in plain operations.
 
     Args:
-        query: rotated queries.
-        key: rotated keys; each serves `N // G` consecutive query heads.
-        value: values.
-        allowed: True where a query sees a key; causal where None, the last query seeing every key.
-        scale: of the scores; 1 / sqrt(D) where None.
-        softcap: scores become `softcap * tanh(score / softcap)`.
-        sinks: a logit per query head in the softmax, without a value.
-        bias: added to the scores, after the cap.
-        kept: what weights are multiplied with; 0 for those that are dropped.
+        query: Normed and rotated.
+        key: The same; each serves `N // G` consecutive query heads.
+        value: Of the keys.
+        scores: What is computed; without dropout by global index.
 
     Shape:
-        query: [B, N, S, D]; key, value: [B, G, T, D]; allowed, bias, kept: broadcast to
-        [B, N, S, T]; sinks: [N]. Returns [B, N, S, D].
+        query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
     """
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    repeats, sinks = query.shape[2] // key.shape[2], scores.sinks
+    k, v = (x.repeat_interleave(repeats, 2).transpose(1, 2) for x in (key, value))
+    found = query.transpose(1, 2) @ k.mT * scores.scale
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    bias, allowed = scores.pairs(), scores.mask(query)
     if bias is not None:
-        scores = scores + bias
-    if allowed is None:
-        allowed = causal_mask(query.shape[2], key.shape[2], query.device)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    wide = wide.masked_fill(~allowed, float("-inf"))
+        found = found + bias
+    wide = found.to(torch.promote_types(found.dtype, torch.float32))
+    if allowed is not None:
+        wide = wide.masked_fill(~allowed, -torch.inf)
     if sinks is not None:
         extra = sinks.to(wide.dtype)[:, None, None].expand(*wide.shape[:3], 1)
         wide = torch.cat((wide, extra), dim=-1)
-    probs = torch.softmax(wide, dim=-1).to(scores.dtype)
+    probs = torch.softmax(wide, dim=-1).to(found.dtype)
     probs = probs if sinks is None else probs[..., :-1]
-    return (probs if kept is None else probs * kept) @ value
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query sees a key, the last query being at the last key.
-
-    Shape:
-        Returns [queries, keys].
-    """
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return ((probs if scores.kept is None else probs * scores.kept) @ v).transpose(1, 2)

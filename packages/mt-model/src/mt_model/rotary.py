@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import mt_fusions
 import torch
+from mt_files import AUTO
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_model.kernels import Kernel, eager_obstacle, kernel_for, serves
+from mt_model.kernels import (
+    Kernel,
+    KernelChoice,
+    choice_of,
+    chosen_kernel,
+    eager_obstacle,
+    fused_drawback,
+    fused_kernel,
+    fused_obstacle,
+    serves,
+)
 from mt_model.rope import Rotary
 
 
@@ -29,6 +41,17 @@ class RotaryTable(NamedTuple):
     def to(self, dtype: torch.dtype) -> RotaryTable:
         """Return it in another dtype."""
         return self._replace(values=self.values.to(dtype))
+
+    def plain(self) -> list[Tensor]:
+        """Return cosines and sines for both channels of each pair, with no sign of their own.
+
+        Shape:
+            Each [S, W] or [B, S, W].
+        """
+        cos, sin = self.values.unbind(0)
+        if self.interleaved:
+            return [cos, sin[..., 1::2].repeat_interleave(2, dim=-1)]
+        return [cos, sin.chunk(2, dim=-1)[1].repeat(*(1,) * (sin.dim() - 1), 2)]
 
 
 def rotary_table(
@@ -90,13 +113,25 @@ def rotate_reference(x: Tensor, table: RotaryTable) -> Tensor:
     return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
-def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """`rotate_reference` in eager mode with a backward that keeps no activation.
+def rotate(
+    query: Tensor, key: Tensor, table: RotaryTable, *, kernel: str = AUTO
+) -> tuple[Tensor, Tensor]:
+    """`rotate_reference` of both, with a backward that keeps no activation.
+
+    Args:
+        query: What is turned.
+        key: The same with another number of heads.
+        table: By what.
+        kernel: Of `ROTATE_KERNELS`, by name.
 
     Shape:
-        x: [B, S, ..., D] with D at least the table's width. Returns the shape of x.
+        query, key: [B, S, ..., D] with D at least the table's width. Returns their shapes.
+
+    Raises:
+        ValueError: The named kernel does not serve; the message says why.
     """
-    return kernel_for(ROTATE_KERNELS, x, table).run(x, table)
+    chosen = chosen_kernel("rope", ROTATE_KERNELS, kernel, query, key, table)
+    return chosen.run(query, key, table)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, back: bool = False) -> Tensor:
@@ -118,6 +153,12 @@ def _broadcast(values: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
+def rope_choice(kernel: str, like: Tensor) -> KernelChoice:
+    """Say what `rotate` takes for tensors of the device and dtype of `like`."""
+    x = like.new_empty(0, 1, 1, 2)
+    return choice_of("rope", ROTATE_KERNELS, kernel, x, x, None)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *table: Any) -> Tensor:
@@ -133,11 +174,31 @@ class _Rotate(torch.autograd.Function):
         return turn(grads[0], *cos_sin, interleaved=ctx.interleaved, back=True), None, None
 
 
-def _rotate_eager(x: Tensor, table: RotaryTable) -> Tensor:
-    return _Rotate.apply(x, *table)  # pyright: ignore[reportReturnType]
+def _by_torch(query: Tensor, key: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    return _Rotate.apply(query, *table), _Rotate.apply(key, *table)  # pyright: ignore[reportReturnType]
 
 
-ROTATE_KERNELS: tuple[Kernel[Tensor], ...] = (
-    Kernel("eager", _rotate_eager, eager_obstacle),
-    Kernel("reference", rotate_reference, serves),
+def _plain(query: Tensor, key: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    return rotate_reference(query, table), rotate_reference(key, table)
+
+
+def _fused(query: Tensor, key: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    tables = table.plain()
+    if query.dim() == 5:  # heads in groups, as in the projection: read there, a group for a token
+        rows = [x.expand(*query.shape[:2], -1).flatten(0, 1).unsqueeze(1) for x in tables]
+        tables = [x.expand(-1, query.shape[2], -1) for x in rows]
+    own = [x.flatten(0, 1) if x.dim() == 5 else x for x in (query, key)]
+    how = {"interleaved": table.interleaved, "heads_dim": 2, "kernel": fused_kernel(query)}
+    turned = mt_fusions.apply_rope(*own, *tables, **how)
+    return turned[0].view(query.shape), turned[1].view(key.shape)
+
+
+def _fused_obstacle(query: Tensor, *_: Any) -> str | None:
+    return fused_obstacle("apply_rope", query)
+
+
+ROTATE_KERNELS: tuple[Kernel[tuple[Tensor, Tensor]], ...] = (
+    Kernel("fused", _fused, _fused_obstacle, fused_drawback),
+    Kernel("torch", _by_torch, eager_obstacle),
+    Kernel("reference", _plain, serves),
 )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mt_files import FieldError, did_you_mean, shorten
-
 from mt_model.config import ModelConfig
+from mt_model.encoder_decoders import encoder_decoder_layers
+from mt_model.image_encoders import preset_arguments, vision_preset
+from mt_model.image_input_config import ImageInputConfig
+from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.presets import gpt
 from mt_model.rope import RopeConfig
 from mt_model.rope_scaling import Llama3Scaling
+from mt_model.score_bias import RelativeConfig
 
 _Arguments = Mapping[str, Any]
 
@@ -33,6 +35,9 @@ _GPT2: _Arguments = {
     "bias": True,
 }
 _LLAMA2: _Arguments = {"norm_rounds_first": True, "max_sequence_length": 4096, "tied": False}
+_LLAVA15 = ImageInputConfig(
+    tower=vision_preset("clip-vit-large-14-336", projection_size=None), token_id=32000
+)
 _LLAMA3: _Arguments = {
     "norm_rounds_first": True,
     "num_kv_heads": 8,
@@ -128,6 +133,53 @@ def _mamba2(hidden: int, layers: int) -> _Arguments:
     )
 
 
+def _t5(hidden: int, ffn: int, layers: int, heads: int, head_dim: int = 64) -> _Arguments:
+    """Shapes of Raffel et al. (2020): as many layers in the decoder as in the encoder."""
+    return _encoder_decoder(
+        hidden,
+        MLPConfig(ffn_size=ffn, activation="relu", gated=False),
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+        logit_scale=hidden**-0.5,
+    )
+
+
+def _flan_t5(hidden: int, ffn: int, layers: int, heads: int, **rest: Any) -> _Arguments:
+    """Shapes of T5 1.1: gated feed-forwards, and a head of its own."""
+    mlp = MLPConfig(ffn_size=ffn, activation="gelu_tanh")
+    sizes = {"layers": layers, "heads": heads, "head_dim": 64}
+    return _encoder_decoder(hidden, mlp, **sizes, tied=False, **rest)
+
+
+_MT5: _Arguments = {"vocab_size": 250112, "max_sequence_length": 1024}  # Xue et al. (2021)
+
+
+def _encoder_decoder(
+    hidden: int, mlp: MLPConfig, *, layers: int, heads: int, head_dim: int, **rest: Any
+) -> _Arguments:
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        scale=1.0,
+        score_bias=RelativeConfig(),
+    )
+    return MappingProxyType(
+        {
+            "vocab_size": 32128,
+            "hidden_size": hidden,
+            "max_sequence_length": 512,
+            "positions": "none",
+            "norm_eps": 1e-6,
+            "norm_rounds_first": True,
+            "layers": encoder_decoder_layers(attention, mlp, encoder=layers, decoder=layers),
+            "encoder_layers": layers,
+            **rest,
+        }
+    )
+
+
 _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
     {
         "tiny": _shape(512, 64, 4, 4, num_kv_heads=2, ffn_size=192, max_sequence_length=256),
@@ -138,6 +190,7 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
         "llama2-7b": _shape(32000, 4096, 32, 32, ffn_size=11008, **_LLAMA2),
         "llama2-13b": _shape(32000, 5120, 40, 40, ffn_size=13824, **_LLAMA2),
         "llama2-70b": _shape(32000, 8192, 80, 64, num_kv_heads=8, ffn_size=28672, **_LLAMA2),
+        "llava-1.5-7b": _shape(32064, 4096, 32, 32, ffn_size=11008, images=_LLAVA15, **_LLAMA2),
         "llama3-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_LLAMA3),
         "llama3-70b": _shape(128256, 8192, 80, 64, ffn_size=28672, tied=False, **_LLAMA3),
         "llama3.1-8b": _shape(128256, 4096, 32, 32, ffn_size=14336, tied=False, **_llama31(8.0)),
@@ -214,13 +267,30 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
         "gpt-neox-20b": _shape(50432, 6144, 44, 64, ffn_size=24576, **_NEOX),
         "phi2": _shape(51200, 2560, 32, 32, ffn_size=10240, **_PHI2),
         "bert-base": _shape(30522, 768, 12, 12, ffn_size=3072, **_BERT),
+        "bert-base-cased": _shape(28996, 768, 12, 12, ffn_size=3072, **_BERT),
         "bert-large": _shape(30522, 1024, 24, 16, ffn_size=4096, **_BERT),
+        "bert-large-cased": _shape(28996, 1024, 24, 16, ffn_size=4096, **_BERT),
         "granite3-2b": _shape(49155, 2048, 40, 32, ffn_size=8192, **_GRANITE3),
         "mamba2-130m": _mamba2(768, 24),
         "mamba2-370m": _mamba2(1024, 48),
         "mamba2-780m": _mamba2(1536, 48),
         "mamba2-1.3b": _mamba2(2048, 48),
         "mamba2-2.7b": _mamba2(2560, 64),
+        "t5-small": _t5(512, 2048, 6, 8),
+        "t5-base": _t5(768, 3072, 12, 12),
+        "t5-large": _t5(1024, 4096, 24, 16),
+        "t5-3b": _t5(1024, 16384, 24, 32, 128),
+        "t5-11b": _t5(1024, 65536, 24, 128, 128),
+        "flan-t5-small": _flan_t5(512, 1024, 8, 6),
+        "flan-t5-base": _flan_t5(768, 2048, 12, 12),
+        "flan-t5-large": _flan_t5(1024, 2816, 24, 16),
+        "flan-t5-xl": _flan_t5(2048, 5120, 24, 32),
+        "flan-t5-xxl": _flan_t5(4096, 10240, 24, 64),
+        "mt5-small": _flan_t5(512, 1024, 8, 6, **_MT5),
+        "mt5-base": _flan_t5(768, 2048, 12, 12, **_MT5),
+        "mt5-large": _flan_t5(1024, 2816, 24, 16, **_MT5),
+        "mt5-xl": _flan_t5(2048, 5120, 24, 32, **_MT5),
+        "mt5-xxl": _flan_t5(4096, 10240, 24, 64, **_MT5),
     }
 )
 
@@ -243,15 +313,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
         FieldError: the name or an override is unknown, or sizes do not fit; the message suggests
             the nearest.
     """
-    if name not in _PRESETS:
-        text = f"{shorten(name)} is not known. {did_you_mean(name, PRESETS)}"
-        raise FieldError({"preset": text})
-    known = sorted(inspect.signature(gpt).parameters)
-    for key in overrides:
-        if key not in known:
-            text = f"unknown override of preset {name!r}. {did_you_mean(key, known)}"
-            raise FieldError({key: text})
-    arguments = {**_PRESETS[name], **overrides}
+    arguments = preset_arguments(name, _PRESETS, gpt, overrides)
     config = gpt(**arguments)
     turns = [gpt(**{**arguments, **each, **overrides}).layers[0] for each in _TURNS.get(name, ())]
     if not turns:

@@ -4,40 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mt_model.config import ModelConfig
+from mt_model.vision_config import VisionConfig
+
 if TYPE_CHECKING:
-    from mt_model.config import EntryConfig, LayerConfig, ModelConfig
+    from mt_model.stack_config import EntryConfig, LayerConfig, StackConfig
 
 _HEADINGS = ("layers", "parameters", "FLOPs/token", "norms", "mixer", "feed-forward")
 _NUMBERS = (1, 2)  # columns that are aligned to the right
 
 
-def table(config: ModelConfig) -> str:
+def table(config: StackConfig) -> str:
     """Describe a model: a row for each run of equal layers, with its parameters and FLOPs.
 
     FLOPs are those of forward and backward for a token of a full sequence. A row's are of all its
-    layers together. Entries show what differs from their defaults.
+    layers together; that of modules which predict further tokens has their heads too. Entries show
+    what differs from their defaults.
     """
     hidden, length = config.hidden_size, config.max_sequence_length
-    norm = config.norm.num_parameters(hidden)
     rows: list[tuple[str, ...]] = [_HEADINGS]
     first = in_layers = flops_in_layers = 0
     for layer, count in config.runs:
-        parameters = norm * layer.num_norms + sum(e.num_parameters(hidden) for e in layer.entries)
-        flops = sum(entry.flops_per_token(hidden, length) for entry in layer.entries)
-        in_layers, flops_in_layers = in_layers + count * parameters, flops_in_layers + count * flops
-        names = str(first) if count == 1 else f"{first}-{first + count - 1}"
-        numbers = f"{count * parameters:,}", _short(count * flops)
-        entries = [_entry(entry) for entry in (layer.mixer, layer.feed_forward)]
-        rows.append((names, *numbers, _norms(layer), *entries))
+        parameters = count * config.layer_parameters(layer)
+        flops = count * sum(entry.flops_per_token(hidden, length) for entry in layer.entries)
+        in_layers, flops_in_layers = in_layers + parameters, flops_in_layers + flops
+        rows.append(_row(_range(first, count), parameters, flops, layer))
         first += count
+    if isinstance(config, ModelConfig) and config.mtp is not None:
+        without = replace(config, mtp=None)
+        parameters = config.num_parameters - without.num_parameters
+        flops = config.flops_per_token(length) - without.flops_per_token(length)
+        in_layers, flops_in_layers = in_layers + parameters, flops_in_layers + flops
+        names = f"mtp {_range(1, config.mtp.depths)}"
+        rows.append(_row(names, parameters, flops, config.mtp_layers[0]))
     rest = config.num_parameters - in_layers
+    around = _around_images(config) if isinstance(config, VisionConfig) else ("", "", "")
+    around = _outside(config) if isinstance(config, ModelConfig) else around
     in_head = config.flops_per_token(length) - flops_in_layers
-    rows.append(("others", f"{rest:,}", _short(in_head), *_outside(config)))
+    rows.append(("others", f"{rest:,}", _short(in_head), *around))
     total = config.flops_per_token(length)
     rows.append(("total", f"{config.num_parameters:,}", _short(total), "", "", ""))
     return "\n".join([*_lines(rows), "", _summary(config)])
+
+
+def _range(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _row(names: str, parameters: int, flops: int, layer: LayerConfig) -> tuple[str, ...]:
+    entries = [_entry(entry) for entry in (layer.mixer, layer.feed_forward)]
+    return names, f"{parameters:,}", _short(flops), _norms(layer), *entries
 
 
 def _lines(rows: list[tuple[str, ...]]) -> Iterable[str]:
@@ -56,12 +75,33 @@ def _outside(config: ModelConfig) -> tuple[str, str, str]:
     embeddings = [f"embedding [{config.vocab_size}, {config.hidden_size}]"]
     if config.positions == "learned":
         embeddings.append(f"positions [{config.max_sequence_length}]")
+    if config.images is not None:
+        tower, tokens = config.images.tower, config.images.num_tokens
+        embeddings.append(f"images [{tower.num_layers} layers, {tokens} tokens each]")
     if config.token_types:
         embeddings.append(f"token types [{config.token_types}]")
     head = "head = embedding" if config.tied else f"head [{config.vocab_size}]"
     if config.head_transform is not None:
         head = f"{config.head_transform} layer, {head}"
-    return ", ".join(norms) or "-", ", ".join(embeddings), head + " + bias" * config.head_bias
+    head += " + bias" * config.head_bias
+    if config.pooled_head is not None:
+        head += f", pooled classes [{config.pooled_head.num_classes}]"
+    return ", ".join(norms) or "-", ", ".join(embeddings), head
+
+
+def _around_images(config: VisionConfig) -> tuple[str, str, str]:
+    """What is not in layers of an encoder of images: norms, embeddings and what is behind them."""
+    norms = [name for name in ("embedding_norm", "final_norm") if getattr(config, name)]
+    height, width = config.patch_size
+    first = ["class token"] if config.class_token else []
+    first.append(f"patches {height} x {width} x {config.num_channels}")
+    first.append(f"positions [{config.max_sequence_length}]")
+    last = [] if config.pooling is None else [f"{config.pooling.type_name} pooling"]
+    if config.num_classes is not None:
+        last.append(f"classes [{config.num_classes}]")
+    if config.projection_size is not None:
+        last.append(f"projection [{config.projection_size}]")
+    return ", ".join(norms) or "-", ", ".join(first), ", ".join(last) or "-"
 
 
 def _norms(layer: LayerConfig) -> str:
@@ -93,10 +133,13 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _summary(config: ModelConfig) -> str:
+def _summary(config: StackConfig) -> str:
     """The fields of the model that are in no row."""
     shown = {"layers", "vocab_size", "hidden_size", "tied", "head_bias", "token_types"}
-    shown |= {"head_transform", "embedding_norm", "final_norm"}
+    shown |= {"head_transform", "embedding_norm", "final_norm", "num_channels", "patch_size"}
+    shown |= {"class_token", "num_classes", "projection_size", "images", "pooled_head"}
+    if isinstance(config, ModelConfig) and config.mtp is None:
+        shown.add("mtp")
     fields = [item for item in dataclasses.fields(config) if item.name not in shown]
     return ", ".join(f"{item.name}={_value(getattr(config, item.name))}" for item in fields)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from mt_files import Checks, shorten
 
 from mt_model.choice import Activation, QKNorm
-from mt_model.config import LayerConfig, ModelConfig, NormConfig
+from mt_model.config import ModelConfig
 from mt_model.families.rope import check_rope, read_rope, write_rope
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
+from mt_model.stack_config import MAX_LAYERS, LayerConfig, StackConfig
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -72,9 +74,8 @@ class DecoderFields:
         checks = Checks(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         checks.at_least(1, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
+        check_activation(checks, "hidden_act", self.hidden_act)
         if not checks.errors:
             check_rope(checks, self, lambda: self.rope)
         checks.done()
@@ -175,7 +176,21 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
     return kind(**{name: value for name, value in common.items() if name in known}, **rest)
 
 
-def first_layer(config: ModelConfig) -> tuple[AttentionConfig, MLPConfig]:
+def check_activation(checks: Checks, name: str, activation: str) -> None:
+    """Note an activation that is not known."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        checks.add(name, f"{shorten(activation)} is not known; known are {known}")
+
+
+def check_heads(checks: Checks, hidden_size: int, num_attention_heads: int) -> None:
+    """Note heads that do not divide the hidden size, where both are sizes."""
+    if not checks.errors and hidden_size % num_attention_heads:
+        text = f"is not a multiple of num_attention_heads={num_attention_heads}"
+        checks.add("hidden_size", f"{hidden_size} {text}")
+
+
+def first_layer(config: StackConfig) -> tuple[AttentionConfig, MLPConfig]:
     """Return the mixer and the feed-forward of the first layer.
 
     Raises:
@@ -203,25 +218,48 @@ def decoder_links(
         attention: What is linked in place of `attention_links`.
         mlp: What is linked in place of `mlp_links`.
     """
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="model.embed_tokens.weight", shape=rows, target="embedding.weight")
+    hidden = config.hidden_size
+    yield from end_links(config)
     for index, layer in enumerate(config.layers):
         source, target = f"model.layers.{index}", f"layers.{index}"
         mixer, entry = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
         for norm, ours in norms.items():
-            name = f"{source}.{norm}.weight"
-            yield Link(source=name, shape=(hidden,), target=f"{target}.{ours}.weight")
+            yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
         link = attention or attention_links
         yield from link(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
         link = mlp or mlp_links
         yield from link(f"{source}.mlp", f"{target}.feed_forward", entry, hidden)
-    yield Link(source="model.norm.weight", shape=(hidden,), target="final_norm.weight")
+
+
+def end_links(
+    config: ModelConfig,
+    embedding: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
+) -> Iterator[Link]:
+    """Yield what is in front of the layers and behind them.
+
+    Args:
+        config: The model.
+        embedding: Name of the matrix of tokens.
+        norm: Name of the final norm.
+        head: Name of the matrix of scores, where it is not that of tokens.
+    """
+    rows, bias = (config.vocab_size, config.hidden_size), config.norm.has_bias
+    yield from leaves(embedding, "embedding", *rows, bias=False)
+    yield from leaves(norm, "final_norm", config.hidden_size, bias=bias)
     if not config.tied:
-        yield Link(source="lm_head.weight", shape=rows, target="head.weight")
+        yield from leaves(head, "head", *rows, bias=False)
 
 
 def attention_links(
-    source: str, target: str, mixer: AttentionConfig, hidden: int, *, out: str = "o_proj"
+    source: str,
+    target: str,
+    mixer: AttentionConfig,
+    hidden: int,
+    *,
+    names: str = "{}_proj",
+    out: str = "o_proj",
 ) -> Iterator[Link]:
     """Yield separate projections of queries, keys and values, and the one back, with norms.
 
@@ -230,30 +268,29 @@ def attention_links(
         target: Prefix of the parameters.
         mixer: The attention.
         hidden: Width of the residual stream.
+        names: Names of the projections of q, k and v.
         out: Name of the projection back.
     """
     queries = mixer.queries_per_group
     width = {"q": mixer.num_heads * mixer.head_dim}
     width["k"] = width["v"] = mixer.num_kv_heads * mixer.head_dim
     places = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
-    leaves = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
-    for leaf, rest in leaves.items():
+    parts = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
+    for leaf, rest in parts.items():
         for part, place in places.items():
             yield Link(
-                source=f"{source}.{part}_proj.{leaf}",
+                source=f"{source}.{names.format(part)}.{leaf}",
                 shape=(width[part], *rest),
                 target=f"{target}.qkv.{leaf}",
                 box={1: place},
             )
-    name, shape = f"{source}.{out}.weight", (hidden, width["q"])
-    yield Link(source=name, shape=shape, target=f"{target}.out.weight")
-    if mixer.out_bias:
-        yield Link(source=f"{source}.{out}.bias", shape=(hidden,), target=f"{target}.out.bias")
+    back = (hidden, width["q"])
+    yield from leaves(f"{source}.{out}", f"{target}.out", *back, bias=mixer.out_bias)
     if mixer.qk_norm in ("head", "whole"):
         whole = mixer.qk_norm == "whole"
         for part in ("q", "k"):
-            name, size = f"{part}_norm.weight", width[part] if whole else mixer.head_dim
-            yield Link(source=f"{source}.{name}", shape=(size,), target=f"{target}.{name}")
+            name, size = f"{part}_norm", width[part] if whole else mixer.head_dim
+            yield from leaves(f"{source}.{name}", f"{target}.{name}", size, bias=False)
 
 
 def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
@@ -268,15 +305,6 @@ def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator
     ffn, parts = mlp.ffn_size, {"gate_proj": (0, 1), "up_proj": (1, 2)}
     for name, place in parts.items() if mlp.gated else [("up_proj", None)]:
         box = {} if place is None else {0: place}
-        for leaf, shape in (("weight", (ffn, hidden)), ("bias", (ffn,))):
-            if leaf == "weight" or mlp.bias:
-                yield Link(
-                    source=f"{source}.{name}.{leaf}",
-                    shape=shape,
-                    target=f"{target}.up.{leaf}",
-                    box=box,
-                )
-    for leaf, shape in (("weight", (hidden, ffn)), ("bias", (hidden,))):
-        if leaf == "weight" or mlp.bias:
-            name = f"{source}.down_proj.{leaf}"
-            yield Link(source=name, shape=shape, target=f"{target}.down.{leaf}")
+        for link in leaves(f"{source}.{name}", f"{target}.up", ffn, hidden, bias=mlp.bias):
+            yield replace(link, box=box)
+    yield from leaves(f"{source}.down_proj", f"{target}.down", hidden, ffn, bias=mlp.bias)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 from mt_files import Checks
 
 from mt_model.choice import QKNorm
-from mt_model.config import LayerConfig, ModelConfig, NormConfig
+from mt_model.config import ModelConfig
 from mt_model.families.decoder import (
     DecoderFields,
     decoder_config,
@@ -21,6 +21,8 @@ from mt_model.families.decoder import (
 )
 from mt_model.hugging_face.family import Family
 from mt_model.kinds import AttentionConfig
+from mt_model.norm_config import NormConfig
+from mt_model.stack_config import LayerConfig
 
 LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 _NORMS: Mapping[str, str] = MappingProxyType(

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from mt_files import Checks, shorten
 
-from mt_model.config import LayerConfig, ModelConfig
+from mt_model.config import ModelConfig
 from mt_model.families.gemma2 import GemmaFields, gemma_config, gemma_fields, gemma_links
 from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.family import Family
 from mt_model.kinds import AttentionConfig
 from mt_model.rope import RopeConfig
+from mt_model.stack_config import LayerConfig
 
 _THETA, _LOCAL_THETA = 1e6, 10000.0
 
@@ -37,6 +38,11 @@ class Gemma3Fields(GemmaFields):
         checks = Checks(self)
         checks.above(0, "rope_local_base_freq")
         checks.at_least(1, "sliding_window_pattern")
+        kinds = {"full_attention", "sliding_attention"}
+        others = sorted({*(self.rope_parameters or {})} - kinds)
+        if others:
+            text = f"{shorten(others[0])} is no type of layer; {' and '.join(sorted(kinds))} are"
+            checks.add("rope_parameters", text)
         if self.attn_logit_softcapping is not None:
             text = f"{self.attn_logit_softcapping}: transformers leaves it out of Gemma 3; use null"
             checks.add("attn_logit_softcapping", text)

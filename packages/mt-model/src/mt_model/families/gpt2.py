@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from mt_files import Checks, shorten
+from mt_files import Checks
 
-from mt_model.config import LayerConfig, ModelConfig, NormConfig, Sizes
-from mt_model.families.decoder import ACTIVATION_NAMES, ACTIVATIONS, first_layer
+from mt_model.config import ModelConfig
+from mt_model.families.decoder import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    check_activation,
+    end_links,
+    first_layer,
+)
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.norm_config import NormConfig
+from mt_model.stack_config import MAX_LAYERS, LayerConfig, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +57,8 @@ class GPT2Fields:
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
-        if self.activation_function not in ACTIVATIONS:
-            text = f"{shorten(self.activation_function)} is not known"
-            checks.add("activation_function", f"{text}; known are {', '.join(ACTIVATIONS)}")
+        checks.at_most(MAX_LAYERS, "n_layer")
+        check_activation(checks, "activation_function", self.activation_function)
         if not checks.errors and self.n_embd % self.n_head:
             checks.add("n_embd", f"{self.n_embd} is not a multiple of n_head={self.n_head}")
         if self.embd_pdrop != self.resid_pdrop:
@@ -128,30 +135,18 @@ def _write(config: ModelConfig) -> GPT2Fields:
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="transformer.wte.weight", shape=rows, target="embedding.weight")
-    yield Link(
-        source="transformer.wpe.weight",
-        shape=(config.max_sequence_length, hidden),
-        target="position_embedding.weight",
-    )
+    hidden, positions = config.hidden_size, (config.max_sequence_length, config.hidden_size)
+    yield from end_links(config, "transformer.wte", "transformer.ln_f")
+    yield from leaves("transformer.wpe", "embedding.positions", *positions, bias=False)
     for index, layer in enumerate(config.layers):
         source, target = f"transformer.h.{index}", f"layers.{index}"
-        yield from _norm(f"{source}.ln_1", f"{target}.mixer_norm", hidden)
+        yield from leaves(f"{source}.ln_1", f"{target}.mixer_norm", hidden)
         yield from _attention(f"{source}.attn", f"{target}.mixer", hidden)
-        yield from _norm(f"{source}.ln_2", f"{target}.feed_forward_norm", hidden)
+        yield from leaves(f"{source}.ln_2", f"{target}.feed_forward_norm", hidden)
         ffn = cast("MLPConfig", layer.feed_forward).ffn_size
         up, down = f"{target}.feed_forward.up", f"{target}.feed_forward.down"
         yield from _transposed(f"{source}.mlp.c_fc", up, (hidden, ffn))
         yield from _transposed(f"{source}.mlp.c_proj", down, (ffn, hidden))
-    yield from _norm("transformer.ln_f", "final_norm", hidden)
-    if not config.tied:
-        yield Link(source="lm_head.weight", shape=rows, target="head.weight")
-
-
-def _norm(source: str, target: str, size: int) -> Iterator[Link]:
-    for leaf in ("weight", "bias"):
-        yield Link(source=f"{source}.{leaf}", shape=(size,), target=f"{target}.{leaf}")
 
 
 def _attention(source: str, target: str, hidden: int) -> Iterator[Link]:

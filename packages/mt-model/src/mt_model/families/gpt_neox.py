@@ -6,15 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from mt_files import Checks, shorten
+from mt_files import Checks
 
-from mt_model.config import LayerConfig, ModelConfig, NormConfig
-from mt_model.families.decoder import ACTIVATION_NAMES, ACTIVATIONS, first_layer
+from mt_model.config import ModelConfig
+from mt_model.families.decoder import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    check_activation,
+    check_heads,
+    end_links,
+    first_layer,
+)
 from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
+from mt_model.stack_config import MAX_LAYERS, LayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +59,9 @@ class GPTNeoXFields:
         checks = Checks(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         checks.at_least(1, *sizes, "num_hidden_layers", "num_attention_heads")
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
-        if not checks.errors and self.hidden_size % self.num_attention_heads:
-            text = f"{self.hidden_size} is not a multiple of num_attention_heads"
-            checks.add("hidden_size", f"{text}={self.num_attention_heads}")
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
+        check_activation(checks, "hidden_act", self.hidden_act)
+        check_heads(checks, self.hidden_size, self.num_attention_heads)
         if not checks.errors:
             check_rope(checks, self, lambda: self.rope)
         checks.done()
@@ -130,34 +136,23 @@ def _write(config: ModelConfig) -> GPTNeoXFields:
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="gpt_neox.embed_in.weight", shape=rows, target="embedding.weight")
+    hidden = config.hidden_size
+    yield from end_links(config, "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
     for index, layer in enumerate(config.layers):
         source, target = f"gpt_neox.layers.{index}", f"layers.{index}"
         ffn = cast("MLPConfig", layer.feed_forward).ffn_size
         bias = cast("AttentionConfig", layer.mixer).qkv_bias
-        yield from _leaves(f"{source}.input_layernorm", f"{target}.mixer_norm", (hidden,))
+        yield from leaves(f"{source}.input_layernorm", f"{target}.mixer_norm", hidden)
         norm, ours = f"{source}.post_attention_layernorm", f"{target}.feed_forward_norm"
-        yield from _leaves(norm, ours, (hidden,))
+        yield from leaves(norm, ours, hidden)
         # Each head has its rows of the query, the key and the value, as ours do.
         fused, ours = f"{source}.attention.query_key_value", f"{target}.mixer.qkv"
-        yield from _leaves(fused, ours, (3 * hidden, hidden), bias=bias)
+        yield from leaves(fused, ours, 3 * hidden, hidden, bias=bias)
         out, ours = f"{source}.attention.dense", f"{target}.mixer.out"
-        yield from _leaves(out, ours, (hidden, hidden), bias=bias)
+        yield from leaves(out, ours, hidden, hidden, bias=bias)
         ours = f"{target}.feed_forward"
-        yield from _leaves(f"{source}.mlp.dense_h_to_4h", f"{ours}.up", (ffn, hidden))
-        yield from _leaves(f"{source}.mlp.dense_4h_to_h", f"{ours}.down", (hidden, ffn))
-    yield from _leaves("gpt_neox.final_layer_norm", "final_norm", (hidden,))
-    if not config.tied:
-        yield Link(source="embed_out.weight", shape=rows, target="head.weight")
-
-
-def _leaves(
-    source: str, target: str, shape: tuple[int, ...], *, bias: bool = True
-) -> Iterator[Link]:
-    yield Link(source=f"{source}.weight", shape=shape, target=f"{target}.weight")
-    if bias:
-        yield Link(source=f"{source}.bias", shape=shape[:1], target=f"{target}.bias")
+        yield from leaves(f"{source}.mlp.dense_h_to_4h", f"{ours}.up", ffn, hidden)
+        yield from leaves(f"{source}.mlp.dense_4h_to_h", f"{ours}.down", hidden, ffn)
 
 
 FAMILY = Family(

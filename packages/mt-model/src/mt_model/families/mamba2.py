@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeAlias, cast
 
 from mt_files import Checks, shorten
 
-from mt_model.config import LayerConfig, ModelConfig, NormConfig
+from mt_model.config import ModelConfig
+from mt_model.families.decoder import end_links
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.mamba2_config import Mamba2Config
+from mt_model.norm_config import NormConfig
+from mt_model.stack_config import MAX_LAYERS, LayerConfig
 
 Limit: TypeAlias = float | Mapping[str, Any]
 """A number; transformers writes infinity as `{"__float__": "Infinity"}`."""
 
 _UNBOUNDED = 1 << 20  # tokens of a sequence, where config.json names no largest number
+
+
+def infinity() -> dict[str, str]:
+    """Return infinity as transformers writes it."""
+    return {"__float__": "Infinity"}
+
+
+def no_limit() -> tuple[float, Limit]:
+    """Return the step sizes of a model that says none."""
+    return 0.0, infinity()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,7 @@ class Mamba2Fields:
     time_step_min: float = 0.001
     time_step_max: float = 0.1
     time_step_floor: float = 1e-4
-    time_step_limit: tuple[float, Limit] = (0.0, inf)
+    time_step_limit: tuple[float, Limit] = field(default_factory=no_limit)
     chunk_size: int = 256
     tie_word_embeddings: bool = False
     max_position_embeddings: int = _UNBOUNDED
@@ -56,6 +69,7 @@ class Mamba2Fields:
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "num_hidden_layers")
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
         checks.done()
         check_silu(checks, "hidden_act", self.hidden_act)
         check_limit(checks, self.time_step_limit[1])
@@ -78,11 +92,6 @@ def check_limit(checks: Checks, high: Limit) -> None:
     """Note a largest step size that is no number."""
     if isinstance(high, Mapping) and high != infinity():
         checks.add("time_step_limit", f"{shorten(high)} is no number")
-
-
-def infinity() -> dict[str, str]:
-    """Return infinity as transformers writes it."""
-    return {"__float__": "Infinity"}
 
 
 def _read(given: Mamba2Fields) -> ModelConfig:
@@ -143,17 +152,13 @@ def _write(config: ModelConfig) -> Mamba2Fields:
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="backbone.embeddings.weight", shape=rows, target="embedding.weight")
+    hidden = config.hidden_size
+    yield from end_links(config, "backbone.embeddings", "backbone.norm_f")
     for index, layer in enumerate(config.layers):
         source, target = f"backbone.layers.{index}", f"layers.{index}"
-        name = f"{source}.norm.weight"
-        yield Link(source=name, shape=(hidden,), target=f"{target}.mixer_norm.weight")
+        yield from leaves(f"{source}.norm", f"{target}.mixer_norm", hidden, bias=False)
         mixer = cast("Mamba2Config", layer.mixer)
         yield from mamba2_links(f"{source}.mixer", f"{target}.mixer", mixer, hidden)
-    yield Link(source="backbone.norm_f.weight", shape=(hidden,), target="final_norm.weight")
-    if not config.tied:
-        yield Link(source="lm_head.weight", shape=rows, target="head.weight")
 
 
 def mamba2_links(source: str, target: str, mixer: Mamba2Config, hidden: int) -> Iterator[Link]:
@@ -187,12 +192,8 @@ def mamba2_links(source: str, target: str, mixer: Mamba2Config, hidden: int) -> 
     for name in ("A_log", "D", "dt_bias"):
         shape = (mixer.num_heads,)
         yield Link(source=f"{source}.{name}", shape=shape, target=f"{target}.{name}")
-    for name, ours, shape in (
-        ("norm.weight", "norm.weight", (inner,)),
-        ("out_proj.weight", "out.weight", (hidden, inner)),
-        *([("out_proj.bias", "out.bias", (hidden,))] if mixer.bias else []),
-    ):
-        yield Link(source=f"{source}.{name}", shape=shape, target=f"{target}.{ours}")
+    yield from leaves(f"{source}.norm", f"{target}.norm", inner, bias=False)
+    yield from leaves(f"{source}.out_proj", f"{target}.out", hidden, inner, bias=mixer.bias)
 
 
 FAMILY = Family(

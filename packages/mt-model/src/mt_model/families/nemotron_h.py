@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from mt_files import Checks, shorten
 
-from mt_model.config import LayerConfig, ModelConfig, NormConfig
-from mt_model.families.decoder import ACTIVATIONS, attention_links, mlp_links
-from mt_model.families.mamba2 import Limit, check_silu, infinity, mamba2_links
+from mt_model.config import ModelConfig
+from mt_model.families.decoder import (
+    ACTIVATIONS,
+    attention_links,
+    check_activation,
+    end_links,
+    mlp_links,
+)
+from mt_model.families.mamba2 import Limit, check_silu, mamba2_links, no_limit
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mamba2_config import Mamba2Config
+from mt_model.norm_config import NormConfig
+from mt_model.stack_config import LayerConfig
 
 # Words for a layer, those of older files too, and the letters of a pattern.
 _KINDS: Mapping[str, str] = MappingProxyType(
@@ -74,7 +81,7 @@ class NemotronHFields:
     hidden_dropout: float = 0.0
     expand: int = 2
     use_mamba_kernels: bool = True
-    time_step_limit: tuple[float, Limit] = (0.0, inf)
+    time_step_limit: tuple[float, Limit] = field(default_factory=no_limit)
     mamba_proj_bias: bool = False
     mamba_ssm_cache_dtype: str = "float32"
     residual_in_fp32: bool = False
@@ -98,8 +105,7 @@ class NemotronHFields:
     def __post_init__(self) -> None:
         checks = Checks(self)
         check_silu(checks, "mamba_hidden_act", self.mamba_hidden_act)
-        if self.mlp_hidden_act not in ACTIVATIONS:
-            checks.add("mlp_hidden_act", f"{shorten(self.mlp_hidden_act)} is not known")
+        check_activation(checks, "mlp_hidden_act", self.mlp_hidden_act)
         for name, reason in (
             ("attention_bias", "transformers builds no bias there"),
             ("sliding_window", "transformers builds no window there"),
@@ -204,7 +210,7 @@ def _write(config: ModelConfig) -> NemotronHFields:
         initializer_range=config.init_std,
         layer_norm_epsilon=config.norm.eps,
         hidden_dropout=config.dropout,
-        time_step_limit=(0.0, infinity()),
+        time_step_limit=no_limit(),
         **found,
     )
 
@@ -250,16 +256,15 @@ def _fields_of(entry: Mamba2Config | AttentionConfig | MLPConfig) -> dict[str, A
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="backbone.embeddings.weight", shape=rows, target="embedding.weight")
+    hidden = config.hidden_size
+    yield from end_links(config, "backbone.embeddings", "backbone.norm_f")
     entries = [
         (index, entry) for index, layer in enumerate(config.layers) for entry in layer.entries
     ]
     for place, (index, entry) in enumerate(entries):
         source, target = f"backbone.layers.{place}", f"layers.{index}"
         branch = "feed_forward" if isinstance(entry, MLPConfig) else "mixer"
-        name = f"{source}.norm.weight"
-        yield Link(source=name, shape=(hidden,), target=f"{target}.{branch}_norm.weight")
+        yield from leaves(f"{source}.norm", f"{target}.{branch}_norm", hidden, bias=False)
         names = (f"{source}.mixer", f"{target}.{branch}")
         if isinstance(entry, Mamba2Config):
             yield from mamba2_links(*names, entry, hidden)
@@ -267,8 +272,6 @@ def _links(config: ModelConfig) -> Iterator[Link]:
             yield from attention_links(*names, entry, hidden)
         elif isinstance(entry, MLPConfig):
             yield from mlp_links(*names, entry, hidden)
-    yield Link(source="backbone.norm_f.weight", shape=(hidden,), target="final_norm.weight")
-    yield Link(source="lm_head.weight", shape=rows, target="head.weight")
 
 
 FAMILY = Family(

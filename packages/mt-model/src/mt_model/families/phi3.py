@@ -19,7 +19,7 @@ from mt_model.families.decoder import (
 )
 from mt_model.families.rope import read_rope
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.rope import RopeConfig
 from mt_model.rope_scaling import LongropeScaling
@@ -104,15 +104,15 @@ def _attention(source: str, target: str, mixer: AttentionConfig, hidden: int) ->
             box={1: place},
         )
         start = stop
-    shape = (hidden, mixer.num_heads * mixer.head_dim)
-    yield Link(source=f"{source}.o_proj.weight", shape=shape, target=f"{target}.out.weight")
+    back = (hidden, mixer.num_heads * mixer.head_dim)
+    yield from leaves(f"{source}.o_proj", f"{target}.out", *back, bias=False)
 
 
 def _mlp(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
     """Yield the rows of the gate and behind them those up, and the projection down."""
-    up, down = (2 * mlp.ffn_size, hidden), (hidden, mlp.ffn_size)
-    yield Link(source=f"{source}.gate_up_proj.weight", shape=up, target=f"{target}.up.weight")
-    yield Link(source=f"{source}.down_proj.weight", shape=down, target=f"{target}.down.weight")
+    ffn = mlp.ffn_size
+    yield from leaves(f"{source}.gate_up_proj", f"{target}.up", 2 * ffn, hidden, bias=False)
+    yield from leaves(f"{source}.down_proj", f"{target}.down", hidden, ffn, bias=False)
 
 
 FAMILY = Family(

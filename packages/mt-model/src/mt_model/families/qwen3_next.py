@@ -8,15 +8,16 @@ from typing import Any, cast
 
 from mt_files import Checks, shorten
 
-from mt_model.config import LayerConfig, ModelConfig
-from mt_model.families.decoder import mlp_links
+from mt_model.config import ModelConfig
+from mt_model.families.decoder import end_links, mlp_links
 from mt_model.families.mamba2 import check_silu
 from mt_model.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link
+from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
+from mt_model.stack_config import MAX_LAYERS, LayerConfig
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -68,6 +69,7 @@ class Qwen3NextFields:
         checks = Checks(self)
         counts = ("num_hidden_layers", "full_attention_interval", "decoder_sparse_step")
         checks.at_least(1, *counts)
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
         check_silu(checks, "hidden_act", self.hidden_act)
         checks.done()
         if len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {_LINEAR, _FULL}:
@@ -189,16 +191,15 @@ def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden, rows = config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield Link(source="model.embed_tokens.weight", shape=rows, target="embedding.weight")
+    hidden = config.hidden_size
+    yield from end_links(config)
     for index, layer in enumerate(config.layers):
         source, target = f"model.layers.{index}", f"layers.{index}"
         for norm, ours in (
             ("input_layernorm", "mixer_norm"),
             ("post_attention_layernorm", "feed_forward_norm"),
         ):
-            name = f"{source}.{norm}.weight"
-            yield Link(source=name, shape=(hidden,), target=f"{target}.{ours}.weight")
+            yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
         if isinstance(layer.mixer, GatedDeltaNetConfig):
             names = (f"{source}.linear_attn", f"{target}.mixer")
             yield from _delta_net_links(*names, layer.mixer, hidden)
@@ -207,9 +208,6 @@ def _links(config: ModelConfig) -> Iterator[Link]:
             yield from _attention_links(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
         mlp = cast("MLPConfig", layer.feed_forward)
         yield from mlp_links(f"{source}.mlp", f"{target}.feed_forward", mlp, hidden)
-    yield Link(source="model.norm.weight", shape=(hidden,), target="final_norm.weight")
-    if not config.tied:
-        yield Link(source="lm_head.weight", shape=rows, target="head.weight")
 
 
 def _delta_net_links(
@@ -243,8 +241,8 @@ def _attention_links(
 ) -> Iterator[Link]:
     """Yield the tensors of one attention: each head's gate follows its query in `q_proj`."""
     queries, width = mixer.queries_per_group, mixer.head_dim
-    leaves = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
-    for leaf, rest in leaves.items():
+    parts = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
+    for leaf, rest in parts.items():
         for head in range(mixer.num_heads):
             group, place = divmod(head, queries)
             for offset, first in ((0, queries), (width, 0)):  # gates come first in ours
@@ -263,13 +261,10 @@ def _attention_links(
                 target=f"{target}.qkv.{leaf}",
                 box={1: (place, place + 1)},
             )
-    shape = (hidden, mixer.num_heads * width)
-    yield Link(source=f"{source}.o_proj.weight", shape=shape, target=f"{target}.out.weight")
-    if mixer.out_bias:
-        yield Link(source=f"{source}.o_proj.bias", shape=(hidden,), target=f"{target}.out.bias")
+    back = (hidden, mixer.num_heads * width)
+    yield from leaves(f"{source}.o_proj", f"{target}.out", *back, bias=mixer.out_bias)
     for norm in ("q_norm", "k_norm"):
-        name = f"{source}.{norm}.weight"
-        yield Link(source=name, shape=(width,), target=f"{target}.{norm}.weight")
+        yield from leaves(f"{source}.{norm}", f"{target}.{norm}", width, bias=False)
 
 
 FAMILY = Family(
@@ -280,4 +275,5 @@ FAMILY = Family(
     read=_read,
     write=_write,
     links=_links,
+    ignored=(".rotary_emb.inv_freq", "mtp."),
 )

@@ -17,8 +17,10 @@ from mt_model.config import ModelConfig
 from mt_model.hugging_face.description import read_config
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.export import FILE_SIZE, plan_export
-from mt_model.hugging_face.folder import VOCABULARY, Pretrained, open_pretrained, stored_dtype
+from mt_model.hugging_face.folder import Pretrained, open_pretrained, stored_dtype
 from mt_model.hugging_face.writing import check_free, new_folder
+from mt_model.initialization import VOCABULARY
+from mt_model.stack_config import StackConfig
 
 if TYPE_CHECKING:
     from mt_ckpt import ArrayReader, RunFolder, SavedTokenizer, TensorShard
@@ -30,7 +32,7 @@ def import_pretrained(
     *,
     vocab_multiple: int | None = None,
     eod: str | None = None,
-) -> ModelConfig:
+) -> StackConfig:
     """Make a run folder of a folder of Hugging Face: one checkpoint, at step 0.
 
     `mt-infer generate` reads it, and mt-train starts from it (`checkpoint.load`, with
@@ -54,11 +56,12 @@ def import_pretrained(
 
     check_free(Path(out))
     found = open_pretrained(folder)
-    found = found.padded(vocab_multiple or found.config.usual_vocab_multiple)
+    if isinstance(found.config, ModelConfig):
+        found = found.padded(vocab_multiple or found.config.usual_vocab_multiple)
     with new_folder(Path(out)) as temporary:
         run = RunFolder(temporary)
         saved = SavedModel(model=found.config.to_dict(), tokenizer=_tokenizer(found, run, eod))
-        save_checkpoint(run.checkpoints, 0, list(_shards(found)), to_plain(saved))
+        save_checkpoint(run.checkpoints, 0, _shards(found), to_plain(saved))
         run.hugging_face.mkdir()
         found.copy_to(run.hugging_face)
     return found.config
@@ -101,7 +104,7 @@ def export_checkpoint(
         like = run.hugging_face
     prefix = RunFolder.EMA if ema else RunFolder.WEIGHTS
     with open_arrays(source) as arrays:
-        config = ModelConfig.from_dict(arrays.manifest.metadata_as(SavedModel).model)
+        config = StackConfig.from_dict(arrays.manifest.metadata_as(SavedModel).model)
         told = None if like is None else stored_dtype(read_config(Path(like)))
         stored = {
             name.removeprefix(f"{prefix}/"): getattr(torch, spec.dtype)
@@ -154,7 +157,8 @@ def _shards(found: Pretrained) -> Iterator[TensorShard]:
     """Yield the weights as pages of the files, and vocabularies that are padded as copies."""
     from mt_ckpt import RunFolder, TensorShard
 
-    is_padded = found.config.vocab_rows > found.config.vocab_size
+    config = found.config
+    is_padded = isinstance(config, ModelConfig) and config.vocab_rows > config.vocab_size
     for target, shape in found.shapes.items():
         name, links = f"{RunFolder.WEIGHTS}/{target}", found.links[target]
         if is_padded and target in VOCABULARY:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mt_files import open_file, read_json, writing
 
-from mt_model.config import ModelConfig
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family
 from mt_model.hugging_face.registry import family_of
+from mt_model.stack_config import StackConfig
 
 CONFIG = "config.json"
 # What stands beside the weights and says nothing of them.
@@ -32,6 +33,7 @@ CARRIED = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+ONE_FILE, INDEX = _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
 _MAX_JSON = 1 << 26
 _BLOCK = 1 << 20
@@ -50,7 +52,7 @@ class Description:
 
     folder: Path
     family: Family
-    config: ModelConfig
+    config: StackConfig
     given: Mapping[str, Any]
 
     @property
@@ -87,7 +89,7 @@ class Description:
 
 
 def describe_pretrained(folder: str | Path) -> Description:
-    """Read the config.json of a folder, and nothing else of it.
+    """Read the config.json of a folder, and of its tensors at most what they are called.
 
     Args:
         folder: Of Hugging Face transformers, or a snapshot in the hub's cache.
@@ -101,8 +103,15 @@ def describe_pretrained(folder: str | Path) -> Description:
         raise ExchangeError(f"{folder} is not a folder; name one with {CONFIG} and safetensors")
     given = read_config(folder)
     family = family_of(given, folder / CONFIG)
-    config = family.config_of(given, folder / CONFIG)
+    config = family.config_of(given, folder / CONFIG, _names(family, folder))
     return Description(folder=folder, family=family, config=config, given=given)
+
+
+def _names(family: Family, folder: Path) -> Collection[str] | None:
+    """Return the names of the folder's tensors, for a family that asks for them."""
+    if family.settle is None or not any((folder / name).exists() for name in _WEIGHTS):
+        return None
+    return import_module("mt_model.hugging_face.tensors").open_tensors(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import torch
 from mt_files import write_file
 from torch import Tensor
 
-from mt_model.config import ModelConfig, Sizes
 from mt_model.hugging_face.description import CARRIED, CONFIG, copy_into, read_config
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family, comparable
-from mt_model.hugging_face.folder import linked, stored_dtype
+from mt_model.hugging_face.folder import by_source, linked, stored_dtype
 from mt_model.hugging_face.link import Link
 from mt_model.hugging_face.registry import family_of, find_family
 from mt_model.hugging_face.writing import (
@@ -27,6 +26,7 @@ from mt_model.hugging_face.writing import (
     write_index,
     write_tensor,
 )
+from mt_model.stack_config import Sizes, StackConfig
 
 FILE_SIZE = 5_000_000_000
 
@@ -81,7 +81,7 @@ class Export:
 
 
 def plan_export(
-    config: ModelConfig,
+    config: StackConfig,
     *,
     like: Path | None,
     family: str | None,
@@ -110,9 +110,7 @@ def plan_export(
         family = family_of(given, like / CONFIG).name
     chosen, fields = find_family(config, family)
     listed, shapes = linked(chosen, config)
-    links: dict[str, list[Link]] = {}
-    for link in listed:
-        links.setdefault(link.source, []).append(link)
+    links = by_source(chosen, config, listed)
     planned = [
         Planned(name=name, shape=each[0].shape, dtype=dtype or _dtype_of(name, each, dtypes))
         for name, each in links.items()
@@ -120,7 +118,7 @@ def plan_export(
     carried = [] if like is None else [like / n for n in CARRIED if (like / n).exists()]
     return Export(
         family=chosen,
-        content=_content(chosen, config, fields, given, like, {p.dtype for p in planned}),
+        content=_content(chosen, config, fields, given, like, planned),
         links=links,
         shapes=shapes,
         files=plan_files(planned, file_size),
@@ -129,7 +127,8 @@ def plan_export(
 
 
 def _dtype_of(name: str, links: Sequence[Link], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    found = dtypes.get(name, dtypes.get(links[0].target))
+    first = links[0]
+    found = next((dtypes[key] for key in (name, first.source, first.target) if key in dtypes), None)
     if found is None:
         raise ExchangeError(f"nothing says which dtype {name} has; name one")
     return found
@@ -137,21 +136,22 @@ def _dtype_of(name: str, links: Sequence[Link], dtypes: Mapping[str, torch.dtype
 
 def _content(
     family: Family,
-    config: ModelConfig,
+    config: StackConfig,
     fields: Mapping[str, Any],
     given: Mapping[str, Any],
     like: Path | None,
-    dtypes: set[torch.dtype],
+    planned: Sequence[Planned],
 ) -> str | Path:
     """Return what config.json holds: that of `like`, where it still says what the model is."""
+    dtypes = {tensor.dtype for tensor in planned}
     only = next(iter(dtypes)) if len(dtypes) == 1 else None
     told = stored_dtype(given)
     if like is not None and family.name == family_of(given, like / CONFIG).name:
-        before = family.config_of(given, like / CONFIG)
+        before = family.config_of(given, like / CONFIG, {tensor.name for tensor in planned})
         if comparable(before) == comparable(config):
             if only is None or told in (only, None):
                 return like / CONFIG
-            fields = {}
+            fields = {name: given[name] for name in ("architectures",) if given.get(name)}
     content = {**given, "architectures": [family.architectures[0]]}
     content |= {"model_type": family.model_types[0], **fields}
     if only is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from mt_files import FieldProblem, bind, build, shorten, to_plain
 from mt_model.config import ModelConfig
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.link import Link
+from mt_model.stack_config import StackConfig
 
 _SHOWN = 5  # differences in a message
 
@@ -32,6 +33,7 @@ max_new_tokens early_stopping num_return_sequences length_penalty repetition_pen
 no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id
 forced_eos_token_id suppress_tokens begin_suppress_tokens remove_invalid_values
 exponential_decay_length_penalty output_scores cache_implementation _sliding_window_pattern
+ignore_index
 """
 # Fields that change nothing at these values, and are refused at others.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -47,6 +49,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "quantization_config": (None,),
     }
 )
+
+
+def _no_repeats(config: Any) -> Mapping[str, str]:
+    del config
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +72,57 @@ class Family:
         write: The way back; raises ValueError with the reason where a model is not of the family.
             What it leaves out is found out: the engine reads what was written.
         links: For a model which tensors of the folder are which of its parameters.
-        ignored: Tensors that may be in a folder and hold nothing, as endings of their names.
+        ignored: Tensors that may be in a folder and are not read: endings of their names, or their
+            beginnings, such as `mtp.`.
         copies: Tensors that may be stored although they are tied, each with the one that it is
             equal to.
+        settle: From the model that config.json describes and the names of the folder's tensors to
+            the model, where config.json does not say all of it.
+        builds: What kind of config `read` returns.
+        wrapper: What the names of all tensors may begin with, beside their own.
+        renames: What names may begin with in folders of other versions, each with what is in its
+            place here; one after the other is looked at.
+        repeats: For a model which of `copies` are written too, as transformers does not tie them.
+        endings: What names may end with there, likewise.
+        refused: Architectures that are not built, each with why and the way out.
+        hint: What helps where the tensors are not those that config.json describes.
+        like: Name of another family that has its models too, and is the one that they are written
+            as where none is named.
     """
 
     name: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     fields: type[Any]
-    read: Callable[[Any], ModelConfig]
-    write: Callable[[ModelConfig], Any]
-    links: Callable[[ModelConfig], Iterable[Link]]
+    read: Callable[[Any], StackConfig]
+    write: Callable[[Any], Any]
+    links: Callable[[Any], Iterable[Link]]
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
+    settle: Callable[[StackConfig, Collection[str]], StackConfig] | None = None
+    builds: type[StackConfig] = ModelConfig
+    wrapper: str = ""
+    renames: tuple[tuple[str, str], ...] = ()
+    repeats: Callable[[Any], Mapping[str, str]] = _no_repeats
+    endings: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    hint: str = ""
+    like: str = ""
 
-    def config_of(self, given: Mapping[str, Any], path: Path) -> ModelConfig:
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a folder is not read, and is no mistake either."""
+        beginnings = tuple(part for part in self.ignored if part.endswith("."))
+        return name.endswith(self.ignored) or name.startswith(beginnings)
+
+    def config_of(
+        self, given: Mapping[str, Any], path: Path, names: Collection[str] | None = None
+    ) -> StackConfig:
         """Return the model that a config.json describes.
 
         Args:
             given: Its content.
             path: The file, for messages.
+            names: Of the tensors beside it; None where there are none yet.
 
         Raises:
             ExchangeError: A field is unknown, of another type, or has a value that is not built;
@@ -102,18 +139,24 @@ class Family:
         problems = [_refusal(found, rest) for found in bound.problems]
         if bound.value is not None:
             try:
-                return self.read(bound.value)
+                config = self.read(bound.value)
+                if self.settle is None or names is None:
+                    return config
+                return self.settle(config, names)
             except ValueError as error:
                 problems = [str(error)]
         lines = "\n  ".join(problems)
         raise ExchangeError(f"{path}: is no {self.name} model that mt-model builds:\n  {lines}")
 
-    def fields_of(self, config: ModelConfig) -> dict[str, Any]:
+    def fields_of(self, config: StackConfig) -> dict[str, Any]:
         """Return the fields of config.json for a model.
 
         Raises:
             ValueError: The family has no such model; the message says what differs.
         """
+        if not isinstance(config, self.builds):
+            found, wanted = type(config).__name__, self.builds.__name__
+            raise ValueError(f"it has a {wanted}, and not a {found}")  # noqa: TRY004
         plain = to_plain(self.write(config))
         again = self.read(build(self.fields, plain))
         lines = list(_differences(to_plain(comparable(config)), to_plain(comparable(again))))
@@ -123,20 +166,30 @@ class Family:
         return plain
 
 
-def comparable(config: ModelConfig) -> ModelConfig:
+def comparable(config: StackConfig) -> StackConfig:
     """Return a model without what changes no logit: dropout, initial values, padding.
 
-    Nor does it have where norms round in bf16, and the weight of the z-loss.
+    Nor does it have where norms round in bf16, weights of losses, and modules that predict further
+    tokens in training.
     """
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, dropout=0.0))
-        if layer.mixer is not None and hasattr(layer.mixer, "dropout")
-        else layer
+        replace(layer, mixer=_undropped(layer.mixer), feed_forward=_undropped(layer.feed_forward))
         for layer in config.layers
     )
-    same = {"dropout": 0.0, "init_std": ModelConfig.init_std, "vocab_multiple": 1}
+    same: dict[str, Any] = {"dropout": 0.0, "init_std": StackConfig.init_std, "embedding_std": None}
+    if isinstance(config, ModelConfig):
+        same |= {"vocab_multiple": 1, "z_loss": 0.0, "mtp": None}
+        if config.images is not None:
+            tower = comparable(config.images.tower)
+            same["images"] = replace(config.images, tower=tower)
+        if config.pooled_head is not None:
+            same["pooled_head"] = replace(config.pooled_head, loss_weight=1.0)
     norm = replace(config.norm, rounds_first=False)
-    return replace(config, layers=layers, norm=norm, z_loss=0.0, embedding_std=None, **same)
+    return replace(config, layers=layers, norm=norm, **same)
+
+
+def _undropped(entry: Any) -> Any:
+    return replace(entry, dropout=0.0) if hasattr(entry, "dropout") else entry
 
 
 def _refusal(problem: FieldProblem, given: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,17 +13,16 @@ import torch
 from mt_parallel_state import ParallelState, offsets_of
 from torch import Tensor, nn
 
-from mt_model.config import ModelConfig, Sizes
-from mt_model.decoder import GPT
+from mt_model.config import ModelConfig
 from mt_model.dtype import DTYPES
 from mt_model.hugging_face.description import CONFIG, Description, describe_pretrained
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family
-from mt_model.hugging_face.link import Link, check_links, common, inside
+from mt_model.hugging_face.link import Link, Range, check_links, common, inside
 from mt_model.hugging_face.tensors import StoredTensor, open_tensors
-from mt_model.initialization import blank_padding
+from mt_model.initialization import VOCABULARY, blank_padding
+from mt_model.stack_config import Sizes, StackConfig
 
-VOCABULARY = ("embedding.weight", "head.weight")  # whose rows may be padded
 _SHOWN = 5  # tensors in a message
 
 
@@ -63,7 +62,7 @@ class Pretrained(Description):
         starts = (0,) * into.dim() if offsets is None else offsets
         own = tuple((start, start + n) for start, n in zip(starts, into.shape, strict=True))
         shape = self.shapes[name]
-        if name in VOCABULARY:
+        if isinstance(self.config, ModelConfig) and name in VOCABULARY:
             blank_padding(into, self.config, first=own[0][0])
         for link in self.links[name]:
             area = link.area(shape)
@@ -73,7 +72,12 @@ class Pretrained(Description):
                 into[inside(shared, own)].copy_(window[inside(shared, area)])
 
     def padded(self, vocab_multiple: int) -> Pretrained:
-        """Return the same with rows for a multiple of the vocabulary; see `ModelConfig`."""
+        """Return the same with rows for a multiple of the vocabulary; see `ModelConfig`.
+
+        What has no vocabulary stays as it is.
+        """
+        if not isinstance(self.config, ModelConfig):
+            return self
         config = replace(self.config, vocab_multiple=vocab_multiple)
         links, shapes = linked(self.family, config)
         return replace(self, config=config, links=by_target(links, shapes), shapes=shapes)
@@ -104,7 +108,8 @@ def open_pretrained(folder: str | Path) -> Pretrained:
     """
     described = describe_pretrained(folder)
     links, shapes = linked(described.family, described.config)
-    found = open_tensors(described.folder)
+    found = _unwrapped(described.family, open_tensors(described.folder))
+    found = _renamed(described, found, {link.source for link in links})
     return Pretrained(
         folder=described.folder,
         family=described.family,
@@ -123,17 +128,25 @@ def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
     return known.get(named) if isinstance(named, str) else None
 
 
-def linked(family: Family, config: ModelConfig) -> tuple[list[Link], dict[str, Sizes]]:
+def linked(family: Family, config: StackConfig) -> tuple[list[Link], dict[str, Sizes]]:
     """Return the links of a model, checked, and the shapes of its parameters."""
-    params = GPT(config, device="meta").named_parameters()
+    if isinstance(config, ModelConfig):  # modules of training alone have no tensors in a folder
+        config = replace(config, mtp=None)
+    params = config.build(device="meta").named_parameters()
     shapes = {name: tuple(param.shape) for name, param in params}
     links, padding = [], {}
-    if config.vocab_rows > config.vocab_size:
-        rows = ((config.vocab_size, config.vocab_rows), (0, config.hidden_size))
-        padding = {name: rows for name in VOCABULARY if name in shapes}
+    tokens: dict[int, Range] = {}
+    if isinstance(config, ModelConfig) and config.vocab_rows > config.vocab_size:
+        rows = (config.vocab_size, config.vocab_rows)
+        padding = {
+            name: (rows, *((0, size) for size in shapes[name][1:]))
+            for name in VOCABULARY
+            if name in shapes
+        }
+        tokens = {0: (0, config.vocab_size)}
     for link in family.links(config):
-        tokens = {0: (0, config.vocab_size)} if link.target in padding else {}
-        links.append(replace(link, box={**tokens, **link.box}))
+        box = {**tokens, **link.box} if link.target in padding else link.box
+        links.append(replace(link, box=box))
     check_links(links, shapes, family=family.name, padding=padding)
     return links, shapes
 
@@ -144,6 +157,44 @@ def by_target(links: Iterable[Link], shapes: Mapping[str, Sizes]) -> dict[str, l
     for link in links:
         found[link.target].append(link)
     return found
+
+
+def by_source(family: Family, config: StackConfig, links: Iterable[Link]) -> dict[str, list[Link]]:
+    """Return the links of each tensor that is written; a copy has those of what it repeats."""
+    found: dict[str, list[Link]] = {}
+    for link in links:
+        found.setdefault(link.source, []).append(link)
+    return found | {copy: found[of] for copy, of in family.repeats(config).items()}
+
+
+def _unwrapped(family: Family, found: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Return the tensors without the family's wrapper, where all names have it."""
+    if not family.wrapper or not all(name.startswith(family.wrapper) for name in found):
+        return found
+    return {name.removeprefix(family.wrapper): tensor for name, tensor in found.items()}
+
+
+def _renamed(
+    described: Description, found: Mapping[str, StoredTensor], known: Collection[str]
+) -> Mapping[str, StoredTensor]:
+    """Return the tensors by the names of links, also those that have another version's names."""
+    names: dict[str, StoredTensor] = {}
+    for name, tensor in found.items():
+        own = name
+        for beginning, ours in described.family.renames:
+            if own not in known and own.startswith(beginning):
+                own = ours + own.removeprefix(beginning)
+        for ending, ours in described.family.endings.items():
+            if own not in known and own.endswith(ending):
+                own = own.removesuffix(ending) + ours
+        if own in names:
+            first = names[own].name
+            raise ExchangeError(
+                f"{described.folder}: tensors {first} and {name} are both {own} of the "
+                f"{described.family.name} model; remove one of them"
+            )
+        names[own] = tensor
+    return names
 
 
 def _matched(
@@ -169,16 +220,18 @@ def _matched(
         elif name in copies and copies[name] in found:
             if not _equal(tensor, found[copies[name]]):
                 lines.append(
-                    f"{tensor.path.name}: tensor {name} differs from {copies[name]}, to which "
-                    f"{CONFIG} ties it; set tie_word_embeddings to false there"
+                    f"{tensor.path.name}: tensor {name} differs from {copies[name]}, of which it "
+                    f"is a copy; where {CONFIG} ties a head that is not, set tie_word_embeddings "
+                    "to false there"
                 )
-        elif not name.endswith(family.ignored):
+        elif not family.ignores(name):
             lines.append(f"{tensor.path.name}: tensor {name} is not expected")
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        hint = f"\n{family.hint}" if family.hint else ""
         raise ExchangeError(
             f"{folder}: the tensors are not those of the {family.name} model that its {CONFIG} "
-            "describes:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+            "describes:\n  " + "\n  ".join(lines[:_SHOWN]) + more + hint
         )
     return {name: found[name] for name in shapes}
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from mt_parallel_state import is_owner, offsets_of, shardings, share_json
 from torch import Tensor
 
-from mt_model.decoder import GPT
 from mt_model.hugging_face.link import Area, Link, common, inside, sizes_of
+from mt_model.stack import Stack
 
 _WORLD = "tp-cp-dp-pp"
 
@@ -29,7 +29,7 @@ class Gather:
         is_first: Whether this rank has the tensors in the end.
     """
 
-    def __init__(self, stages: Sequence[GPT]) -> None:
+    def __init__(self, stages: Sequence[Stack[Any]]) -> None:
         state = stages[0].state
         self._group = state.group(_WORLD)
         self._rank = 0 if self._group is None else dist.get_rank(self._group)

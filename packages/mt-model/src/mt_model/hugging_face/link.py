@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from mt_model.config import Sizes
+from mt_model.stack_config import Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,20 @@ class Link:
         for size, dim in zip(sizes, self.order, strict=True):
             view[dim] = size
         return source.view(view).permute(self.order)
+
+
+def leaves(source: str, target: str, *shape: int, bias: bool = True) -> Iterator[Link]:
+    """Yield the weight of a linear layer or a norm, and its bias.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        shape: Of the weight; the bias has its first dim.
+        bias: There is one.
+    """
+    yield Link(source=f"{source}.weight", shape=shape, target=f"{target}.weight")
+    if bias:
+        yield Link(source=f"{source}.bias", shape=shape[:1], target=f"{target}.bias")
 
 
 def sizes_of(area: Area) -> Sizes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mt_parallel_state import ParallelLayout, ParallelState
 
-from mt_model.decoder import GPT
+from mt_model.config import ModelConfig
 from mt_model.hugging_face.folder import open_pretrained
+from mt_model.stack import Stack
 
 
 def from_pretrained(
@@ -19,11 +20,12 @@ def from_pretrained(
     state: ParallelState | None = None,
     vocab_multiple: int | None = None,
     **arguments: Any,
-) -> GPT:
+) -> Stack[Any]:
     """Build a model from a folder of Hugging Face transformers, on this rank's layout.
 
     Each rank reads its own part of each tensor, and none waits for another. The model is in
-    evaluation mode, as transformers has it; `model(tokens)` gives logits.
+    evaluation mode, as transformers has it; `model(tokens)` gives logits, and `model(images)` of an
+    encoder of images what transformers returns first.
 
     Args:
         folder: With config.json and safetensors files.
@@ -31,7 +33,7 @@ def from_pretrained(
         state: This rank's place; None is a single process.
         vocab_multiple: Of the model; where None the smallest that lets the ranks share the
             vocabulary: 1 where tp divides it, else tp.
-        arguments: Others of `GPT`: `layers`, `sequence_parallel`, `device` and so on.
+        arguments: Others of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
 
     Raises:
         ExchangeError: The architecture or a field is not known; tensors are missing, not expected
@@ -41,12 +43,12 @@ def from_pretrained(
     """
     state = ParallelState(ParallelLayout()) if state is None else state
     pretrained = open_pretrained(folder)
-    if vocab_multiple is None:
+    if vocab_multiple is None and isinstance(pretrained.config, ModelConfig):
         vocab_multiple = state.size("tp") if pretrained.config.vocab_size % state.size("tp") else 1
-    if vocab_multiple > 1:
+    if vocab_multiple is not None and vocab_multiple > 1:
         pretrained = pretrained.padded(vocab_multiple)
     chosen = pretrained.dtype if dtype is None else dtype
-    model = GPT(pretrained.config, state, dtype=chosen, seed=None, **arguments)
+    model = cast("Stack[Any]", pretrained.config.build(state, dtype=chosen, seed=None, **arguments))
     fill = pretrained.initializer(state)
     for name, param in model.named_parameters():
         if not param.is_meta:

@@ -11,9 +11,9 @@ from typing import Any
 
 from mt_files import did_you_mean, shorten
 
-from mt_model.config import ModelConfig
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family
+from mt_model.stack_config import StackConfig
 
 GROUP = "mt.models"
 
@@ -55,9 +55,15 @@ def family_of(given: Mapping[str, Any], path: Path) -> Family:
     named = given.get("architectures")
     if isinstance(named, list) and named:
         by_class = {each: family for family in known.values() for each in family.architectures}
-        for each in named:
+        for each in map(str, named):
             if each in by_class:
                 return by_class[each]
+            for family in known.values():
+                if each in family.refused:
+                    text = (
+                        f"{each} of the family {family.name} is not built: {family.refused[each]}"
+                    )
+                    raise ExchangeError(f"{path}: {text}")
         hint = did_you_mean(str(named[0]), by_class)
         raise ExchangeError(
             f"{path}: the architecture {shorten(named[0])} is not known. {hint} Others are added "
@@ -65,18 +71,18 @@ def family_of(given: Mapping[str, Any], path: Path) -> Family:
         )
     by_type = {each: family for family in known.values() for each in family.model_types}
     kind = given.get("model_type")
-    if kind in by_type:
+    if isinstance(kind, str) and kind in by_type:
         return by_type[kind]
     hint = did_you_mean(str(kind), by_type)
     raise ExchangeError(f"{path}: the model_type {shorten(kind)} is not known. {hint}")
 
 
-def find_family(config: ModelConfig, named: str | None = None) -> tuple[Family, dict[str, Any]]:
+def find_family(config: StackConfig, named: str | None = None) -> tuple[Family, dict[str, Any]]:
     """Return a family that a model is of, and the fields of its config.json.
 
     Args:
         config: The model.
-        named: The family; None for the first by name that has such a model.
+        named: The family; None for the first by name that has such a model, and is like no other.
 
     Raises:
         ExchangeError: None has; the message gives the reason of each.
@@ -85,7 +91,8 @@ def find_family(config: ModelConfig, named: str | None = None) -> tuple[Family, 
     if named is not None and named not in known:
         raise ExchangeError(f"family {shorten(named)} is not known. {did_you_mean(named, known)}")
     reasons = []
-    for family in known.values() if named is None else [known[named]]:
+    own = (family for family in known.values() if not family.like)
+    for family in own if named is None else [known[named]]:
         try:
             return family, family.fields_of(config)
         except ValueError as error:

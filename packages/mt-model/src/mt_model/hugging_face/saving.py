@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mt_files import FileError
 from torch import Tensor
 
-from mt_model.decoder import GPT
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.export import FILE_SIZE, Export, plan_export
-from mt_model.hugging_face.folder import Pretrained, linked
+from mt_model.hugging_face.folder import Pretrained, by_source, linked
 from mt_model.hugging_face.gather import Gather
-from mt_model.hugging_face.link import Link
 from mt_model.hugging_face.registry import known_families
 from mt_model.hugging_face.writing import check_free
+from mt_model.stack import Stack
 
 
 def save_pretrained(
-    model: GPT | Sequence[GPT],
+    model: Stack[Any] | Sequence[Stack[Any]],
     folder: str | Path,
     *,
     like: str | Path | None = None,
@@ -50,7 +50,7 @@ def save_pretrained(
             `folder`; a file can't be read or written. It is raised on every rank, and nothing is
             left at `folder`.
     """
-    stages = [model] if isinstance(model, GPT) else list(model)
+    stages = [model] if isinstance(model, Stack) else list(model)
     gather, export, problem, cause = Gather(stages), None, "", None
     if gather.is_first:
         try:
@@ -66,19 +66,18 @@ def save_pretrained(
         problem, cause = _write(export, Path(folder), gather)
     else:
         name, order = plan
-        links, shapes = linked(known_families()[name], stages[0].config)
-        by_source: dict[str, list[Link]] = {source: [] for source in order}
-        for link in links:
-            by_source[link.source].append(link)
-        for listed in by_source.values():
-            gather.run(listed, shapes, None)
+        chosen, config = known_families()[name], stages[0].config
+        listed, shapes = linked(chosen, config)
+        links = by_source(chosen, config, listed)
+        for source in order:
+            gather.run(links[source], shapes, None)
     problem = gather.tell(problem)
     if problem:
         raise ExchangeError(problem) from cause
 
 
 def _plan(
-    stage: GPT,
+    stage: Stack[Any],
     like: str | Path | None,
     family: str | None,
     dtype: torch.dtype | None,

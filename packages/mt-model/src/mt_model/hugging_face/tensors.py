@@ -15,11 +15,10 @@ import torch
 from mt_files import did_you_mean, open_file, parse_json, read_json, shorten
 from torch import Tensor
 
-from mt_model.config import Sizes
-from mt_model.hugging_face.description import root_of
+from mt_model.hugging_face.description import INDEX, ONE_FILE, root_of
 from mt_model.hugging_face.error import ExchangeError
+from mt_model.stack_config import Sizes
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # of the format's own reader
 _MAX_INDEX = 1 << 28
 _MAX_DIMS = 32

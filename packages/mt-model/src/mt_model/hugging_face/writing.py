@@ -17,9 +17,10 @@ import torch
 from mt_files import FileError, sync, write_file
 from torch import Tensor
 
-from mt_model.config import Sizes
+from mt_model.hugging_face.description import INDEX, ONE_FILE
 from mt_model.hugging_face.error import ExchangeError
-from mt_model.hugging_face.tensors import DTYPES, INDEX, ONE_FILE
+from mt_model.hugging_face.tensors import DTYPES
+from mt_model.stack_config import Sizes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -1,0 +1,165 @@
+"""Images in a text: their features in place of the embeddings of image tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mt_context_parallel import shard, unshard
+from mt_parallel_state import ParallelState, copy_to_group, hash_key
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mt_model.activation import activate
+from mt_model.attend import SequenceAttend
+from mt_model.batch import Batch
+from mt_model.image_input_config import ImageInputConfig
+from mt_model.placement import Placement
+from mt_model.recompute_plan import RecomputePlan
+from mt_model.vision import VisionEncoder
+
+
+class ImageTower(VisionEncoder):
+    """An encoder of whole images on every rank of a context group, of which each uses a part."""
+
+    def _sequences(self, state: ParallelState, **arguments: Any) -> SequenceAttend:
+        return super()._sequences(state, **arguments, shared=False)
+
+    def _dropout(
+        self, batch: Batch, length: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if batch.get("sample_ids") is None:  # the language model asks for them where it trains
+            return None, None
+        return super()._dropout(batch, length, device)
+
+
+class Projector(nn.Module):
+    """Two linear layers with an activation between them.
+
+    Parameters: `up.weight` [hidden, features] and `up.bias`, split over "tp" in their first dim,
+    and `down.weight` [hidden, hidden], split in its second, with `down.bias`, which every rank has
+    whole. The collectives are those of `ColumnParallelLinear` and `RowParallelLinear`.
+
+    Args:
+        config: How the model takes images.
+        hidden_size: Width of the language model.
+        placement: Of this rank.
+
+    Shape:
+        forward(x): [N, T, features] -> [N, T, hidden].
+    """
+
+    def __init__(self, config: ImageInputConfig, hidden_size: int, *, placement: Placement) -> None:
+        super().__init__()
+        linear = replace(placement, sequence_parallel=False).linear_arguments()
+        self.kernel = placement.kernels.activation
+        self.activation, sizes = config.activation, (config.feature_size, hidden_size)
+        self.up = ColumnParallelLinear(*sizes, bias=config.bias, **linear)
+        self.down = RowParallelLinear(hidden_size, hidden_size, bias=config.bias, **linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the features of each token."""
+        return self.down(activate(self.up(x), self.activation, kernel=self.kernel))
+
+
+class ImageInput(nn.Module):
+    """An encoder of images and the projection of its features to a language model's width.
+
+    Parameters: `tower.*` as of `VisionEncoder` and `projector.*` as of `Projector`, split over
+    "tp". Ranks that share a sequence each encode all of its images, and tell each other where
+    image tokens are: one all-gather over "cp". Under sequence parallelism the features' gradient is
+    summed over "tp".
+
+    Args:
+        config: How the model takes images.
+        hidden_size: Width of the language model.
+        state: This rank's place.
+        placement: Of this rank.
+        plan: What backward makes again in the language model's layers; what it says of all of them
+            by words holds for the encoder's.
+
+    Shape:
+        forward(x, batch): [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism) ->
+        the same.
+    """
+
+    def __init__(
+        self,
+        config: ImageInputConfig,
+        hidden_size: int,
+        *,
+        state: ParallelState,
+        placement: Placement,
+        plan: RecomputePlan,
+    ) -> None:
+        super().__init__()
+        self.config, self.placement = config, placement
+        self.tower = ImageTower(
+            config.tower,
+            state,
+            layers=range(config.tower.num_layers),
+            sequence_parallel=placement.sequence_parallel,
+            kernels=placement.kernels,
+            recompute=plan.of_all_layers,
+            seed=hash_key("images", placement.seed),
+            gemm=placement.gemm,
+            dtype=placement.dtype,
+            device="meta",
+        )
+        self.projector = Projector(config, hidden_size, placement=placement)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Put the features of `batch["pixel_values"]` in place of embeddings, in order.
+
+        Args:
+            x: Embeddings of the tokens.
+            batch: Of the stage; without images nothing changes.
+
+        Raises:
+            ValueError: There are not as many image tokens as features.
+        """
+        images = batch.get("pixel_values")
+        if images is None:
+            return x
+        context = self.placement.context.group
+        own = batch["tokens"] == self.config.token_id
+        place = unshard(own.long(), context) if context is not None else own.long()
+        self._check_count(int(place.sum()), len(images))
+        features = self.features(images, self._sample_ids(batch, place))
+        if self.placement.sequence_parallel:
+            features = copy_to_group(features, self.placement.group)
+        order = shard((place.flatten().cumsum(0) - 1).view_as(place), context)
+        own, order = self.placement.between(own, dim=1), self.placement.between(order, dim=1)
+        found = features.flatten(0, 1).index_select(0, order[own])
+        return x.masked_scatter(own[..., None], found)
+
+    def features(self, images: Tensor, sample_ids: Tensor | None = None) -> Tensor:
+        """Return what stands for images, on every rank of the tensor-parallel group.
+
+        Args:
+            images: Of the size that the encoder takes.
+            sample_ids: Unique per image; needed with dropout in training.
+
+        Shape:
+            images: [N, C, H, W]; sample_ids: [N]. Returns [N, num_tokens, hidden].
+        """
+        x = self.tower.features(images, layer=self.config.feature_layers, sample_ids=sample_ids)
+        return self.projector(x[:, 1:] if self.config.drop_first else x)
+
+    def _check_count(self, tokens: int, images: int) -> None:
+        each = self.config.num_tokens
+        if tokens != images * each:
+            raise ValueError(
+                f"the batch has {tokens} image tokens ({self.config.token_id}), and pixel_values "
+                f"has {images} images of {each}, which is {images * each}; give as many tokens for "
+                "each image, as expand_image_tokens does"
+            )
+
+    def _sample_ids(self, batch: Batch, place: Tensor) -> Tensor | None:
+        """Ids of the images, from that of their row and their place in it."""
+        ids = batch.get("sample_ids")
+        if ids is None:
+            return None
+        first = place.flatten().nonzero()[:: self.config.num_tokens, 0]
+        return ids[first // place.shape[1]] * place.shape[1] + first % place.shape[1]

@@ -1,0 +1,462 @@
+"""A list of layers with the stream between them, as frozen values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import chain, groupby
+from math import isfinite
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+
+from mt_files import Checks, FieldError, build, divisors, multiples_near, to_plain
+
+from mt_model.choice import Norms
+from mt_model.norm_config import NormConfig
+from mt_model.rope import Rotary
+
+if TYPE_CHECKING:
+    from mt_parallel_state import ParallelState
+    from torch import nn
+
+    from mt_model.placement import Placement
+
+Sizes: TypeAlias = tuple[int, ...]
+
+# What is reported under a name like those of losses, and so is the name of none in a layer.
+_RESERVED = ("lm", "tokens", "total", "val")
+# Above these no parameter's size fits 64 bits, or a list of layers no memory.
+MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27
+MAX_LAYERS = 4096  # above the deepest networks published
+
+
+class EntryConfig(ABC):
+    """What a kind of mixer or feed-forward answers for; nothing else knows the kind."""
+
+    @abstractmethod
+    def build(self, model: StackConfig, *, layer: int, placement: Placement) -> nn.Module:
+        """Build the module on the meta device.
+
+        Args:
+            model: The whole model's sizes and norms.
+            layer: Global index.
+            placement: Of this rank.
+        """
+
+    @abstractmethod
+    def num_parameters(self, hidden_size: int) -> int:
+        """Count the parameters at a width."""
+
+    @abstractmethod
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
+        """Count the operations of forward and backward for a token; a multiply-add is two."""
+
+    def split_sizes(self, tp: int) -> Iterable[tuple[str, int]]:
+        """Give the names and values of the sizes that `tp` ranks must divide."""
+        del tp
+        return ()
+
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """What the losses that its module returns weigh in the objective, by name.
+
+        With any, the module returns `(output, losses)`: for each name a scalar in fp32 or fp64,
+        the sum over the tokens of its own input.
+        """
+        return {}
+
+    @property
+    def drops(self) -> bool:
+        """Whether it drops anything in training, and so needs sample ids."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerConfig(EntryConfig):
+    """What mixes tokens. A kind is a dataclass below this one.
+
+    Its module is called with `(x, shared)`: [B, S, hidden] (S / tp tokens under sequence
+    parallelism) and a `Pass`, and returns the same shape, with losses as `loss_weights` says.
+    """
+
+    default_kind: ClassVar[str] = "attention"
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """What the rotary table that the kind reads is made for, if it reads one."""
+        return None
+
+    @property
+    def shared_table(self) -> tuple[str, int, int] | None:
+        """Name, buckets and heads of the table of biases that it shares with others, if any."""
+        return None
+
+    @property
+    def cache_break(self) -> int | None:
+        """Length of a sequence past which what a cache held before doesn't serve, if there is."""
+        scaling = None if self.rotary is None else self.rotary.rope.scaling
+        return None if scaling is None else scaling.cache_break
+
+    @property
+    def wide_cache(self) -> Collection[str]:
+        """Names of what is kept in fp32 even of a model in fewer bits, as sums over tokens are."""
+        return ()
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether tokens don't see the padding that a cache holds; a state of them all does."""
+        return False
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it attends to a memory, which an encoder made."""
+        return False
+
+    def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
+        """Give the shapes of what one rank keeps of tokens it has seen, by name.
+
+        Raises:
+            NotImplementedError: The kind can't generate.
+        """
+        del batch_size, max_length, tp
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of the tokens it has seen")
+
+    def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
+        """Say why `cp` ranks can't share a sequence this way; None if they can.
+
+        Args:
+            algorithm: How attention gets at the others' keys.
+            cp: Ranks that share a sequence.
+            inner: Of them, those that swap tokens for heads in the hierarchical algorithm.
+            tp: Ranks that share the weights.
+        """
+        del algorithm, inner, tp
+        return f"{type(self).__name__} needs whole sequences; use cp=1" if cp > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardConfig(EntryConfig):
+    """What works on each token alone. A kind is a dataclass below this one.
+
+    Its module is called with `x`, or with `(x, shared)` where it `drops` anything, and returns the
+    same shape, with losses as `loss_weights` says.
+    """
+
+    default_kind: ClassVar[str] = "mlp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: a mixer and a feed-forward, each a branch of the residual stream with its norms.
+
+    With f a branch and n its norms, the stream x becomes `x + s f(n(x))` (`pre`, Llama and GPT-2),
+    `x + s n(f(x))` (`output`, OLMo-2), `x + s n2(f(n1(x)))` (`sandwich`, Gemma 2) or
+    `n(x + s f(x))` (`post`, BERT), where s is `residual_scale`.
+
+    Attributes:
+        mixer: attention, where plain values don't name another `type`; None for none.
+        feed_forward: an MLP, likewise; None for none. One of the two is there.
+        repeat: how often the layer comes; 1 in a `ModelConfig`, which has each on its own.
+        norms: where the norms are: `pre`, `output`, `sandwich` or `post`.
+        parallel: both branches start from the layer's input, and are added at once (GPT-NeoX).
+        shared_norm: parallel branches have one norm in front of both (GPT-J, Phi).
+        residual_scale: what a branch is multiplied by before it is added (Granite).
+    """
+
+    mixer: MixerConfig | None
+    feed_forward: FeedForwardConfig | None = None
+    repeat: int = 1
+    norms: Norms = "pre"
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "repeat")
+        checks.at_most(MAX_LAYERS, "repeat")
+        checks.above(0, "residual_scale")
+        checks.done()
+        if not self.entries:
+            checks.add("mixer", "None, and so is feed_forward; a layer has one of them at least")
+        if self.parallel and (len(self.entries) == 1 or self.norms == "post"):
+            checks.add(
+                "parallel",
+                "True, but there is only one branch, or the norm of the one is the input of the "
+                "other (norms='post'). Use parallel=False.",
+            )
+        if self.shared_norm and not (self.parallel and self.norms in ("pre", "sandwich")):
+            checks.add(
+                "shared_norm",
+                "True, but only parallel branches with a norm in front can share one. Use "
+                "parallel=True and norms='pre' or 'sandwich', or shared_norm=False.",
+            )
+        checks.done()
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of the layer itself, before and after its branches."""
+        branches = len(self.entries)
+        each = branches * (2 if self.norms == "sandwich" else 1)
+        return each - 1 if self.shared_norm else each
+
+    @property
+    def entries(self) -> tuple[EntryConfig, ...]:
+        """The mixer and the feed-forward, as far as they are there."""
+        return tuple(entry for entry in (self.mixer, self.feed_forward) if entry is not None)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What the layer's losses weigh, by name; both entries may add to the same one."""
+        return {name: weight for e in self.entries for name, weight in e.loss_weights.items()}
+
+
+def runs(layers: Iterable[LayerConfig]) -> Iterator[tuple[LayerConfig, int]]:
+    """Give equal neighbours as one layer and how often it comes."""
+    for layer, equal in groupby(layers):
+        yield layer, sum(1 for _ in equal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig(ABC):
+    """Layers in order with a norm behind the last one; what is around them is a kind's own.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        max_sequence_length: longest sequence; also the rows of a learned position table.
+        layers: one entry per layer; they may differ. What is given with a `repeat` becomes as many.
+        norm: the form of every norm.
+        final_norm: a norm behind the last layer; layers with `post` norms end in one already.
+        dropout: probability of dropping an element of the embedding, mixer or feed-forward
+            output in training.
+        init_std: standard deviation of the initial weights; projections that write to the
+            residual stream use `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
+        embedding_std: that of embeddings and head; `init_std` where None. In muP it stays while
+            `init_std` falls with the root of the width (Yang et al., 2022).
+    """
+
+    default_kind: ClassVar[str] = "model"
+    hidden_size: int
+    max_sequence_length: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()  # noqa: RUF009 - it is frozen
+    final_norm: bool = True
+    dropout: float = 0.0
+    init_std: float = 0.02
+    embedding_std: float | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "hidden_size", "max_sequence_length")
+        checks.at_most(MAX_WIDTH, "hidden_size")
+        checks.at_most(MAX_LENGTH, "max_sequence_length")
+        checks.above(0, "init_std", "embedding_std")
+        checks.fraction("dropout")
+        self._check_own(checks)
+        checks.done()
+        count = sum(layer.repeat for layer in self.layers)
+        if not 0 < count <= MAX_LAYERS:
+            text = f"{count} layers with their repeats; use at most {MAX_LAYERS}, and at least one"
+            raise FieldError({"layers": text}, type(self).__name__)
+        if count > len(self.layers):
+            each = [(replace(layer, repeat=1),) * layer.repeat for layer in self.layers]
+            object.__setattr__(self, "layers", tuple(chain.from_iterable(each)))
+        self._check_losses()
+        self._check_tables()
+
+    @abstractmethod
+    def _check_own(self, checks: Checks) -> None:
+        """Check what the kind adds, before the layers are."""
+
+    @abstractmethod
+    def build(self, state: ParallelState | None = None, **arguments: Any) -> nn.Module:
+        """Build the model, or a stage of it.
+
+        Args:
+            state: This rank's place; None is a single process.
+            arguments: Others of `Stack`.
+        """
+
+    def __str__(self) -> str:
+        """A table of the layers, equal neighbours in one row, with parameters and FLOPs."""
+        return import_module("mt_model.table").table(self)
+
+    @property
+    def own_losses(self) -> dict[str, float]:
+        """What losses that arise outside of the layers weigh in the objective, by name."""
+        return {}
+
+    @property
+    def loss_counts(self) -> dict[str, str]:
+        """By what each loss is divided, by name: the name of a count among those of a pass."""
+        return dict.fromkeys(self.loss_weights, "tokens")
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each loss of the model weighs in the objective, by name: its own, then others."""
+        weights = dict(self.own_losses)
+        for layer, _ in runs(self.all_layers):
+            weights |= layer.loss_weights
+        return weights
+
+    @property
+    def all_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers, and behind them those of other modules, whose indices go on."""
+        return self.layers
+
+    @property
+    def runs(self) -> tuple[tuple[LayerConfig, int], ...]:
+        """Equal neighbours of the layer list as one layer, and how often it comes."""
+        return tuple(runs(self.layers))
+
+    @property
+    def mixers(self) -> dict[int, MixerConfig]:
+        """The mixers by the index of their layer, of `all_layers` that have one."""
+        found = ((index, layer.mixer) for index, layer in enumerate(self.all_layers))
+        return {index: mixer for index, mixer in found if mixer is not None}
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        layers = (layer for layer, _ in runs(self.all_layers))
+        entries = chain.from_iterable((layer.mixer, layer.feed_forward) for layer in layers)
+        return bool(self.dropout) or any(entry.drops for entry in entries if entry is not None)
+
+    @property
+    def num_layers(self) -> int:
+        """Length of the layer list."""
+        return len(self.layers)
+
+    @property
+    def score_tables(self) -> dict[str, tuple[int, int]]:
+        """Buckets and heads of the tables of biases that layers share, by name."""
+        tables: dict[str, tuple[int, int]] = {}
+        for mixer in self.mixers.values():
+            shared = mixer.shared_table
+            if shared is not None:
+                tables.setdefault(shared[0], shared[1:])
+        return tables
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, from the sizes."""
+        total = self.norm.num_parameters(self.hidden_size) * self.final_norm
+        total += sum(buckets * heads for buckets, heads in self.score_tables.values())
+        for layer, repeats in runs(self.all_layers):
+            total += repeats * self.layer_parameters(layer)
+        return total
+
+    def layer_parameters(self, layer: LayerConfig) -> int:
+        """Count the parameters of one layer, with its norms."""
+        each = sum(entry.num_parameters(self.hidden_size) for entry in layer.entries)
+        return each + self.norm.num_parameters(self.hidden_size) * layer.num_norms
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Count the operations of forward and backward for one token of a full sequence.
+
+        A multiply-add counts as 2 and backward as twice forward. Projections of mixers and
+        feed-forwards are counted, and the products of attention that are not masked. Norms and
+        softmax are not counted, nor is recomputation, so that the number is the one MFU is defined
+        on (Chowdhery et al., 2022).
+
+        Args:
+            sequence_length: tokens per sequence.
+        """
+        total = 0
+        for layer, repeats in runs(self.all_layers):
+            entries = layer.entries
+            each = sum(e.flops_per_token(self.hidden_size, sequence_length) for e in entries)
+            total += repeats * each
+        return total
+
+    def cache_break(self, held: int, length: int) -> int | None:
+        """Return the length between these past which what a cache holds doesn't serve, or None.
+
+        Args:
+            held: Tokens that the cache holds.
+            length: Tokens with those to come.
+        """
+        if not held:
+            return None
+        breaks = (mixer.cache_break for mixer in self.mixers.values())
+        return next((at for at in breaks if at is not None and held <= at < length), None)
+
+    def part_of(self, name: str) -> StackConfig:
+        """Return the stack that a parameter belongs to, which says what it starts from.
+
+        Args:
+            name: Of the parameter in the whole model.
+        """
+        del name
+        return self
+
+    def check_split(self, tp: int) -> None:
+        """Check that `tp` ranks can share every split dim, as `validate_split` says."""
+        for index, layer in enumerate(self.all_layers):
+            for entry in layer.entries:
+                for name, size in entry.split_sizes(tp):
+                    if size % tp:
+                        raise ValueError(indivisible(name, size, tp) + f" (layer {index})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; `from_dict` of them is equal to this config.
+
+        Equal neighbours in `layers` are one entry with a `repeat`.
+        """
+        layers = [{**to_plain(layer), "repeat": repeats} for layer, repeats in self.runs]
+        return {**to_plain(self), "layers": layers}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote, or what a person did.
+
+        An entry of `layers` may have a `repeat`, and a mixer or feed-forward without a `type` is
+        `attention` or `mlp`. `StackConfig.from_dict` reads any kind of model: what has no `type` is
+        a `ModelConfig`.
+
+        Raises:
+            SchemaError: keys are unknown or missing, or values are of the wrong type or range;
+                the message names the path of each, such as `layers[3].mixer.num_heads`.
+        """
+        return build(cls, data)
+
+    def _check_tables(self) -> None:
+        sizes = self.score_tables
+        for index, mixer in self.mixers.items():
+            shared = mixer.shared_table
+            if shared is not None and shared[1:] != sizes[shared[0]]:
+                (name, buckets, heads), (others, other_heads) = shared, sizes[shared[0]]
+                text = (
+                    f"layer {index} has {buckets} buckets and {heads} heads in the table {name!r} "
+                    f"of score_bias, and a layer before it {others} and {other_heads}; give it "
+                    "another name, or null for a table of its own"
+                )
+                raise FieldError({"layers": text}, type(self).__name__)
+
+    def _check_losses(self) -> None:
+        weights: dict[str, float] = {}
+        counts = self.loss_counts.values()
+        reserved = tuple(dict.fromkeys((*self.own_losses, *_RESERVED, *counts)))
+        for layer, _ in runs(self.all_layers):
+            for entry in layer.entries:
+                for name, weight in entry.loss_weights.items():
+                    if not name.isidentifier() or name in reserved:
+                        text = f"a loss is called {name!r}; use a word other than {reserved}"
+                        raise FieldError({"layers": text}, type(self).__name__)
+                    if weights.setdefault(name, weight) != weight or not isfinite(weight):
+                        text = (
+                            f"the loss {name!r} has the weights {weights[name]} and {weight}; use "
+                            "one finite number in all layers, or another name for the others"
+                        )
+                        raise FieldError({"layers": text}, type(self).__name__)
+
+
+def indivisible(name: str, value: int, tp: int) -> str:
+    """Say that `tp` ranks can't share a size, and the nearest sizes that they can."""
+    sizes = multiples_near(value, tp)
+    smaller = max(d for d in divisors(value) if d <= tp)
+    return (
+        f"{name}={value} does not divide by tp={tp}. Nearest {name} that does: {sizes}; "
+        f"nearest tp for {name}={value}: {smaller}"
+    )
