@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from mt_data import load_tokenizer, train_tokenizer
-from mt_model import GPT, from_pretrained, gpt, import_pretrained, save_pretrained
+from mt_model import (
+    GPT,
+    AttentionConfig,
+    ClassPoolingConfig,
+    ImageInputConfig,
+    MLPConfig,
+    RelativeConfig,
+    encoder_decoder_layers,
+    from_pretrained,
+    gpt,
+    import_pretrained,
+    preset,
+    save_pretrained,
+    vit,
+)
 
 PROMPT = "to be"
 
@@ -48,3 +65,77 @@ def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> 
     code, _, err = generate(tmp_path / "run")
     assert code != 0
     assert "tokenizer" in err
+
+
+def test_a_model_that_takes_images_continues_texts_alone(folder, tmp_path, generate) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    (seen,) = tokenizer.encode("n")
+    tower = vit(
+        **{"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_layers": 2, "num_heads": 2},
+        **{"embedding_norm": True, "final_norm": False, "patch_bias": False},
+        pooling=ClassPoolingConfig(norm=True),
+    )
+    images = ImageInputConfig(tower=tower, token_id=seen)
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_sequence_length": 32}
+    save_pretrained(GPT(gpt(vocab_size=261, **sizes, images=images)), tmp_path / "llava")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "llava")
+    import_pretrained(tmp_path / "llava", tmp_path / "run")
+    code, _, err = generate(tmp_path / "run", "--max-tokens", 2, prompt="b")
+    assert code == 0, err
+    code, _, err = generate(tmp_path / "run", "--max-tokens", 2, prompt="n")
+    assert code != 0
+    assert f"the token {seen}, which stands for an image, and mt-infer takes text alone" in err
+
+
+@pytest.fixture
+def answering(tmp_path: Path) -> Path:
+    """A folder of an encoder and a decoder."""
+    attention = AttentionConfig(
+        num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, score_bias=RelativeConfig()
+    )
+    mlp = MLPConfig(ffn_size=24, activation="relu", gated=False)
+    config = gpt(
+        vocab_size=261,
+        hidden_size=16,
+        layers=encoder_decoder_layers(attention, mlp, encoder=2, decoder=1),
+        encoder_layers=2,
+        positions="none",
+        logit_scale=0.25,
+        norm_eps=1e-6,
+        max_sequence_length=32,
+        init_std=1,
+    )
+    save_pretrained(config.build(seed=6), tmp_path / "model")
+    train_tokenizer(["to be or not to be"], 260).save(tmp_path / "model/tokenizer.json")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_an_encoder_gets_the_prompt_and_its_end(answering, tmp_path, pp) -> None:
+    import_pretrained(answering, tmp_path / "run")
+    command = [sys.executable, "-m", "mt_infer", "generate", tmp_path / "run", "--prompt", PROMPT]
+    command += ["--max-tokens", "12", "--temperature", "0", "--pp", str(pp)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    tokenizer, model = load_tokenizer(answering / "tokenizer.json"), from_pretrained(answering)
+    given = torch.tensor([[*tokenizer.encode(PROMPT), tokenizer.eod_id]])
+    ids = [model.config.decoder_start]
+    for _ in range(12):
+        logits = model.logits(torch.tensor([ids]), encoder_tokens=given)
+        best = int(logits[0, -1, : tokenizer.vocab_size].argmax())
+        if best == tokenizer.eod_id:
+            break
+        ids = [*ids, best]
+    assert done.returncode == 0, done.stderr
+    assert len(ids) > 4
+    assert tokenizer.decode(ids[1:]) in done.stdout
+
+
+def test_a_model_that_sees_both_sides_continues_no_text(tmp_path, generate) -> None:
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "ffn_size": 32}
+    config = preset("bert-base", vocab_size=261, max_sequence_length=32, **sizes)
+    save_pretrained(GPT(config), tmp_path / "model")
+    train_tokenizer(["to be or not to be"], 260).save(tmp_path / "model/tokenizer.json")
+    import_pretrained(tmp_path / "model", tmp_path / "run")
+    code, _, error = generate(tmp_path / "run", prompt=PROMPT)
+    assert code not in (0, None)
+    assert "sees tokens on both sides" in " ".join(error.split())

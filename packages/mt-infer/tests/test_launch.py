@@ -23,8 +23,8 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     ((module, arguments, nproc),) = launched
     assert (module, nproc) == ("mt_infer", 2)
     assert arguments == [
-        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0", "--nproc=2"),
-        *("--pp=1", "--", str(saved_run)),
+        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0"),
+        *("--kernels=auto", "--nproc=2", "--pp=1", "--", str(saved_run)),
     ]
 
 

@@ -42,7 +42,8 @@ class Waiting:
     def step(self, step: int) -> HostStep:
         """Make what a prefetcher gives."""
         batches = self.sampler.step(step)
-        return HostStep(batches=on_host(batches, torch.device("cpu")), labels=count_labels(batches))
+        labels = [[count_labels([batch])] for batch in batches]
+        return HostStep(batches=on_host(batches, torch.device("cpu")), labels=labels)
 
 
 def quickstart(folder: Path, steps: int, files: int) -> tuple[LoadedConfig, Corpus]:

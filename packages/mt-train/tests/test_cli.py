@@ -135,6 +135,8 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
             "logit_softcap",
             "head_transform",
             "embedding_std",
+            "mtp",
+            "pooled_head",
         }  # null says that there is none
         assert missing <= {"preset", "from", "vocab_size", "vocab_multiple", *off}
         again = tmp_path / "again.yaml"

@@ -115,10 +115,10 @@ def reasons(row: Row) -> list[tuple[str, str]]:
     return [(field, words) for when, field, words in REFUSALS if when(row)]
 
 
-def trained(most: int, seed: int) -> list[Row]:
+def trained(most: int, seed: int, **factors: tuple[Any, ...]) -> list[Row]:
     """Every pair of settings that can meet on so many ranks."""
     return pairwise(
-        FACTORS,
+        FACTORS | factors,
         allowed=lambda row: world(row) <= most and sensible(row) and not reasons(row),
         seed=seed,
     )
@@ -126,6 +126,7 @@ def trained(most: int, seed: int) -> list[Row]:
 
 ROWS = trained(4, seed=8)
 LARGE = [row for seed in range(20) for row in trained(8, seed)]
+FOUR_REPLICAS = trained(8, seed=4, **{"parallel.dp": (4,)})
 REFUSED = pairwise(FACTORS, allowed=lambda row: sensible(row) and bool(reasons(row)), seed=8)
 
 
@@ -142,10 +143,20 @@ def written(row: Row, names: Iterable[str]) -> list[str]:
 def options(row: Row) -> list[str]:
     """The row as it is written on the command line, with four micro-batches a rank."""
     chunks = ["pipeline.chunks=2"] if schedule_of(row) in ("interleaved", "bfs") else []
-    return [*written(row, FACTORS), *chunks, f"training.micro_batch_size={2 // row['parallel.dp']}"]
+    micro = batch(row) // 4 // row["parallel.dp"]
+    return [*written(row, FACTORS), *chunks, f"training.micro_batch_size={micro}"]
 
 
-COMMON = ["model.num_layers=4", "training.steps=2", "training.global_batch_size=8"]
+def batch(row: Row) -> int:
+    """Return the global batch: a sample for each of four micro-batches at least."""
+    return max(8, 4 * row["parallel.dp"])
+
+
+def common(row: Row) -> list[str]:
+    return [*COMMON, f"training.global_batch_size={batch(row)}"]
+
+
+COMMON = ["model.num_layers=4", "training.steps=2"]
 COMMON += [f"optimizer.lr={LR}", "evaluation.max_windows=1"]
 
 
@@ -165,10 +176,11 @@ def references(tiny, ranks, tmp_path_factory):
     made: dict[tuple[Any, ...], Path] = {}
 
     def get(row: Row) -> Path:
-        key = tuple(row[name] for name in NUMERICS)
+        key = (batch(row), *(row[name] for name in NUMERICS))
         if key not in made:
             out = tmp_path_factory.mktemp("one")
-            given = [*written(row, NUMERICS), "training.micro_batch_size=8", *COMMON]
+            whole = f"training.micro_batch_size={batch(row)}"
+            given = [*written(row, NUMERICS), whole, *common(row)]
             ranks(1, train, tiny.config, out, given, timeout=120)
             made[key] = out
         return made[key]
@@ -191,7 +203,7 @@ SOAP = {"fp64": 100, "fp32": 100, "bf16": 5, "fp16": 5}
 
 
 def assert_trains_like_one_process(row, tiny, references, ranks, out, losses, weights) -> None:
-    given = [*COMMON, *options(row)]
+    given = [*common(row), *options(row)]
     load_config(tiny.config, given).check_world(world(row))
     ranks(world(row), train, tiny.config, out, given, timeout=120)
     whole = references(row)
@@ -233,9 +245,23 @@ def test_many_combinations_train_like_one_process(
     assert_trains_like_one_process(row, tiny, references, ranks, tmp_path, losses, weights)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=() if number % 24 == 0 else pytest.mark.campaign)
+        for number, row in enumerate(FOUR_REPLICAS)
+    ],
+    ids=label,
+)
+def test_four_replicas_with_all_else_train_like_one_process(
+    row, tiny, references, ranks, tmp_path, losses, weights
+) -> None:
+    assert_trains_like_one_process(row, tiny, references, ranks, tmp_path, losses, weights)
+
+
 @pytest.mark.parametrize("row", REFUSED, ids=label)
 def test_what_can_not_work_is_refused_by_name_whatever_else_is_set(row, tiny) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(tiny.config, [*COMMON, *options(row)]).check_world(world(row))
+        load_config(tiny.config, [*common(row), *options(row)]).check_world(world(row))
     found = [str(problem) for problem in caught.value.problems]
     assert any(f"{field}: " in p and words in p for field, words in reasons(row) for p in found)

@@ -335,8 +335,13 @@ def test_the_resolved_yaml_loads_back_to_the_same_configuration(tmp_path: Path) 
         (["pipeline.stages=2"], 1, "pipeline.stages: tp 1 x pp 2 x cp 1 needs 2 processes"),
         (["parallel.cp=2", "parallel.cp_algorithm=[ring]"], 2, "1 algorithms for 4 layers; give"),
         (["parallel.cp=8", "parallel.cp_algorithm=ulysses"], 8, "ulysses shares 4 heads and 2 key"),
-        (["parallel.cp=2", "training.attention=flash"], 2, "training.attention: flash needs whole"),
+        (
+            ["parallel.cp=2", "model.kernels={attention: flash}"],
+            2,
+            "model.kernels: flash needs whole",
+        ),
         (["parallel.pp=8"], 8, "8 stages for 4 layers"),
+        (["model.kernels={rope: torch}", "training.compile=true"], 1, "rope by torch is for eager"),
         (["training.recompute={offload: {layers: [9]}}"], 1, "layers: 9 is no layer; the model"),
         (["pipeline.stages=2", "pipeline.microbatches=3"], 2, "pipeline.microbatches: 3, but"),
         (["pipeline.stages=3", "pipeline.schedule=dualpipe"], 3, "pipeline.schedule: "),
@@ -497,3 +502,43 @@ def test_the_processes_of_a_quickstart_share_its_batch(capsys: pytest.CaptureFix
     code, message = run_cli(["quickstart", "--nproc", "3"], capsys)
     assert code == 2
     assert "--nproc: 3 processes cannot share 8 samples; use 1, 2, 4, 8" in message
+
+
+T5 = Path(__file__).parents[1] / "examples/t5.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.spans=null", "data.spans: missing, and the model has an encoder; use {} for spans"),
+        ("data.spans.density=0.6", "data.spans.density: 0.6 is too large"),
+        ("data.spans.mean_length=0", "data.spans.mean_length: 0.0 is too small"),
+        ("data.spans.decoder_length=9", "data.spans.decoder_length: 9 is too small for 3 spans of"),
+        (
+            "data.spans.sentinels=2",
+            "data.spans.sentinels: 2 is too small for 3 spans in a sequence",
+        ),
+        ("model.vocab_size=600", "600 is below the tokenizer's and data.spans.sentinels together"),
+        (
+            "model.encoder_layers=6",
+            "model.encoder_layers: 6 of 6 layers; the decoder has the others",
+        ),
+        ("model.decoder_start=-1", "model.decoder_start: -1 is too small"),
+    ],
+)
+def test_spans_that_do_not_fit_the_model_are_refused(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(T5, [override])
+    assert expected in str(caught.value)
+
+
+def test_spans_need_a_model_that_reads_them() -> None:
+    with pytest.raises(ConfigError, match="the model has no encoder that would read them"):
+        load_config(T5.with_name("tiny.yaml"), ["data.spans={}"])
+
+
+def test_ranks_must_share_the_sequences_of_the_decoder() -> None:
+    options = ["parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true"]
+    loaded = load_config(T5, [*options, "data.spans.decoder_length=20"])
+    with pytest.raises(ConfigError, match=r"decoder_length: 20 is not divisible by 8.*use 24"):
+        loaded.check_world(4)

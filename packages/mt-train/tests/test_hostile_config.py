@@ -16,15 +16,15 @@ data: {corpus: standard-library}
 training: {steps: 2, global_batch_size: 4, micro_batch_size: 2, sequence_length: 16}
 """
 TINY = (Path(__file__).parents[1] / "examples" / "tiny.yaml").read_text()
-SECONDS = 5  # for what takes milliseconds on a quiet machine
+SECONDS = 5  # of this process, for what takes milliseconds
 
 
 def refused(path: Path, overrides: list[str] | None = None) -> str:
     """Load, also as one process would, and return the message."""
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides).check_world(1)
-    assert time.perf_counter() - started < SECONDS
+    assert time.process_time() - started < SECONDS
     return str(caught.value)
 
 
@@ -171,10 +171,10 @@ def test_mutilated_files_and_overrides_are_taken_or_refused_in_words(
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         key = generator.choice(["training.steps", "parallel.cp", "data.glob", "pipeline", ""])
         overrides = [f"{key}={generator.choice(WORDS)}"] if generator.random() < 0.3 else []
-        message, started = "right", time.perf_counter()
+        message, started = "right", time.process_time()
         try:
             load_config(path, overrides).check_world(1)
         except ConfigError as error:
             message = str(error)
         assert 0 < len(message) < 10_000, (seed, trial)
-        assert time.perf_counter() - started < SECONDS, (seed, trial)
+        assert time.process_time() - started < SECONDS, (seed, trial)

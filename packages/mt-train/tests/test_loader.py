@@ -11,7 +11,7 @@ import pytest
 import torch
 from mt_data import BatchSampler, Rows
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.loader import on_host, prefetched, rows_of, to_device
+from mt_train.loader import labels_of, on_host, prefetched, rows_of, to_device
 
 LENGTH = 16
 
@@ -51,7 +51,7 @@ def test_steps_are_read_once_and_ahead_of_their_time_and_none_after_the_last() -
     with prefetched(ahead, torch.device("cpu")) as steps:
         for step in range(3):
             ready = steps.step(step)
-            assert sum(ready.labels) == 4 * LENGTH
+            assert sum(map(sum, ready.labels)) == 4 * LENGTH
             for batch, expected in zip(ready.batches, plain.step(step), strict=True):
                 assert batch.keys() == expected.keys()
                 assert all(np.array_equal(batch[name], expected[name]) for name in batch)
@@ -61,7 +61,22 @@ def test_steps_are_read_once_and_ahead_of_their_time_and_none_after_the_last() -
 
 def test_labels_are_counted_as_they_count() -> None:
     with prefetched(sampler(Rows(packing="documents")), torch.device("cpu")) as steps:
-        assert sum(steps.step(0).labels) == 4 * (LENGTH - 1)
+        assert sum(map(sum, steps.step(0).labels)) == 4 * (LENGTH - 1)
+
+
+@pytest.mark.parametrize(
+    ("packing", "counts"),
+    [("none", [16, 15, 14]), ("documents", [4 + 11, 3 + 10, 2 + 9])],
+)
+def test_labels_further_on_are_counted_by_the_rank_that_holds_them(packing, counts) -> None:
+    halves = ((0, 4), (12, 16)), ((4, 12),)
+    names = ("tokens", "tokens_1", "tokens_2")
+    for parts in ([None], halves):
+        each = [Rows(packing=packing, parts=part) for part in parts]
+        found = [labels_of(sampler(rows).step(0)[0], rows, names) for rows in each]
+        assert np.sum(found, axis=0).tolist() == [2 * count for count in counts]
+    with prefetched(sampler(each[0]), torch.device("cpu"), counts=names) as steps:
+        assert steps.step(0).labels[1] == found[0]
 
 
 @pytest.mark.parametrize("packing", ["none", "documents"])
@@ -87,7 +102,7 @@ def test_ranks_that_need_no_tokens_read_none() -> None:
     rows = rows_of(ParallelState(ParallelLayout()), LENGTH, packing="documents", reads=False)
     unread = sampler(rows)
     with prefetched(unread, torch.device("cpu")) as steps:
-        assert sum(steps.step(0).labels) == 4 * (LENGTH - 1)
+        assert sum(map(sum, steps.step(0).labels)) == 4 * (LENGTH - 1)
     assert not read_by(unread)
 
 

@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mt_model import GPT, from_pretrained, gpt, import_pretrained, save_pretrained
+from mt_model import (
+    GPT,
+    ClassPoolingConfig,
+    ImageInputConfig,
+    VisionEncoder,
+    from_pretrained,
+    gpt,
+    import_pretrained,
+    save_pretrained,
+    vit,
+)
 from mt_train import ConfigError, load_config
 
+CLIP = ClassPoolingConfig(norm=True)
 STILL = ("optimizer.name=sgd", "optimizer.lr=1e-30", "training.steps=1")
 
 
@@ -78,6 +89,28 @@ def test_imported_weights_are_loaded_into_a_run(started, folder, tmp_path) -> No
         assert torch.equal(tensors_of(out)[name], tensor), name
 
 
+@pytest.mark.parametrize(("asked", "dropout"), [((), 0.2), (("model.dropout=0",), 0.0)])
+def test_it_drops_what_config_json_says_or_the_run(
+    started, folder, tmp_path, asked, dropout
+) -> None:
+    sizes = {"vocab_size": 301, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    config = gpt(
+        **sizes,
+        max_sequence_length=32,
+        positions="learned",
+        norm="layer",
+        bias=True,
+        gated=False,
+        activation="gelu_tanh",
+        dropout=0.2,
+        attention_dropout=0.1,
+    )
+    save_pretrained(GPT(config, seed=9), tmp_path / "gpt2")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "gpt2")
+    loaded = load_config(started.config, [f"model.from={tmp_path / 'gpt2'}", *asked])
+    assert loaded.model(301).dropout == dropout
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -91,6 +124,33 @@ def test_what_does_not_go_with_it_is_named(started, override, says) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(started.config, [override])
     assert says in str(caught.value)
+
+
+def test_an_encoder_of_images_is_no_model_to_train(started, tmp_path) -> None:
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
+    save_pretrained(VisionEncoder(vit(**sizes, num_classes=2)), tmp_path / "vit")
+    with pytest.raises(ConfigError, match=r"model\.from: .*family 'vit', which has no tokens"):
+        load_config(started.config, [f"model.from={tmp_path / 'vit'}"])
+
+
+def test_a_model_that_takes_images_is_refused_as_the_data_has_none(
+    tiny, started, folder, tmp_path
+) -> None:
+    tokenizer = folder / "tokenizer.json"
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+    tower = vit(**sizes, embedding_norm=True, final_norm=False, patch_bias=False, pooling=CLIP)
+    images = ImageInputConfig(tower=tower, token_id=300)
+    config = gpt(vocab_size=301, hidden_size=16, num_layers=1, num_heads=2, images=images)
+    save_pretrained(GPT(config), tmp_path / "llava")
+    shutil.copy(tokenizer, tmp_path / "llava")
+    match = r"model\.from: the model takes images, and the data of a run has none"
+    with pytest.raises(ConfigError, match=match):
+        started.run(tmp_path / "run", f"model.from={tmp_path / 'llava'}")
+    alone = tmp_path / "run.yaml"
+    given = yaml.safe_load(tiny.config.read_text())
+    alone.write_text(yaml.safe_dump({**given, "model": {"preset": "llava-1.5-7b"}}))
+    with pytest.raises(ConfigError, match=match.replace("from", "preset")):
+        load_config(alone).model(300)
 
 
 def test_an_export_that_can_not_be_is_refused_before_training(started, tmp_path) -> None:

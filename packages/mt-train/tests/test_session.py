@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from mt_files import UserError
 from mt_train import ConfigError, load_config
 from mt_train.history import read_history
 from mt_train.saved import ResumeError, read_saved
@@ -611,3 +612,29 @@ def test_a_plan_of_recomputation_says_what_layers_keep(tiny, tmp_path, rows, los
     for name in ("activation_bytes", "offloaded_bytes"):
         assert first[name] == pytest.approx(first[f"expected_{name}"], rel=0.03)
     assert "activation_bytes" not in second
+
+
+def test_kernels_are_told_once_and_change_no_loss(tiny, tmp_path, losses, capsys) -> None:
+    tiny.run(tmp_path / "auto", "training.steps=2", "training.dtype=fp64")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
+    operations = ["norm", "attention", "rope", "activation", "loss"]
+    assert [line.split()[1] for line in said] == operations
+    assert "cpu (fused: slower on a CPU than the next)" in said[0]
+    tiny.run(tmp_path / "fused", "training.steps=2", "training.dtype=fp64", "model.kernels=fused")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
+    assert sum("fused (asked for)" in line for line in said) == 4
+    assert losses(tmp_path / "fused") == pytest.approx(losses(tmp_path / "auto"), rel=1e-12)
+    assert load_config(tmp_path / "fused" / "config.yaml").config.model.kernels == "fused"
+
+
+def test_a_run_goes_on_with_other_kernels(tiny, copy, capsys) -> None:
+    tiny.run(copy, "training.steps=13", "model.kernels={norm: reference, loss: fused}")
+    assert "model.kernels: auto -> " in capsys.readouterr().out
+
+
+def test_a_kernel_that_does_not_serve_ends_the_run_with_the_reason(tiny, tmp_path) -> None:
+    changes = "model.kernels=fused", "model.activation=relu"
+    with pytest.raises(
+        UserError, match=r"kernels.activation: kernel 'fused' does not serve: .*use"
+    ):
+        tiny.run(tmp_path / "run", *changes)

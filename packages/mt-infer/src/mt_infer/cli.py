@@ -56,6 +56,9 @@ class Generate:
     """The same seed gives the same text."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
     """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
+    kernels: Literal["auto", "fused", "reference"] = "auto"
+    """What computes norms, gates, rope and attention: what was measured to be fastest, mt-fusions'
+    kernels, or plain forms."""
     nproc: int | None = None
     """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it
     out."""
@@ -225,7 +228,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
         raise ValueError(
             f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
         )
-    encode_prompt(command.prompt, run.tokenizer, run.config.max_sequence_length)
+    encode_prompt(command.prompt, run.tokenizer, run.config)
 
 
 def _as_arguments(command: Generate, step: int) -> list[str]:
@@ -264,7 +267,9 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
     layout = ParallelLayout(tp=env.world_size // command.pp, pp=command.pp)
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
         with same_run(run, state) as agreed:
-            generator = load_weights(agreed, state, dtype=command.dtype, ema=command.ema)
+            generator = load_weights(
+                agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
+            )
         _use_threads(generator)
         return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 

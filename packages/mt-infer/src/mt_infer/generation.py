@@ -19,17 +19,23 @@ class PromptError(ValueError):
     """A prompt the model can't continue."""
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     """Tokens of a prompt; an empty one is the end of the document before.
 
     Raises:
-        PromptError: It is not valid text, or fills the model's context of `limit` tokens.
+        PromptError: It is not valid text, fills the model's context, or has an image token.
     """
     try:
         tokens = tokenizer.encode(prompt) or [tokenizer.eod_id]
     except DataError as error:
         raise PromptError(f"the prompt is not valid text: {error}") from error
-    _check_length(tokens, limit)
+    _check_length(tokens, config.max_sequence_length)
+    if config.images is not None and config.images.token_id in tokens:
+        raise PromptError(
+            f"the prompt has the token {config.images.token_id}, which stands for an image, and "
+            "mt-infer takes text alone; leave it out, or give images to mt_model's "
+            "model.logits(tokens, pixel_values=...)"
+        )
     return tokens
 
 
@@ -79,7 +85,7 @@ class Generator:
         return self.complete(prompt, max_tokens=max_tokens, sampling=sampling).text
 
     def complete(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> Completion:
-        """Continue a text.
+        """Continue a text, or answer it: a model with an encoder gets the prompt there.
 
         Args:
             prompt: The text to continue; an empty one starts a new document.
@@ -88,12 +94,13 @@ class Generator:
             sampling: How to choose tokens.
 
         Raises:
-            PromptError: The prompt is not valid text, or fills the model's context.
+            PromptError: The prompt is not valid text, fills the model's context, or has an image
+                token.
         """
         limit = self.config.max_sequence_length
-        given = encode_prompt(prompt, self.tokenizer, limit)
+        given = encode_prompt(prompt, self.tokenizer, self.config)
         tokens = list(self.tokens(given, max_tokens, sampling))
-        room = limit - len(given)
+        room = limit - (1 if self.config.encoder_layers else len(given))
         end: Literal["document", "limit", "context"] = "document"
         if len(tokens) == min(max_tokens, room):
             end = "limit" if max_tokens <= room else "context"
@@ -101,18 +108,28 @@ class Generator:
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Yield the continuation of a prompt token by token."""
+        """Yield the continuation of a prompt token by token.
+
+        A model with an encoder gets the prompt there, with the end of a document behind it, and
+        its decoder starts with `decoder_start`.
+        """
         limit = self.config.max_sequence_length
         _check_length(prompt, limit)
-        length = min(limit, len(prompt) + max_tokens)
-        cache = self.model.new_cache(batch_size=1, max_length=length)
         device = next(self.model.parameters()).device
-        fed = torch.tensor([prompt], device=device)
+        fed, encoded = torch.tensor([prompt], device=device), None
+        if self.config.encoder_layers:
+            end = [] if prompt[-1] == self.tokenizer.eod_id else [self.tokenizer.eod_id]
+            encoded = torch.tensor([[*prompt, *end]], device=device)
+            fed = torch.tensor([[self.config.decoder_start]], device=device)
+        first = fed.shape[1]
+        length = min(limit, first + max_tokens)
+        cache = self.model.new_cache(batch_size=1, max_length=length)
         whole = [fed]
         waiting: Tensor | None = None
-        for position in range(len(prompt), length):
+        for position in range(first, length):
             # Padding rows of the embedding are no tokens.
-            allowed = self._scores(fed, cache)[:, -1, : self.tokenizer.vocab_size]
+            allowed = self._scores(fed, cache, encoded)[:, -1, : self.tokenizer.vocab_size]
+            encoded = None  # the cache has what is made of it
             # A token is read only when the device has the next step to do.
             if waiting is not None:
                 if int(waiting) == self.tokenizer.eod_id:
@@ -128,21 +145,23 @@ class Generator:
         if waiting is not None and int(waiting) != self.tokenizer.eod_id:
             yield int(waiting)
 
-    def _scores(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def _scores(self, tokens: Tensor, cache: KVCache, encoded: Tensor | None = None) -> Tensor:
         """Scores after the last of the tokens, on every rank.
 
         The activation goes from stage to stage by send and recv, and the last one broadcasts the
         scores.
         """
+        batch = {"tokens": tokens, "cache": cache, "encoder_tokens": encoded}
         if self.stages is None:
-            return cast("Tensor", self.model(None, {"tokens": tokens, "cache": cache}))
+            return cast("Tensor", self.model(None, batch))
         stage, last = dist.get_rank(self.stages), dist.get_world_size(self.stages) - 1
         where = {"dtype": self.model.placement.dtype, "device": tokens.device}
         x = None
         if stage > 0:
-            x = torch.empty(*tokens.shape, self.config.hidden_size, **where)
+            length = tokens.shape[1] + (0 if encoded is None else encoded.shape[1])
+            x = torch.empty(tokens.shape[0], length, self.config.hidden_size, **where)
             dist.recv(x, group=self.stages, group_src=stage - 1)
-        y = cast("Tensor", self.model(x, {"tokens": tokens, "cache": cache})).contiguous()
+        y = cast("Tensor", self.model(x, batch)).contiguous()
         if stage < last:
             dist.send(y, group=self.stages, group_dst=stage + 1)
             y = torch.empty(tokens.shape[0], 1, self.config.vocab_size, **where)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from mt_ckpt import (
 )
 from mt_data import Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_model import DTYPES, GPT, ModelConfig
+from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 
@@ -98,6 +99,12 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
             f"{path}: its metadata holds no model that this version can build: {problems}; use the "
             "version that trained it"
         ) from error
+    writing = config.layers[config.encoder_layers :]
+    if any(not getattr(layer.mixer, "causal", True) for layer in writing):
+        raise RunError(
+            f"{path}: its model sees tokens on both sides (causal: false), so it can't continue a "
+            "text; use mt_model.GPT for its scores of hidden tokens"
+        )
     prefix = f"{RunFolder.WEIGHTS}/"
     weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
     stored = sum(math.prod(spec.shape) for spec in weights)
@@ -146,6 +153,7 @@ def load_run(
     step: int | None = None,
     dtype: str | None = None,
     ema: bool = False,
+    kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
     """Load a checkpoint of a run on this rank's layout.
 
@@ -155,15 +163,17 @@ def load_run(
         step: Which checkpoint; None: the latest, as the first rank sees it.
         dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU, bf16 on a GPU.
         ema: Take the average of the weights over the steps (`optimizer.ema` of mt-train).
+        kernels: What computes each operation: a word for all, or mt-model's `Kernels`.
 
     Raises:
+        KernelError: A kernel that was asked for does not serve.
         RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit, or
             the run kept no average.
         CheckpointError: There is no such step, or it is damaged.
         DataError: `tokenizer.json` is none.
     """
     with open_run(folder, step) as own, same_run(own, state) as run:
-        return load_weights(run, state, dtype=dtype, ema=ema)
+        return load_weights(run, state, dtype=dtype, ema=ema, kernels=kernels)
 
 
 def check_ema(run: Run) -> None:
@@ -177,12 +187,19 @@ def check_ema(run: Run) -> None:
 
 
 def load_weights(
-    run: Run, state: ParallelState, *, dtype: str | None = None, ema: bool = False
+    run: Run,
+    state: ParallelState,
+    *,
+    dtype: str | None = None,
+    ema: bool = False,
+    kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
-    model = GPT(run.config, state, layers=layers, dtype=chosen, seed=None)
+    config = replace(run.config, mtp=None)  # what serves training alone is not read
+    how = {"layers": layers, "kernels": kernels, "dtype": chosen, "seed": None}
+    model = cast("GPT", config.build(state, **how))
     model.eval()
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     named = model.named_parameters()
@@ -191,8 +208,6 @@ def load_weights(
         check_ema(run)
         wanted, other = other, wanted
     shards = param_shards(named, state.layout, state.rank, prefix=wanted)
-    ignore = (f"{RunFolder.OPTIMIZER}/", f"{other}/")
+    ignore = (f"{RunFolder.OPTIMIZER}/", f"{other}/", f"{wanted}/mtp.")
     load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
-    return Generator(
-        model=model, config=run.config, tokenizer=run.tokenizer, stages=state.group("pp")
-    )
+    return Generator(model=model, config=config, tokenizer=run.tokenizer, stages=state.group("pp"))

@@ -18,7 +18,8 @@ class ActivationWatch:
 
     It does so for runs with a plan of `training.recompute`. What is expected is measured on one
     row; parameters that are shared out over ranks are not there for that, and so with
-    data_parallel.strategy `full` nothing is expected. Every rank makes one.
+    data_parallel.strategy `full` nothing is expected; nor is it of a model with an encoder. Every
+    rank makes one.
 
     Args:
         config: The run.
@@ -30,11 +31,14 @@ class ActivationWatch:
         self._stages, self._kept = stages, list[Mapping[int, KeptBytes]]()
         self._wanted = not RecomputePlan.of(config.training.recompute).is_empty
         self._expected: KeptBytes | None = None
-        if self._wanted and config.data_parallel.strategy != "full":
+        measures = config.data_parallel.strategy != "full" and config.data.spans is None
+        if self._wanted and measures:
             training = config.training
             rows, length = training.micro_batch_size, training.sequence_length
             tokens = torch.zeros(rows, length // state.size("cp"), dtype=torch.long)
-            batch = {"tokens": tokens, "sample_ids": torch.arange(rows)}
+            batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.arange(rows)}
+            if config.data.hidden is not None:
+                batch["mask"] = torch.ones(rows, length, dtype=torch.bool)
             if config.data.packing == "documents":
                 batch["documents"] = torch.zeros(rows, length, dtype=torch.long)
             batch = {name: x.to(state.device) for name, x in batch.items()}

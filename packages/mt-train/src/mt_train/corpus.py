@@ -15,6 +15,7 @@ from typing import Any
 
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_data import (
+    DEFAULT_SPECIAL,
     Document,
     IndexedDataset,
     Tokenizer,
@@ -92,7 +93,10 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
     description = {"seed": loaded.config.training.seed, **asdict(data)}
-    del description["packing"]  # of the samples, not of the tokens
+    for name in ("packing", "spans", "objective", "masking"):  # of the samples, not of the tokens
+        del description[name]
+    if data.hidden is not None and given is None:
+        description["special"] = data.hidden.special
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     folder = out / "data"
     if _described(folder) != description:
@@ -191,7 +195,9 @@ def _build(
             tokenizer = load_tokenizer(given, eod=data.eod)
         else:
             texts = (document.text for document in train)
-            tokenizer = train_tokenizer(texts, data.vocab_size, pattern=data.pattern)
+            hidden = data.hidden
+            special = (*DEFAULT_SPECIAL, *(() if hidden is None else hidden.special))
+            tokenizer = train_tokenizer(texts, data.vocab_size, special, pattern=data.pattern)
         tokenizer.save(scratch / "tokenizer.json")
         build_corpus(train, scratch / "train", tokenizer)
         build_corpus(held_out, scratch / "validation", tokenizer)

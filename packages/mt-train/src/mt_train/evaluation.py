@@ -15,6 +15,7 @@ from mt_train.agreement import summed
 from mt_train.loader import on_host, to_device
 from mt_train.losses import loss_record, totals
 from mt_train.metrics import Record
+from mt_train.mixture import Made
 from mt_train.trainer import Trainer
 
 # Micro-batches per stage between two looks at a stop request, and on the device at once.
@@ -26,14 +27,14 @@ class HeldOut:
     """Held-out tokens as evaluation windows.
 
     Attributes:
-        windows: Every token once as a label.
-        num_bytes: UTF-8 bytes of the whole held-out text.
+        windows: Every token once as a label; or texts with spans cut out or tokens hidden.
+        num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
         micro_batch_size: Rows per forward pass.
         max_windows: Use the first windows only; None for all.
     """
 
-    windows: SequentialWindows
-    num_bytes: int
+    windows: SequentialWindows | Made
+    num_bytes: int | None
     micro_batch_size: int
     max_windows: int | None
 
@@ -42,7 +43,8 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
     """Evaluate on all data-parallel ranks together.
 
     Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
-    does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion.
+    does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion. There
+    is none where only some of the text is written, as of spans.
 
     Returns:
         `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
@@ -58,7 +60,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         rows=trainer.rows,
     )
     weights = trainer.loss_weights
-    names = [*weights, "tokens"]
+    names = [*weights, *trainer.counts]
     sums = [0.0] * len(names)
     trainer.train(training=False)
     try:
@@ -71,21 +73,20 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             on_device = to_device(on_host(chunk, state.device), state.device)
             outputs = trainer.executor.evaluate(on_device)
             inner = trainer.executor.inner_losses.items()
-            found = [*enumerate(outputs), *((index, losses) for (index, _), losses in inner)]
+            both = [*enumerate(outputs), *((index, losses) for (index, _), losses in inner)]
             # Each rank has what its own stages return; tensor-parallel ranks have the same.
             if state.index("tp") == 0:
-                real = [losses for index, losses in found if _rows(chunk[index]).any()]
+                real = [losses for index, losses in both if _rows(chunk[index]).any()]
                 sums = [a + b for a, b in zip(sums, totals(real, names), strict=True)]
     finally:
         trainer.train(training=True)
-    *sums, tokens = summed(state, *sums)
-    means = {name: value / max(tokens, 1) for name, value in zip(weights, sums, strict=True)}
-    num_bytes = held_out.num_bytes * tokens / windows.num_labels
-    return {
-        "step": trainer.progress.step,
-        **loss_record(means, weights, "val_"),
-        "bits_per_byte": sums[0] / math.log(2) / max(num_bytes, 1),
-    }
+    found = dict(zip(names, summed(state, *sums), strict=True))
+    means = {name: found[name] / max(found[trainer.loss_counts[name]], 1) for name in weights}
+    record = {"step": trainer.progress.step, **loss_record(means, weights, "val_")}
+    if held_out.num_bytes is not None and isinstance(windows, SequentialWindows):
+        num_bytes = held_out.num_bytes * found["tokens"] / windows.num_labels
+        record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)
+    return record
 
 
 def _rows(batch: MicroBatch) -> NDArray[np.bool_]:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 
 # Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
-MAX_STEPS, MAX_RANKS = 10**9, 1 << 20
+MAX_STEPS, MAX_RANKS, MAX_LENGTH = 10**9, 1 << 20, 1 << 27
 
 
 def listed(numbers: list[int]) -> str:

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from mt_context_parallel import segments
-from mt_data import BatchSampler, MicroBatch, Prefetcher, Rows, count_labels
+from mt_data import PADDING, BatchSampler, MicroBatch, Prefetcher, Rows, count_labels
 from mt_parallel_state import ParallelState
 
 Batch = Mapping[str, torch.Tensor]
@@ -21,11 +22,11 @@ class HostStep:
 
     Attributes:
         batches: Tensors of this rank's micro-batches.
-        labels: Labels that count, in each of them.
+        labels: What is counted in each of them, as in `ModelConfig.loss_counts`.
     """
 
     batches: list[Batch]
-    labels: list[int]
+    labels: list[list[int]]
 
 
 def rows_of(
@@ -49,14 +50,42 @@ def rows_of(
     return Rows(packing=packing, parts=parts, reads=reads)
 
 
-def prefetched(sampler: BatchSampler, device: torch.device) -> Prefetcher[HostStep]:
-    """Read steps on a thread while the ones before them are computed."""
+def prefetched(
+    sampler: BatchSampler, device: torch.device, *, counts: Sequence[str] = ("tokens",)
+) -> Prefetcher[HostStep]:
+    """Read steps on a thread while the ones before them are computed.
+
+    Args:
+        sampler: Gives the micro-batches of a step.
+        device: This rank's.
+        counts: What is counted in each, as in `ModelConfig.loss_counts`.
+    """
 
     def prepare(batches: list[MicroBatch]) -> HostStep:
-        labels = [count_labels([batch]) for batch in batches]
+        labels = [labels_of(batch, sampler.rows, counts) for batch in batches]
         return HostStep(batches=on_host(batches, device), labels=labels)
 
     return Prefetcher(sampler, prepare)
+
+
+def labels_of(batch: MicroBatch, rows: Rows, counts: Sequence[str]) -> list[int]:
+    """Count the labels of tokens, of tokens that are 1 or more behind those, and of sequences.
+
+    A label is one of a further token (`tokens_1` and on) if there are as many tokens in front of
+    its own in the document, or in the row where documents are not kept apart.
+    """
+    labels = batch["labels"]
+    found = []
+    for name in counts:
+        if name == "sequences":
+            found.append(count_labels([batch], "sequence_labels"))
+        else:
+            behind, counted = int(name.partition("_")[2] or 0), labels != PADDING
+            if behind:  # rows that a data set makes may have another length than the parts are of
+                place = batch.get("positions", rows.columns(labels.shape[1]))
+                counted &= place >= behind
+            found.append(int(np.count_nonzero(counted)))
+    return found
 
 
 def on_host(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:

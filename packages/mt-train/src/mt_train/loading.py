@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from mt_files import (
@@ -19,34 +18,29 @@ from mt_files import (
     FieldProblem,
     FileError,
     bind,
-    divisors,
     shorten,
     to_plain,
 )
 from mt_model import (
+    PRESETS,
     ExchangeError,
     ModelConfig,
-    RecomputePlan,
     describe_pretrained,
     gpt,
     gpt_arguments,
     preset,
-    validate_context,
-    validate_split,
 )
 
-from mt_train.config import UNIFORM_FIELDS, ModelSection, RunConfig
+from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
-from mt_train.limits import listed
-from mt_train.parallel_section import ParallelSection
+from mt_train.misfits import clipped_heads, layout_misfits, objective_misfits
+from mt_train.model_section import UNIFORM_FIELDS, ModelSection
 from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:  # checking a file takes no torch
     from mt_parallel_state import ParallelLayout
 
 _VOCAB_MULTIPLE = 128
-_MAX_SCHEDULE = 1 << 20  # forward passes of one step over all stages
-_SHARED_ATTENTION = ("auto", "tiles", "reference")  # of ranks that share sequences
 STANDARD_LIBRARY = "standard-library"
 # Arguments of the model's builder that are not named like their field.
 _ELSEWHERE = {"max_sequence_length": "training.sequence_length"}
@@ -75,14 +69,18 @@ class LoadedConfig:
         Raises:
             ConfigError: Sizes that do not fit each other.
         """
-        given = self.config.model.vocab_size
+        given, spans = self.config.model.vocab_size, self.config.data.spans
+        vocab_size += 0 if spans is None else spans.sentinels
         if given is not None and given < vocab_size:
-            text = f"{given} is below the tokenizer's {vocab_size}; leave it out or raise it"
+            of = "the tokenizer's" + (" and data.spans.sentinels together," if spans else "")
+            text = f"{given} is below {of} {vocab_size}; leave it out or raise it"
             raise self.error("model.vocab_size", text)
         rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         if self.config.model.from_ is not None or self.config.model.vocab_multiple is not None:
             rounded = vocab_size
         length = self.config.training.sequence_length
+        if self.config.model.preset in PRESETS:
+            self._check_images(preset(self.config.model.preset), "model.preset")
         try:
             model = build_model(self.config.model, given or rounded, length)
         except (ExchangeError, FileError) as error:
@@ -90,14 +88,42 @@ class LoadedConfig:
         except FieldError as error:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
-        if any(not getattr(layer.mixer, "causal", True) for layer in model.layers):
-            text = "false lets tokens see those that they are to predict; leave it out"
-            raise self.error("model.layers" if self.config.model.layers else "model.causal", text)
+        self._check_images(model, "model.from")
+        self._check_spans(model)
+        for field, text in objective_misfits(self.config, model):
+            raise self.error(field, text)
         if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
             text = "does not go with model.qk_norm, whose norms undo what it does to the weights "
             text += "and bound the scores by themselves; leave one of them out"
             raise self.error("optimizer.qk_clip", text)
         return model
+
+    def _check_images(self, model: ModelConfig, field: str) -> None:
+        if model.images is not None:
+            text = "the model takes images, and the data of a run has none; use one of text "
+            text += "alone, or train it in a loop of your own, with batch['pixel_values']"
+            raise self.error(field, text)
+
+    def _check_spans(self, model: ModelConfig) -> None:
+        """Check that a model with an encoder, and no other, has something to read and to write."""
+        spans = self.config.data.spans
+        if (spans is not None) != (model.encoder_layers > 0):
+            text = "missing, and the model has an encoder; use {} for spans as T5's"
+            if spans is not None:
+                text = "the model has no encoder that would read them (model.encoder_layers)"
+            raise self.error("data.spans", text)
+        if spans is None:
+            return
+        try:
+            _, length = spans.lengths(self.config.training.sequence_length)
+        except FieldError as error:
+            where = {"sequence_length": "training.sequence_length"}
+            found = [(where.get(k, f"data.spans.{k}"), v) for k, v in error.errors.items()]
+            raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
+        if length > model.max_sequence_length:
+            most = model.max_sequence_length
+            text = f"{length} is longer than the model's {most}; use {most} or less"
+            raise self.error("data.spans.decoder_length", text)
 
     def resolved(self) -> RunConfig:
         """Return the configuration with the model's defaults filled in, those of a preset too.
@@ -109,8 +135,9 @@ class LoadedConfig:
             both = {"vocab_multiple": model.vocab_multiple, "dropout": model.dropout}
             return dataclasses.replace(self.config, model=dataclasses.replace(section, **both))
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
-        arguments = gpt_arguments(model)
-        del arguments["max_sequence_length"]  # training.sequence_length
+        names = {item.name for item in dataclasses.fields(section)}  # others are at their defaults
+        arguments = {n: value for n, value in gpt_arguments(model).items() if n in names}
+        arguments |= {"pooled_head": model.pooled_head, "mtp": model.mtp}
         for name in ("rope", "score_bias"):
             if arguments.get(name) is not None:
                 arguments[name] = getattr(model.layers[0].mixer, name)
@@ -163,7 +190,9 @@ class LoadedConfig:
         Raises:
             ConfigError: Everything that does not fit.
         """
-        found = [_problem(self._document, *pair) for pair in _misfits(self.config, model, layout)]
+        found = [
+            _problem(self._document, *pair) for pair in layout_misfits(self.config, model, layout)
+        ]
         if found:
             raise ConfigError(found)
 
@@ -253,6 +282,10 @@ class _Paths:
         except (ExchangeError, FileError) as error:
             self._add("model.from", str(error))
             return sections
+        if not isinstance(found.config, ModelConfig):
+            text = f"{shorten(folder, 200)} is of the family {found.family.name!r}, which has no"
+            self._add("model.from", f"{text} tokens; name the folder of a language model")
+            return sections
         if data is not None and data.tokenizer is None and tokenizer is None:
             self._add("data.tokenizer", f"missing, and {shorten(folder, 200)} has none")
         elif data is not None and data.tokenizer is None:
@@ -329,7 +362,7 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
     """
     if section.from_ is not None:
         return _model_of_folder(section, section.from_, vocab_size, sequence_length)
-    out = ("layers", "from_")
+    out = ("layers", "from_", "kernels")
     names = [item.name for item in dataclasses.fields(section) if item.name not in out]
     fields = {name: getattr(section, name) for name in names}
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -344,7 +377,7 @@ def _model_of_folder(
     section: ModelSection, folder: str, vocab_size: int, sequence_length: int
 ) -> ModelConfig:
     """Return the model of a Hugging Face folder, if the tokens and the sequences fit it."""
-    model = describe_pretrained(folder).config
+    model = cast("ModelConfig", describe_pretrained(folder).config)  # `_Paths` refuses others
     if vocab_size > model.vocab_size:
         text = f"{shorten(folder, 200)} knows {model.vocab_size} tokens, and the tokenizer has "
         raise FieldError({"from": f"{text}{vocab_size}; use the tokenizer of that folder"})
@@ -352,7 +385,8 @@ def _model_of_folder(
         text = f"{sequence_length} is longer than the model's {model.max_sequence_length}"
         raise FieldError({"max_sequence_length": text})
     multiple = section.vocab_multiple or model.usual_vocab_multiple
-    return dataclasses.replace(model, vocab_multiple=multiple, dropout=section.dropout or 0.0)
+    dropout = model.dropout if section.dropout is None else section.dropout
+    return dataclasses.replace(model, vocab_multiple=multiple, dropout=dropout)
 
 
 def planned_vocab_size(loaded: LoadedConfig) -> int:
@@ -375,88 +409,3 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
     return yaml.safe_dump(to_plain(config), sort_keys=False)
-
-
-def _misfits(
-    config: RunConfig, model: ModelConfig, layout: ParallelLayout
-) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) of what does not fit the layout."""
-    training = config.training
-    per_step = training.micro_batch_size * layout.dp
-    if training.global_batch_size % per_step:
-        yield (
-            "training.global_batch_size",
-            f"{training.global_batch_size} is not divisible by micro_batch_size "
-            f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
-            f"use a multiple of {per_step}",
-        )
-    else:
-        microbatches = training.global_batch_size // per_step
-        yield from _pipeline_misfits(config, model.num_layers, layout.pp, microbatches)
-    try:
-        RecomputePlan.of(training.recompute).check(model.num_layers)
-    except FieldError as error:
-        yield "training.recompute", "; ".join(f"{n}: {text}" for n, text in error.errors.items())
-    ranks, replicas = layout.dp * layout.cp, config.data_parallel.replicas
-    if ranks % replicas:
-        yield (
-            "data_parallel.replicas",
-            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
-            f"{ranks}; use one of {listed(divisors(ranks))}",
-        )
-    try:
-        validate_split(model, layout.tp)
-    except ValueError as error:
-        yield "parallel.tp", str(error)
-        return
-    yield from _context_misfits(config.parallel, model, layout)
-    if layout.cp > 1 and training.attention not in _SHARED_ATTENTION:
-        text = f"{training.attention} needs whole sequences, and {layout.cp} ranks share them; use "
-        yield "training.attention", text + f"{' or '.join(_SHARED_ATTENTION)}, or parallel.cp 1"
-
-
-def clipped_heads(model: ModelConfig) -> list[int]:
-    """Return the key heads of each layer; 0 where scores do not grow with the weights."""
-    mixers = (layer.mixer for layer in model.layers)
-    scored = [m if getattr(m, "qk_norm", "") == "none" else None for m in mixers]
-    return [getattr(m, "num_kv_heads", 0) for m in scored]
-
-
-def _pipeline_misfits(
-    config: RunConfig, num_layers: int, ranks: int, microbatches: int
-) -> Iterator[tuple[str, str]]:
-    """Yield why the schedule can't be made, before it is."""
-    training = config.training
-    stages = ranks * (config.pipeline.chunks or 1)
-    if stages <= num_layers and microbatches * stages > _MAX_SCHEDULE:
-        least = -(-microbatches * stages * training.micro_batch_size // _MAX_SCHEDULE)
-        yield (
-            "training.micro_batch_size",
-            f"{training.micro_batch_size} cuts the global batch into {microbatches} micro-batches "
-            f"for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} or more",
-        )
-        return
-    from mt_train.pipeline import plan_pipeline
-
-    try:
-        plan_pipeline(
-            config.pipeline, ranks=ranks, microbatches=microbatches, num_layers=num_layers
-        )
-    except FieldError as error:
-        yield from error.errors.items()
-
-
-def _context_misfits(
-    parallel: ParallelSection, model: ModelConfig, layout: ParallelLayout
-) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit the ranks that share a sequence."""
-    algorithms = parallel.cp_algorithms(model.num_layers)
-    if len(algorithms) != model.num_layers:
-        text = f"{len(algorithms)} algorithms for {model.num_layers} layers; give one for each"
-        yield "parallel.cp_algorithm", text
-        return
-    inner = parallel.cp_inner or 1
-    try:
-        validate_context(model, algorithms, cp=layout.cp, inner=inner, tp=layout.tp)
-    except ValueError as error:
-        yield "parallel.cp_algorithm", str(error)

@@ -10,10 +10,27 @@ from torch import Tensor
 from mt_train.metrics import Record
 
 
-def weighed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Return the weighed sum of the losses that one stage has, which its backward begins with."""
-    own = [weight * losses[name] for name, weight in weights.items() if name in losses]
-    return sum(own[1:], start=own[0])
+def weighed(
+    losses: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    counts: Mapping[str, str],
+    divisors: Mapping[str, float],
+) -> Tensor:
+    """Return the weighed sum of the means that one stage has, which its backward begins with.
+
+    Args:
+        losses: Sums by name.
+        weights: Of all losses of the model.
+        counts: The name of each loss's count.
+        divisors: By what sums are divided, by the name of the count.
+    """
+    sums: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name in losses:
+            own, count = weight * losses[name], counts[name]
+            sums[count] = sums[count] + own if count in sums else own
+    means = [value / divisors[count] for count, value in sums.items()]
+    return sum(means[1:], start=means[0])
 
 
 def totals(outputs: Iterable[Mapping[str, Tensor]], names: Iterable[str]) -> list[float]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import numpy as np
-from mt_data import BlendOrder, GPTDataset
+from mt_data import BlendOrder, GPTDataset, MaskedDataset, SpanDataset
 from mt_files import Checks
 from numpy.typing import NDArray
+
+Made: TypeAlias = SpanDataset | MaskedDataset
+"""A data set that makes inputs and labels itself."""
+Dataset: TypeAlias = GPTDataset | Made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +97,7 @@ class MixedSamples:
         num_samples: Of the whole run.
     """
 
-    def __init__(
-        self, datasets: Sequence[GPTDataset], mixture: Mixture, *, num_samples: int
-    ) -> None:
+    def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
         self._datasets, self._mixture, self._length = tuple(datasets), mixture, num_samples
         self._order = BlendOrder([source.weight for source in mixture.sources])
 
@@ -107,20 +110,38 @@ class MixedSamples:
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Return tokens [begin, end) of a sample."""
         dataset, number = self._place(index)
-        return dataset.sample(number, begin, end)
+        return cast("GPTDataset", dataset).sample(number, begin, end)
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
         """Return the number of the document of each token of a sample."""
         dataset, number = self._place(index)
-        return dataset.sample_documents(number)
+        return cast("GPTDataset", dataset).sample_documents(number)
 
-    def _place(self, index: int) -> tuple[GPTDataset, int]:
+    def _place(self, index: int) -> tuple[Dataset, int]:
         """Return the data set of a sample, and its number there; there is no end."""
         source, number = self._order(index - self._mixture.start)
         return self._datasets[source], self._mixture.sources[source].start + number
 
 
-def sources_of(datasets: Sequence[GPTDataset], weights: Sequence[float]) -> tuple[Source, ...]:
+class MixedRows(MixedSamples):
+    """The same of data sets that make inputs and labels themselves (`Made`)."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self._datasets[0].sequence_length
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Return the arrays of a row."""
+        dataset, number = self._place(index)
+        return cast("Made", dataset).row(number)
+
+    def empty(self) -> Mapping[str, NDArray]:
+        """Return a row without labels."""
+        return cast("Made", self._datasets[0]).empty()
+
+
+def sources_of(datasets: Sequence[Dataset], weights: Sequence[float]) -> tuple[Source, ...]:
     """Describe data sets that are to be mixed; without weights they count by their tokens."""
     shares = weights or [float(dataset.indexed.lengths.sum()) for dataset in datasets]
     total = sum(shares)

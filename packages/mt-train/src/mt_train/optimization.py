@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mt_files import did_you_mean, shorten, to_plain
-from mt_model import GPT, ModelConfig
+from mt_model import ModelConfig
 from mt_optim import (
     GroupOverride,
     LossScale,
@@ -106,7 +106,7 @@ def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
     if not any(globs.values()):
         return
     state = ParallelState(ParallelLayout())
-    whole = GPT(model, state, device="meta", seed=None)
+    whole = model.build(state, device="meta", seed=None)
     names = [name for name, _ in whole.named_parameters()]
     for key, entries in globs.items():
         for index, entry in enumerate(entries):

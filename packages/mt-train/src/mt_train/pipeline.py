@@ -32,9 +32,16 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    section: PipelineSection, *, ranks: int, microbatches: int, num_layers: int
+    section: PipelineSection, *, ranks: int, microbatches: int, num_layers: int, modules: int = 0
 ) -> PipelinePlan:
     """Make the schedule and place the layers.
+
+    Args:
+        section: What is said of the pipeline.
+        ranks: That share the layers.
+        microbatches: Of a step, on each of them.
+        num_layers: Of the model.
+        modules: Those that predict further tokens, on the last stage.
 
     Raises:
         FieldError: The schedule can't take these sizes, or the layers do not fit its stages.
@@ -68,10 +75,15 @@ def plan_pipeline(
     except ValueError as error:
         raise FieldError({"pipeline.layout": str(error)}) from error
     for stage, content in enumerate(contents):
-        if not content.layers or content.mtp:
-            what = "a multi-token prediction layer" if content.mtp else "no layer"
-            text = f"stage {stage} has {what}; in mt-train every stage has one layer (t) or more"
-            raise FieldError({"pipeline.layout": f"{text} and no m"})
+        allowed = (0, modules if content is contents[-1] else 0)  # they are there without m, too
+        text = f"stage {stage} has {content.mtp} modules that predict further tokens (m), and "
+        if content.mtp not in allowed:
+            text += f"model.mtp gives {modules} to the last stage; write as many there, or no m"
+        elif not content.layers:
+            text = f"stage {stage} has no layer; in mt-train every stage has one layer (t) or more"
+        else:
+            continue
+        raise FieldError({"pipeline.layout": text})
     return PipelinePlan(schedule=schedule, layers=tuple(content.layers for content in contents))
 
 
@@ -101,7 +113,7 @@ def build_stages(
 ) -> list[GPT]:
     """Build the stages that the schedule gives this rank, in its order.
 
-    A tied embedding whose two ends are on one rank is one parameter, and so are the tables that
+    An embedding whose two ends are on one rank is one parameter, and so are the tables that
     all stages hold. With two directions every
     stage is on two ranks: the second is a copy, and both have partial gradients over "mirror".
     Parameters are on the meta device, for `shard` to give them memory.
@@ -115,7 +127,12 @@ def build_stages(
     schedule = plan.schedule
     held = schedule.stages_of(state.index("pp"))
     stages = [
-        GPT(config, state, layers=plan.layers[stage % schedule.depth], device="meta", **options)
+        cast(
+            "GPT",
+            config.build(
+                state, layers=plan.layers[stage % schedule.depth], device="meta", **options
+            ),
+        )
         for stage in held
     ]
     if schedule.directions == 2:
@@ -123,7 +140,7 @@ def build_stages(
             for param in stage.parameters():
                 partial = set(sharding_of(param).partial_grad) - {"embedding"}
                 _mark(param, (*sorted(partial), "mirror"), is_copy=number >= schedule.depth)
-    if config.tied:
+    if config.shares_embedding:
         _share_embedding(stages)
     _share_tables(stages, owns=0 in held)
     return stages
@@ -145,7 +162,7 @@ def _share_embedding(stages: Sequence[GPT]) -> None:
     last = next((stage for stage in stages if stage.has_head), None)
     if first is None or last is None or first is last:
         return
-    last.embedding = first.embedding
+    last.embedding.weight = first.embedding.weight
     partial = set(sharding_of(first.embedding.weight).partial_grad) - {"embedding"}
     is_copy = sharding_of(first.embedding.weight).is_copy
     _mark(first.embedding.weight, tuple(sorted(partial)), is_copy=is_copy)

@@ -44,10 +44,10 @@ class Reporter:
         """Tell of an evaluation."""
         self._keep(record)
         others = "".join(f"{n} {value:.4g}, " for n, value in other_losses(record, "val_"))
-        self.say(
-            f"held out at step {record['step']}: loss {record['val_loss']:.4f}, {others}"
-            f"{record['bits_per_byte']:.4f} bits per byte"
-        )
+        bits = record.get("bits_per_byte")
+        others += "" if bits is None else f"{bits:.4f} bits per byte, "
+        loss = f"loss {record['val_loss']:.4f}, {others}".removesuffix(", ")
+        self.say(f"held out at step {record['step']}: {loss}")
 
     def say(self, text: str) -> None:
         """Tell a sentence."""

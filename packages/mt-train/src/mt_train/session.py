@@ -16,6 +16,9 @@ from mt_data import (
     GPTDataset,
     IndexedDataset,
     SequentialWindows,
+    SpanCorruption,
+    SpanDataset,
+    SpanVocabulary,
     Tokenizer,
     count_text_bytes,
 )
@@ -24,7 +27,7 @@ from mt_files import (
     to_plain,
     write_file,
 )
-from mt_model import DTYPES, export_checkpoint, keep_freed_memory
+from mt_model import DTYPES, ModelConfig, export_checkpoint, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
@@ -38,18 +41,28 @@ from mt_train import activations, saving
 from mt_train.agreement import summed
 from mt_train.basis import Basis, prepare_on_all_ranks
 from mt_train.board import Board
+from mt_train.chosen_kernels import kernel_lines
 from mt_train.config import RunConfig
 from mt_train.console import make_console
 from mt_train.corpus import Corpus
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.history import record_part
 from mt_train.loading import LoadedConfig, to_yaml
+from mt_train.masking import masked_rows
 from mt_train.metrics import MetricsFile, Record, read_metrics
-from mt_train.mixture import MixedSamples, sources_of
+from mt_train.mixture import Dataset, MixedRows, MixedSamples, sources_of
 from mt_train.plot import draw_loss
 from mt_train.reporter import Reporter
 from mt_train.saved import SavedRun
 from mt_train.trainer import NonFiniteLossError, Step, Trainer
+
+_EVALUATED = (
+    "validation",
+    "packing",
+    "spans",
+    "objective",
+    "masking",
+)  # what an evaluation depends on of the data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,25 +145,23 @@ class _Session:
         self.tokenizer = tokenizer
         loaded.check_layout(model, state.layout)
         training, start = config.training, self.start.progress
-        length, seed = training.sequence_length, training.seed
-        datasets = [
-            GPTDataset(IndexedDataset(prefix), sequence_length=length, seed=seed)
-            for prefix in corpus.train
-        ]
+        datasets = [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]
         mixture = self.start.mixture(sources_of(datasets, corpus.weights))
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(
-            MixedSamples(datasets, mixture, num_samples=num_samples),
+            (MixedSamples if isinstance(datasets[0], GPTDataset) else MixedRows)(
+                datasets, mixture, num_samples=num_samples
+            ),
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=tokenizer.vocab_size if config.data.spans is None else model.vocab_size,
             offset=start.samples - start.step * training.global_batch_size,
         )
         self.trainer = Trainer(config, model, state, sampler=sampler, stop=stop, on_event=on_event)
-        self.held_out = _held_out(config, corpus, tokenizer)
+        self.held_out = _held_out(config, corpus, tokenizer, model)
         self.saved = SavedRun(
             step=start.step,
             elapsed=start.elapsed,
@@ -265,7 +276,8 @@ class _Session:
             return None
         now = to_plain(self.config)
         same = saved.config.get("evaluation") == now["evaluation"]
-        of_data = [saved.config["data"].get(n) == now["data"][n] for n in ("validation", "packing")]
+        before = {"objective": "clm", **saved.config["data"]}
+        of_data = [before.get(name) == now["data"][name] for name in _EVALUATED]
         if not same or not all(of_data):
             return None
         found = None
@@ -332,6 +344,9 @@ class _Session:
             f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
             f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
         )
+        compiled = self.config.training.compile
+        for line in kernel_lines(self.trainer.stages, self.state, compiled=compiled):
+            reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):
             reporter.say(line)
         if self.trainer.finished:
@@ -358,6 +373,31 @@ class _Session:
             )
 
 
+def dataset_of(
+    config: RunConfig, prefix: Path, tokenizer: Tokenizer, model: ModelConfig
+) -> Dataset:
+    """Open one of a run's data sets, as the rows that the model learns from."""
+    training, spans = config.training, config.data.spans
+    indexed, length = IndexedDataset(prefix), training.sequence_length
+    if config.data.hidden is not None:
+        return masked_rows(config, indexed, tokenizer)
+    if spans is None:
+        return GPTDataset(indexed, sequence_length=length, seed=training.seed)
+    return SpanDataset(
+        indexed,
+        sequence_length=length,
+        vocabulary=SpanVocabulary(
+            sentinel=tokenizer.vocab_size - 1 + spans.sentinels,
+            eod=tokenizer.eod_id,
+            start=model.decoder_start,
+        ),
+        corruption=SpanCorruption(density=spans.density, mean_length=spans.mean_length),
+        decoder_length=spans.decoder_length,
+        packing=config.data.packing,
+        seed=training.seed,
+    )
+
+
 def _is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
@@ -368,10 +408,20 @@ def _close_quietly(log: MetricsFile | Board) -> None:
         log.close()
 
 
-def _held_out(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> HeldOut | None:
+def _held_out(
+    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, model: ModelConfig
+) -> HeldOut | None:
     if corpus.validation is None:
         return None
     evaluation, training = config.evaluation, config.training
+    dataset = dataset_of(config, corpus.validation, tokenizer, model)
+    if not isinstance(dataset, GPTDataset):
+        return HeldOut(
+            windows=dataset,
+            num_bytes=None,
+            micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
+            max_windows=evaluation.max_windows,
+        )
     indexed = IndexedDataset(corpus.validation)
     return HeldOut(
         windows=SequentialWindows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction, shard_options
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
-from mt_train.loading import clipped_heads
 from mt_train.losses import loss_record, totals, weighed
 from mt_train.metrics import Record
+from mt_train.misfits import clipped_heads
 from mt_train.optimization import kept_whole, optimizer_config
 from mt_train.pipeline import (
     backwards_per_step,
@@ -92,6 +93,7 @@ class Trainer:
             ranks=state.size("pp"),
             microbatches=sampler.num_microbatches,
             num_layers=model_config.num_layers,
+            modules=len(model_config.mtp_layers),
         )
         self.stages = build_stages(
             plan,
@@ -100,7 +102,7 @@ class Trainer:
             sequence_parallel=parallel.sequence_parallel,
             context_algorithm=parallel.cp_algorithm,
             context_inner_size=parallel.cp_inner,
-            attention=training.attention,
+            kernels=config.model.kernels,
             recompute=training.recompute,
             seed=training.seed,
             dtype=self.dtype,
@@ -112,7 +114,9 @@ class Trainer:
             reads=any(stage.has_embedding or stage.has_head for stage in self.stages),
         )
         self.sampler = sampler.with_rows(self.rows)
-        self._loader = prefetched(self.sampler, state.device)
+        self.loss_weights, self.loss_counts = model_config.loss_weights, model_config.loss_counts
+        self.counts = tuple(dict.fromkeys(self.loss_counts.values()))
+        self._loader = prefetched(self.sampler, state.device, counts=self.counts)
         here = (plan.schedule, state.index("pp"), self.stages)
         self._backwards = backwards_per_step(*here)
         self.buffer = shard(
@@ -143,8 +147,9 @@ class Trainer:
             group=state.group("pp"),
             activation=self._activation,
             device=state.device,
+            # Ranks of other pipelines would wait for the layers that a failed one skips.
+            stop_at_failure=state.layout.world_size > state.size("pp"),
         )
-        self.loss_weights = model_config.loss_weights
         self._flops = model_config.flops_per_token(training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
@@ -154,6 +159,7 @@ class Trainer:
     def _activation(self, batch: Batch) -> TensorSpec:
         """Say what one stage hands to the next for a micro-batch."""
         rows, length = batch["tokens"].shape
+        length += batch["encoder_tokens"].shape[1] if "encoder_tokens" in batch else 0
         shards = self.state.size("tp") if self.config.parallel.sequence_parallel else 1
         return TensorSpec((rows, length // shards, self._hidden_size), self.dtype)
 
@@ -186,17 +192,18 @@ class Trainer:
         weight_decay = self.course.weight_decay(self.progress)
         ready = self._loader.step(self.progress.step)
         batches = to_device(ready.batches, self.state.device)
-        total = max(summed(self.state, sum(ready.labels), axes="dp-cp")[0], 1.0)
+        labels = map(sum, zip(*ready.labels, strict=True))
+        total = [max(n, 1.0) for n in summed(self.state, *labels, axes="dp-cp")]
         self.on_event("train.forward_backward")
         if self._clip is not None:
             self._clip.start()
         self.buffer.start(self._backwards)
-        weights, scale = self.loss_weights, self.optimizer.loss_scale
-        counts = dict(zip(map(id, batches), self._counts(ready.labels, total), strict=True))
+        scale, losses_of = self.optimizer.loss_scale, (self.loss_weights, self.loss_counts)
+        divisors = dict(zip(map(id, batches), self._divisors(ready.labels, total), strict=True))
         with self._activations.first_step():
             outputs = self.executor.run(
                 batches,
-                objective=lambda own, batch: weighed(own, weights) / counts[id(batch)] * scale,
+                objective=lambda own, batch: weighed(own, *losses_of, divisors[id(batch)]) * scale,
             )
         outputs += self.executor.inner_losses.values()
         self.buffer.finish()
@@ -217,20 +224,28 @@ class Trainer:
             elapsed=self.progress.elapsed + seconds,
             skipped=self.progress.skipped + (not result.stepped),
         )
-        record = self._record(losses, lr, total, seconds) | self._activations.record()
+        tokens = total[0]
+        if self.config.data.objective == "mlm":  # of which a few are labels
+            tokens = self.sampler.global_batch_size * self.config.training.sequence_length
+        record = self._record(losses, lr, tokens, seconds) | self._activations.record()
         return Step(record=record | self._found(result), stop=stop, save=save)
 
-    def _counts(self, labels: list[int], total: float) -> list[float]:
+    def _divisors(self, labels: list[list[int]], total: list[float]) -> list[dict[str, float]]:
         """Say by what the losses of each micro-batch are divided, for the mean that is trained on.
 
         Args:
-            labels: Labels of each of this rank's micro-batches.
-            total: Labels of the step.
+            labels: Of each of this rank's micro-batches, as in `HostStep`.
+            total: Of the step.
+
+        Returns:
+            By the name of the count.
         """
         if self.config.training.loss_mean == "tokens":
-            return [total] * len(labels)
-        shared = summed(self.state, *labels, axes="cp")  # ranks that share sequences share batches
-        return [max(count, 1.0) * len(labels) * self.state.size("dp") for count in shared]
+            return [dict(zip(self.counts, total, strict=True))] * len(labels)
+        flat = chain.from_iterable(labels)
+        shared = iter(summed(self.state, *flat, axes="cp"))  # who shares sequences shares batches
+        parts = len(labels) * self.state.size("dp")
+        return [{name: max(next(shared), 1.0) * parts for name in self.counts} for _ in labels]
 
     def _check_finite(self, losses: Mapping[str, float]) -> None:
         """Raise on every rank alike; a smaller loss scale is no help, so no step is skipped."""
@@ -264,7 +279,7 @@ class Trainer:
         return summed(self.state, self._stop.requested)[0] > 0
 
     def _agree(
-        self, outputs: list[Any], total: float, *, save: bool
+        self, outputs: list[Any], total: list[float], *, save: bool
     ) -> tuple[Record, bool, bool, float]:
         """Sum the losses over ranks, and agree on a stop, on a checkpoint and on the time."""
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
@@ -272,7 +287,9 @@ class Trainer:
         lap = self._meter.lap()  # after the loss was waited for
         seconds = lap if self.state.rank == 0 else 0.0
         *sums, stop, save_, seconds = summed(self.state, *sums, self._stop.requested, save, seconds)
-        means = {name: value / total for name, value in zip(self.loss_weights, sums, strict=True)}
+        divisors = dict(zip(self.counts, total, strict=True))
+        pairs = zip(self.loss_weights, sums, strict=True)
+        means = {name: value / divisors[self.loss_counts[name]] for name, value in pairs}
         return loss_record(means, self.loss_weights, ""), stop > 0, save_ > 0, seconds
 
     def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:

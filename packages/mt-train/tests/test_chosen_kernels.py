@@ -1,0 +1,33 @@
+"""The run says of every operation which kernel computes it, wherever that is."""
+
+from __future__ import annotations
+
+from mt_model import GPT, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_train.chosen_kernels import kernel_lines
+
+
+def lines(pp: int, *, compiled: bool = False) -> list[str]:
+    state = ParallelState(ParallelLayout(pp=pp))
+    config = gpt(vocab_size=16, hidden_size=8, num_layers=2, num_heads=2)
+    per_stage = 2 // pp
+    first = state.index("pp") * per_stage
+    model = GPT(config, state, layers=range(first, first + per_stage), kernels="auto")
+    return list(kernel_lines([model], state, compiled=compiled))
+
+
+def test_every_stage_of_a_pipeline_tells_the_kernels_of_all(ranks) -> None:
+    told = lines(1)
+    assert [line.split()[1] for line in told] == [
+        *("norm", "attention", "rope", "activation", "loss")  # the last is behind the last layer
+    ]
+    assert told[0] == "kernel norm        cpu (fused: slower on a CPU than the next)"
+    for found in ranks(2, lambda: lines(2)):
+        assert sorted(found) == sorted(told)
+
+
+def test_a_compiled_run_tells_the_plain_forms() -> None:
+    told = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines(1, compiled=True)}
+    for name in ("norm", "rope", "activation"):
+        assert told[name] == "reference (torch.compile fuses the plain form)"
+    assert told["loss"].startswith("torch ")

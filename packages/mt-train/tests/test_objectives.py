@@ -1,0 +1,201 @@
+"""What a run is to predict, and what does not go with it: each refusal names its way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mt_data import DataError, IndexedDataset, IndexedWriter, Tokenizer, train_tokenizer
+from mt_train import ConfigError, load_config
+from mt_train.data_section import MaskingSection
+from mt_train.masking import masked_rows
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+BERT, T5, TINY = (EXAMPLES / f"{name}.yaml" for name in ("bert", "t5", "tiny"))
+CAUSAL = "{mixer: {num_heads: 4, num_kv_heads: 4, head_dim: 16}, feed_forward: {ffn_size: 8}}"
+SPECIAL = ("<|endoftext|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]")
+
+
+def refused(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return [f"{problem.path}: {problem.text}" for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("density=0", "0.0 must be greater than 0"),
+        ("density=0.6", "0.6 is too large; use 0.5 or less"),
+        ("mean_length=0.5", "0.5 is too small; use 1 or more"),
+        ("mean_length=1e9", "1000000000.0 is too large; use 134217728 or less"),
+        ("decoder_length=0", "0 is too small; use 1 or more"),
+        ("decoder_length=134217729", "134217729 is too large; use 134217728 or less"),
+        ("decoder_length=13", "13 is too small for 3 spans of 10 tokens; use 14 or more"),
+        ("decoder_length=65", "65 is longer than the model's 64; use 64 or less"),
+        ("sentinels=-1", "-1 is too small; use 0 or more"),
+        ("sentinels=10000001", "10000001 is too large; use 10000000 or less"),
+        ("sentinels=2", "2 is too small for 3 spans in a sequence; use 3 or more"),
+    ],
+)
+def test_spans_out_of_range_are_refused(override: str, text: str) -> None:
+    field = f"data.spans.{override.partition('=')[0]}"
+    assert refused(T5, f"data.spans.{override}") == [f"{field}: {text}"]
+
+
+@pytest.mark.parametrize(
+    "override", ["decoder_length=14", "decoder_length=64", "sentinels=3", "sentinels=0"]
+)
+def test_the_numbers_that_are_named_do(override: str) -> None:
+    load_config(T5, [f"data.spans.{override}"])
+
+
+def test_a_sequence_that_no_text_becomes_is_refused() -> None:
+    assert refused(T5, "training.sequence_length=2") == [
+        "training.sequence_length: no text becomes 2 tokens of the encoder; use 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("fraction=0", "fraction: 0.0 must be greater than 0"),
+        ("fraction=1.5", "fraction: 1.5; use a share of 0 to 1"),
+        ("masked=-0.1", "masked: -0.1; use a share of 0 to 1"),
+        ("random=2", "random: 2.0; use a share of 0 to 1"),
+        ("random=0.3", "random: 0.3 and masked 0.8 are more than 1 together; lower one of them"),
+        (
+            "pad='[MASK]'",
+            "mask: cls, sep, mask and pad are '[CLS]', '[SEP]', '[MASK]', '[MASK]'; give each of "
+            "the four a token of its own",
+        ),
+    ],
+)
+def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
+    assert refused(BERT, f"data.masking.{override}") == [f"data.masking.{text}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "text"),
+    [
+        (
+            BERT,
+            ["data.packing=documents"],
+            "data.packing: documents does not go with data.objective mlm, whose rows have one "
+            "document each; leave it out",
+        ),
+        (
+            TINY,
+            ["data.masking={}"],
+            "data.masking: hides nothing without data.objective: mlm; set that, or leave it out",
+        ),
+        (TINY, ["data.objective=rlm"], "data.objective: 'rlm' is not one of clm, mlm."),
+        (
+            TINY,
+            ["model.causal=false"],
+            "model.causal: false lets tokens see those that they are to predict; leave it out, or "
+            "use data.objective: mlm",
+        ),
+        (
+            TINY,
+            ["data.objective=mlm"],
+            "model.causal: true does not go with data.objective mlm, where tokens on both sides "
+            "tell of a hidden one; use causal: false, or a preset such as bert-base",
+        ),
+        (
+            T5,
+            ["data.objective=mlm"],
+            "data.spans: does not go with data.objective: mlm; leave one of them out",
+        ),
+        (
+            BERT,
+            ["training.sequence_length=4"],
+            "training.sequence_length: 4 leaves no room for text beside the special tokens of "
+            "data.objective mlm; use 5 or more",
+        ),
+        (
+            BERT,
+            ["data.masking=null", "model.pooled_head=null", "training.sequence_length=2"],
+            "training.sequence_length: 2 leaves no room for text beside the special tokens of "
+            "data.objective mlm; use 3 or more",
+        ),
+        (
+            TINY,
+            [
+                "data.objective=mlm",
+                "model.causal=false",
+                f"model.mtp={{depths: 1, layer: {CAUSAL}}}",
+            ],
+            "model.mtp: predicts further tokens, which data.objective mlm has none of; leave it "
+            "out",
+        ),
+        (
+            BERT,
+            ["model.pooled_head.num_classes=3"],
+            "data.masking.pairs: true needs model.pooled_head: {num_classes: 2} and "
+            "model.token_types: 2",
+        ),
+        (
+            BERT,
+            ["model.pooled_head=null"],
+            "data.masking.pairs: true needs model.pooled_head: {num_classes: 2} and "
+            "model.token_types: 2",
+        ),
+        (
+            BERT,
+            ["data.masking.pairs=false"],
+            "model.pooled_head: has no labels to learn from without data.objective: mlm and "
+            "data.masking: {pairs: true}; leave it out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_an_objective_is_refused(
+    path: Path, overrides: list[str], text: str
+) -> None:
+    (found,) = refused(path, *overrides)
+    assert found.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ("[1, 2]", "2 weights for 1 entries of data.train; give one for each"),
+        ("[0]", "0.0: every weight must be greater than 0"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: str, text: str) -> None:
+    data = ["data.corpus=null", "data.train=[a]", "data.tokenizer=t.json"]
+    assert f"data.weights: {text}" in refused(TINY, *data, f"data.weights={weights}")
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> IndexedDataset:
+    with IndexedWriter(tmp_path / "one") as writer:
+        writer.add_document(range(40))
+    return IndexedDataset(tmp_path / "one")
+
+
+def tokenizer_of(*special: str) -> Tokenizer:
+    return train_tokenizer(["some words of text"], 300, special)
+
+
+def test_a_tokenizer_without_the_special_tokens_is_refused(documents: IndexedDataset) -> None:
+    config = load_config(BERT).config
+    with pytest.raises(DataError, match=r"no special token '\[MASK\]' for mask; .* Name another"):
+        masked_rows(config, documents, tokenizer_of("[CLS]", "[SEP]", "[PAD]", "<|endoftext|>"))
+
+
+def test_pairs_of_one_document_are_refused(documents: IndexedDataset) -> None:
+    config = load_config(BERT).config
+    with pytest.raises(DataError, match=r"pairs need two documents or more.*build with more"):
+        masked_rows(config, documents, tokenizer_of(*SPECIAL))
+
+
+def test_rows_are_hidden_as_the_section_says(documents: IndexedDataset) -> None:
+    options = ["data.masking={fraction: 1.0, masked: 0.0, random: 0.0}", "model.pooled_head=null"]
+    config = load_config(BERT, options).config
+    rows = masked_rows(config, documents, tokenizer_of(*SPECIAL))
+    row = rows.row(0)
+    assert isinstance(config.data.hidden, MaskingSection)
+    assert (row["labels"] == row["tokens"])[row["labels"] >= 0].all()
+    assert len(row["tokens"]) == config.training.sequence_length
