@@ -22,8 +22,10 @@ SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 DEV = ["uv", "run", "--frozen"]
 QUICK = "not gpu and not campaign"
 REPORTS = ROOT / ".nox" / "reports"
-# Seconds of tests on two cores. What is above belongs in the campaign, or is too slow.
-BUDGET = {"": 180, "mt-pipeline": 240, "integration": 1200}
+# Seconds of tests on two cores of the machine that tools/budget.py's probe was timed on; a slower
+# one has more. What is above belongs in the campaign, or is too slow. The same session was seen to
+# take half as long again on that machine, so what is written should stay well below.
+BUDGET = {"": 240, "integration": 1200}
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
@@ -132,7 +134,7 @@ def budget(session: nox.Session) -> None:
     if not reports:
         session.skip("no session has run its tests yet")
     limits = [f"--limit={name}={seconds}" for name, seconds in BUDGET.items()]
-    session.run(*DEV, "python", "tools/budget.py", *limits, *reports)
+    session.run(*DEV, "python", "tools/budget.py", "--calibrate", *limits, *reports)
 
 
 @nox.session

@@ -31,11 +31,16 @@ def check_machine_paths(workspace: Workspace) -> Iterator[Problem]:
 
 
 def check_hand_kept_lists(workspace: Workspace) -> Iterator[Problem]:
-    """The tooling finds packages under packages/; a list of them would go stale."""
+    """The tooling finds packages under packages/; a list of them would go stale.
+
+    What a file imports it uses; that is in no list.
+    """
     names = [package.folder.name for package in workspace.packages]
     for path in sorted(path for pattern in SCANNED for path in workspace.root.glob(pattern)):
         text = _read(path).replace("_", "-")
-        named = [name for name in names if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+        used = re.findall(r"^(?:from|import) ([\w-]+)", text, flags=re.MULTILINE)
+        rest = [name for name in names if name not in used]
+        named = [name for name in rest if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
         if len(named) >= LIST_LENGTH:
             yield Problem(
                 where=path.relative_to(workspace.root).as_posix(),
@@ -45,7 +50,10 @@ def check_hand_kept_lists(workspace: Workspace) -> Iterator[Problem]:
 
 
 def check_links(workspace: Workspace) -> Iterator[Problem]:
-    """Links lead to files that exist, and docs/README.md links every page of docs/."""
+    """Links lead to files that exist, and every page of docs/ is in an index.
+
+    The index is docs/README.md, or the README.md of a folder below, which is in that one.
+    """
     root = workspace.root
     linked: dict[Path, set[str]] = {}
     for page in sorted({path for pattern in LINKED_PAGES for path in root.glob(pattern)}):
@@ -58,9 +66,14 @@ def check_links(workspace: Workspace) -> Iterator[Problem]:
                 fix="Mend or drop the link",
             )
     docs = root / "docs"
-    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"README.md"}
-    for name in sorted(pages - linked.get(docs / "README.md", set())):
-        yield Problem(where="docs/README.md", what=f"{name} is not in the index", fix="Link it")
+    for page in sorted(set(docs.rglob("*.md")) - {docs / "README.md"}):
+        index = page.parent / "README.md"
+        if index == page or index not in linked:
+            index = docs / "README.md"
+        name = page.relative_to(index.parent).as_posix()
+        if name not in linked.get(index, set()):
+            where = index.relative_to(root).as_posix()
+            yield Problem(where=where, what=f"{name} is not in the index", fix="Link it")
 
 
 def _text_files(root: Path) -> list[Path]:

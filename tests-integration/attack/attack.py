@@ -57,11 +57,12 @@ def rows() -> list[Row]:
     import checkpoints
     import commands
     import configuration
+    import folders
     import interfaces
     import kills
     import tokens
 
-    modules = (kills, checkpoints, tokens, configuration, commands, interfaces)
+    modules = (kills, checkpoints, tokens, configuration, commands, interfaces, folders)
     return [row for module in modules for row in module.ROWS]
 
 

@@ -166,7 +166,7 @@ def _few_files() -> None:
 def dead_rank(world: World, rng: random.Random, scratch: Path) -> None:
     """Kill a rank: one message names it, and nobody else has a traceback."""
     out = scratch / "run"
-    with _started(world, out, *LONG, nproc=rng.choice([2, 4])) as process:
+    with _started(world, out, *LONG, nproc=rng.choice([4, 2])) as process:
         _wait_for(lambda: (out / "metrics.jsonl").exists() and losses(out), process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(rng.choice(children)), signal.SIGKILL)
@@ -221,7 +221,7 @@ def console_encodings(world: World, rng: random.Random, scratch: Path) -> None:
 ROWS = [
     Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=4),
     Row(name="mt-infer beside training", attack=beside_training, cases=10, sample=1, seconds=150),
-    Row(name="signals", attack=signals, cases=24, sample=2, seconds=150),
+    Row(name="signals", attack=signals, cases=24, sample=1, seconds=150),
     Row(name="signals before the first step", attack=early_signal, cases=16, sample=1, seconds=120),
     Row(name="consoles that close or fill", attack=consoles, cases=10, sample=1, seconds=90),
     Row(

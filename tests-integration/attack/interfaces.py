@@ -164,10 +164,8 @@ def _layers() -> dict[str, Call]:
             tp.VocabParallelEmbedding,
             {"vocab_size": 16, "hidden_size": 4, "group": None},
         ),
-        "linear_cross_entropy": (
-            tp.linear_cross_entropy,
-            {**loss, "label_smoothing": 0.1, "z_loss": 0.1},
-        ),
+        "linear_cross_entropy": (tp.linear_cross_entropy, loss),
+        "LossOptions": (tp.LossOptions, {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 16}),
         "add_lora": (
             tp.add_lora,
             {"module": torch.nn.Sequential(tp.ColumnParallelLinear(4, 4)), "rank": 2},

@@ -98,13 +98,13 @@ def other_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
 
 def edited_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
     """Load and use a tokenizer file of which one place was exchanged: typed errors alone."""
-    from checkpoints import _mutate
+    from checkpoints import mutate
     from mt_data import DataError, load_tokenizer
 
     content = (world.run / "tokenizer.json").read_text()
     path = scratch / "tokenizer.json"
     if rng.random() < 0.5:
-        path.write_text(json.dumps(_mutate(json.loads(content), rng)))
+        path.write_text(json.dumps(mutate(json.loads(content), rng)))
     else:
         path.write_text(content)
         for _ in range(rng.choice([1, 1, 5])):
@@ -221,6 +221,6 @@ ROWS = [
     Row(name="tokenizer file edited", attack=edited_tokenizer, cases=200, sample=4),
     Row(name="texts that are no documents", attack=hostile_texts, cases=60, sample=3),
     Row(name="links out of a corpus", attack=links_out, cases=6, sample=1),
-    Row(name="metrics and corpus records damaged", attack=damaged_record, cases=40, sample=2),
+    Row(name="metrics and corpus records damaged", attack=damaged_record, cases=40, sample=1),
     Row(name="links where files are written", attack=planted_links, cases=4, sample=1),
 ]

@@ -99,6 +99,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
     return Runner(config=config, ranks=ranks)
 
 
+@pytest.fixture(scope="session")
+def short(tiny: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of a few tokens, several in every row; the second set for blends."""
+    from mt_data import IndexedDataset, IndexedWriter, load_tokenizer
+
+    data, folder = tiny.config.parent / "data", tmp_path_factory.mktemp("short")
+    eod = load_tokenizer(data / "tokenizer.json").eod_id
+    for name, seed in (("a", 0), ("b", 1), ("held", 2)):
+        random = np.random.default_rng(seed)
+        tokens = IndexedDataset(data / "train").stream(0, 9000)
+        tokens = tokens[tokens != eod]
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for start in range(0, 8000, 40):
+                length = int(random.integers(1, 38))
+                writer.add_document([*tokens[start : start + length], eod])
+    return folder
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

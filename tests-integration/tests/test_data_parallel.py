@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import DistributedEnv
+from mt_testing import RankFailure
 from mt_train import load_config, run
 
 STRATEGIES = ("optimizer", "optimizer_gradients", "full")
@@ -177,6 +178,42 @@ def test_local_sums_of_bf16_addends_are_the_same_shared_out_or_not(tiny, tmp_pat
     exact = losses(tiny.train(tmp_path / "exact", MICRO, nproc=2))
     assert exact != runs[0]
     np.testing.assert_allclose(list(runs[0].values()), list(exact.values()), rtol=2e-3)
+
+
+def _runs_out_of_memory(config, options, out):
+    """Run, but on one rank a module of the second step has no memory left."""
+    seen = 0
+
+    def count(*_) -> None:
+        nonlocal seen
+        seen += 1
+        if dist.get_rank() == 1 and seen == 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    env = DistributedEnv(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+    )
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        run(load_config(config, options), env, out)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("full", "pp2-dp2"), ("none", "tp2-pp2")])
+def test_a_rank_without_memory_ends_the_run_and_nobody_waits(
+    strategy, layout, tiny, ranks, tmp_path
+) -> None:
+    overrides = {"pp2-dp2": ["parallel.pp=2"], "tp2-pp2": ["parallel.pp=2", "parallel.tp=2"]}
+    options = [f"data_parallel.strategy={strategy}", MICRO, *overrides[layout]]
+    with pytest.raises(RankFailure) as caught:
+        ranks(4, _runs_out_of_memory, tiny.config, options, tmp_path, timeout=60)
+    assert caught.value.error_type == "StageError"
+    # A peer may report its lost connection first, but the rank that ran out says so itself.
+    assert "OutOfMemoryError: CUDA out of memory" in caught.value.tracebacks[1]
 
 
 def _alive() -> int:

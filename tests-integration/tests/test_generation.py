@@ -51,6 +51,12 @@ def without_cache(run: Path, max_tokens: int) -> str:
         return generator.tokenizer.decode(tokens[start:])
 
 
+@pytest.mark.parametrize("kernels", ["fused", "reference"])
+def test_other_kernels_generate_the_same_text(run, generate, kernels) -> None:
+    options = "--max-tokens", 20, "--greedy", "--dtype", "fp64"
+    assert generate(run, *options, "--kernels", kernels, "--nproc", 2) == generate(run, *options)
+
+
 def test_the_average_of_weights_generates_where_training_kept_one(
     run, tiny, generate, tmp_path, cli, arrays
 ) -> None:

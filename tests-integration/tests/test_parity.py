@@ -124,6 +124,26 @@ def test_every_context_algorithm_trains_like_one_process(
     assert_same_run(run, reference(dtype, tied), dtype, losses, held_out, arrays)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL],
+        pytest.param(["parallel.tp=2", "parallel.cp=2"], marks=pytest.mark.campaign),
+        pytest.param(["parallel.pp=2", "training.recompute=full"], marks=pytest.mark.campaign),
+        pytest.param(["training.recompute=selective"], marks=pytest.mark.campaign),
+        pytest.param(["training.compile=true"], marks=pytest.mark.campaign),
+    ],
+    ids="-".join,
+)
+def test_fused_kernels_train_like_those_of_one_process(
+    options, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    options = [*options, "model.kernels=fused", "training.dtype=fp64", "model.tied=false"]
+    ranks = 2 ** sum("=2" in option for option in options)
+    run = tiny.train(tmp_path, *options, nproc=ranks)
+    assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_train_like_one_process(
     sequence_parallel, tiny, reference, tmp_path, losses, held_out, arrays

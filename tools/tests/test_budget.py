@@ -1,3 +1,5 @@
+import budget
+import pytest
 from budget import main
 
 SUITE = (
@@ -34,3 +36,20 @@ def test_only_ten_tests_are_listed(tmp_path, capsys):
     files = [write(tmp_path, f"mt-{n}", n, n) for n in range(12)]
     assert main(files) == 0
     assert capsys.readouterr().out.count("::") == 10
+
+
+def test_limits_grow_with_the_slowness_of_the_machine_and_do_not_shrink(tmp_path, capsys):
+    file = write(tmp_path, "mt-a", 100, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "PROBE", "import time; time.sleep(0.3)")
+        patch.setattr(budget, "PROBE_SECONDS", 0.1)
+        assert main([file, "--limit", "90", "--calibrate"]) == 0
+        patch.setattr(budget, "PROBE_SECONDS", 1000.0)
+        assert main([file, "--limit", "90", "--calibrate"]) == 1
+    assert "over budget: mt-a: 100 s of at most 90" in capsys.readouterr().out
+
+
+def test_a_probe_that_fails_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "PROBE", "raise SystemExit(3)")
+    with pytest.raises(SystemExit, match="probe"):
+        main([write(tmp_path, "mt-a", 1, 1), "--calibrate"])

@@ -295,6 +295,18 @@ def test_package_without_tests_or_examples_is_found(tree, path, pattern):
     assert tree.problems() == [expected]
 
 
+def test_a_folder_of_pages_may_have_an_index_of_its_own(tree):
+    tree.write("docs/parts/one.md", "# One\n")
+    missing = "docs/README.md: parts/one.md is not in the index. Link it."
+    assert tree.problems() == [missing]
+    tree.write("docs/parts/README.md", "[one](one.md)\n")
+    assert tree.problems() == [missing.replace("one.md", "README.md")]
+    tree.append("docs/README.md", "\n[parts](parts/README.md)\n")
+    assert tree.problems() == []
+    tree.write("docs/parts/README.md", "# Parts\n")
+    assert tree.problems() == ["docs/parts/README.md: one.md is not in the index. Link it."]
+
+
 def test_machine_path_is_found_with_its_line(tree):
     tree.append("packages/mt-part/README.md", f"\nSee {HOME}/notes.\n")
     assert tree.problems() == [
@@ -329,6 +341,16 @@ def test_hand_kept_package_list_in_the_tooling_is_found(tree):
     assert tree.problems() == [
         "noxfile.py: names 3 packages (mt-app, mt-ground, mt-part). Discover them from packages/*."
     ]
+
+
+def test_packages_that_a_tool_imports_are_no_list(tree):
+    imports = "import mt_app\nfrom mt_part import work\nfrom mt_ground import thing\n"
+    tree.write("tools/page.py", imports)
+    assert tree.problems() == []
+    tree.append("tools/page.py", "ALL = ['mt-other', 'mt-testing', 'mt-app']\n")
+    assert tree.problems() == []
+    tree.write("tools/page.py", "ALL = ['mt-other', 'mt-testing', 'mt-app']\n")
+    assert len(tree.problems()) == 1
 
 
 def test_two_packages_named_in_the_tooling_are_an_example(tree):

@@ -1,0 +1,68 @@
+"""Folders of Hugging Face that are damaged or made to hurt, given to `mt-model import`."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from checkpoints import mutate
+from world import Result, Row, World, call, demand, expect, files_of, flip_bit, replace_with
+
+
+def _folder(scratch: Path) -> Path:
+    """Write a small model, in several files with an index."""
+    from mt_model import GPT, gpt, save_pretrained
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    save_pretrained(GPT(gpt(**sizes, max_sequence_length=32)), scratch / "model", file_size=4000)
+    return scratch / "model"
+
+
+def _import(folder: Path, scratch: Path) -> Result:
+    """Import it, and demand that nothing is left where it was refused."""
+    from mt_model.cli import main
+
+    before = sorted(scratch.iterdir())
+    result = call(main, ["import", str(folder), str(scratch / "out")])
+    expect(result, [0, 2])
+    if result.code:
+        left = [str(path) for path in sorted(scratch.iterdir()) if path not in before]
+        demand(not left, f"left behind: {left}")
+    return result
+
+
+def damaged_folder(world: World, rng: random.Random, scratch: Path) -> None:
+    """Damage a file of a folder: refused by its name, or what changed is a value of a weight."""
+    folder = _folder(scratch)
+    path = rng.choice(files_of(folder))
+    how = rng.choice(["flip", "flip", "cut", "longer", "gone", "fifo", "folder", "device"])
+    is_index = path.name.endswith("index.json")
+    if how == "flip":
+        flip_bit(path, rng)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+    elif how == "longer":
+        path.write_bytes(path.read_bytes() + rng.randbytes(9))
+    elif how == "gone":
+        path.unlink()
+    else:
+        replace_with(path, how, scratch)
+    result = _import(folder, scratch)
+    demand(result.code or how == "flip", f"{path.name} with {how} was imported")
+    named = is_index or path.name in result.errors or how == "flip"
+    demand(not result.code or named, f"{path.name} is not named: {result.errors[-500:]}")
+
+
+def forged_folder(world: World, rng: random.Random, scratch: Path) -> None:
+    """Exchange a value of config.json or of the index: imported, or refused in a few words."""
+    folder = _folder(scratch)
+    path = folder / rng.choice(["config.json", "config.json", "model.safetensors.index.json"])
+    path.write_text(json.dumps(mutate(json.loads(path.read_text()), rng)))
+    _import(folder, scratch)
+
+
+ROWS = [
+    Row(name="folders of Hugging Face damaged", attack=damaged_folder, cases=150),
+    Row(name="folders of Hugging Face forged", attack=forged_folder, cases=150),
+]
