@@ -56,13 +56,13 @@ class Executor(Generic[M]):
         stage: What this rank computes; where the schedule gives this rank several stages, all of
             them in ascending order.
         group: The ranks of the pipeline in the schedule's order; None for a schedule of one rank.
-            On a CPU, messages to lower ranks go through its `mt_parallel_state.twin_group`.
+            Messages to lower ranks go through its `mt_parallel_state.twin_group`.
         activation: The spec of what stages hand on for a micro-batch. It may differ between
             micro-batches (then it depends on nothing but the micro-batch, as both ends ask for
             it). Not needed when the schedule has one rank.
         device: Where activations live.
-        batch_p2p: Whether an exchange is one `batch_isend_irecv` (see `Mailbox`). None: where
-            the device is not a CPU.
+        batch_p2p: Whether the messages of an exchange that go one way are one
+            `batch_isend_irecv` (see `Mailbox`). None: where the device is not a CPU.
         hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them (`insert_hooks`), what
             is called with the number of the stage: both by `run`, GATHER by `evaluate` and `infer`
             too. It may start a collective; whoever needs the result waits.

@@ -46,9 +46,9 @@ class Links:
     Attributes:
         rank: This rank's place in the pipeline.
         up: The ranks of the pipeline, in the schedule's order: for messages to higher ranks.
-        down: The same ranks: for messages to lower ones. A group of its own where messages go one
-            by one, as gloo lets the two directions of a connection wait for each other.
-        batched: Whether an exchange is one `batch_isend_irecv`.
+        down: The same ranks: for messages to lower ones. A group of its own: gloo lets the two
+            directions of a connection wait for each other, and NCCL all calls of a group.
+        batched: Whether the messages of an exchange that go one way are one `batch_isend_irecv`.
     """
 
     rank: int
@@ -73,7 +73,8 @@ def connect(
         schedule: With communication.
         group: The ranks of the pipeline.
         device: Where activations live.
-        batched: Whether transfers go in batches. These use one communicator of the whole group.
+        batched: Whether transfers go in batches. These use two communicators of the whole group,
+            one for each direction.
 
     Returns:
         What the runs of the schedule, or of its forwards, send and receive through.
@@ -89,7 +90,9 @@ def connect(
     }
     if batched:
         meet(group, device)
-        return Links(rank=rank, up=group, down=group, batched=True)
+        down = twin_group(group)
+        meet(down, device)
+        return Links(rank=rank, up=group, down=down, batched=True)
     token = torch.zeros(1, device=device)
     try:
         links = Links(rank=rank, up=group, down=twin_group(group), batched=False)
@@ -138,9 +141,11 @@ class Mailbox:
     An exchange is started and not awaited: what arrives is awaited by the computation that takes
     it, what is sent stays alive until it has gone.
 
-    With `batched` links, an exchange is one `batch_isend_irecv`. NCCL needs that: it works off what
-    a communicator is given in order, so two ranks that each send first would wait for each other
-    for ever, unless the send and the receive go in together. Otherwise every transfer is a message
+    With `batched` links, the messages of an exchange that go up are one `batch_isend_irecv`, and
+    those that go down another. NCCL needs that: it works off what a communicator is given in order,
+    so ranks that each send first would wait for each other for ever, unless sends and receives go
+    in together; and a receive that is posted early would hold up what is sent the other way, if
+    both had one communicator. Otherwise every transfer is a message
     of its own (gloo), and some receives are posted before their exchange, so that a message can
     leave its sender at once. Either way a few sends may be under way.
 
@@ -195,7 +200,11 @@ class Mailbox:
         actions = [action for action in actions if self.carries(action)]
         if self._links is not None and self._links.batched:
             self.finish(but=_UNDER_WAY - 1)
-            self._start_batch(actions)
+            lanes: dict[dist.ProcessGroup, list[Action]] = {}
+            for action in actions:
+                lanes.setdefault(self._lane(action), []).append(action)
+            for together in lanes.values():
+                self._start_batch(together)
             return
         for action in actions:
             while action.op.is_receive and action not in self._arriving:
@@ -227,8 +236,6 @@ class Mailbox:
             self._wait(send, work)
 
     def _start_batch(self, actions: list[Action]) -> None:
-        if not actions:
-            return
         tensors = []
         for action in actions:
             with self._naming(action):

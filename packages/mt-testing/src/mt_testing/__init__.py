@@ -14,8 +14,9 @@ if TYPE_CHECKING:
         take_turns,
         write_report,
     )
+    from mt_testing.calls import Call, Message, recorded_calls, recorded_ranks, replay
     from mt_testing.covering import pairwise
-    from mt_testing.errors import PoolError, RankDied, RankFailure, RankTimeout
+    from mt_testing.errors import CommunicationError, PoolError, RankDied, RankFailure, RankTimeout
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FACTORS",
+    "Call",
+    "CommunicationError",
     "HostSync",
     "HostSyncs",
     "KillAt",
+    "Message",
     "PoolError",
     "RankDied",
     "RankFailure",
@@ -41,6 +45,9 @@ __all__ = [
     "pairwise",
     "quartiles",
     "ratios",
+    "recorded_calls",
+    "recorded_ranks",
+    "replay",
     "shown",
     "take_turns",
     "tolerance",
@@ -51,8 +58,9 @@ __all__ = [
 # and must not pay for torch there.
 _HOMES = {
     "benchmark": "environment quartiles ratios shown take_turns write_report",
+    "calls": "Call Message recorded_calls recorded_ranks replay",
     "covering": "pairwise",
-    "errors": "PoolError RankDied RankFailure RankTimeout",
+    "errors": "CommunicationError PoolError RankDied RankFailure RankTimeout",
     "fake": "fake_world",
     "faults": "KillAt expect_kill",
     "pool": "RankPool",

@@ -75,6 +75,10 @@ class RankTimeout(RankFailure):
         self.stacks = dict(stacks)
 
 
+class CommunicationError(AssertionError):
+    """Recorded calls of several ranks do not end, or do not fit each other."""
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as "SIGKILL"."""
     try:

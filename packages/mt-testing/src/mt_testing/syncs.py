@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+from mt_testing.place import caller
+
 _STAND_IN = 1  # what a number is that nobody knows; positive, so that a norm clips
 _NUMBERS = ("aten::_local_scalar_dense", "aten::item")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -89,7 +87,8 @@ class HostSyncs(TorchDispatchMode):
         """Note a wait, and run the operation."""
         kwargs, name = dict(kwargs or {}), func._schema.name
         if self._waits(func, name, args, kwargs):
-            self._found.append(HostSync(op=name, **_place()))
+            file, line = caller(__file__)
+            self._found.append(HostSync(op=name, file=file, line=line))
         if torch.Tag.data_dependent_output in func.tags and self._lacks_data(args[0]):
             return _number(args[0].dtype) if name in _NUMBERS else True
         if name == "aten::_pin_memory":  # fake tensors have no rule for it
@@ -134,12 +133,3 @@ def _number(dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return bool(_STAND_IN)
     return float(_STAND_IN) if dtype.is_floating_point else _STAND_IN
-
-
-def _place() -> dict[str, Any]:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)
-    ):
-        frame = frame.f_back
-    return {"file": frame.f_code.co_filename, "line": frame.f_lineno}
