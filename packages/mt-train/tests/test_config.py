@@ -498,6 +498,32 @@ def test_a_file_that_is_no_tokenizer_is_blamed_on_its_line(tmp_path: Path) -> No
     assert re.search(r"run.yaml:\d+: data.tokenizer: .*words.json", found)
 
 
+@pytest.mark.parametrize(("speedup", "dtype"), [(0.3, "fp32"), (1.1, "fp32"), (2.3, "bf16")])
+def test_a_quickstart_takes_bf16_where_products_are_clearly_faster(
+    speedup: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mt_train import quickstart
+
+    monkeypatch.setattr(quickstart.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(quickstart, "bf16_speedup", lambda: speedup)
+    assert quickstart.load_quickstart(3).config.training.dtype == dtype
+
+
+def test_the_speedup_of_bf16_is_that_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from mt_train.hardware import bf16_speedup
+
+    clock, mm = [0.0], torch.Tensor.mm
+
+    def timed(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        clock[0] += 1.0 if matrix.dtype == torch.bfloat16 else 3.0
+        return mm(matrix, other)
+
+    monkeypatch.setattr("mt_train.hardware.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr(torch.Tensor, "mm", timed)
+    assert bf16_speedup(size=8) == 3.0
+
+
 def test_the_processes_of_a_quickstart_share_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     code, message = run_cli(["quickstart", "--nproc", "3"], capsys)
     assert code == 2
