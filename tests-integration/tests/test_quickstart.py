@@ -13,7 +13,7 @@ def test_the_quickstart_leaves_a_whole_run(nproc, tmp_path, cli) -> None:
     out = tmp_path / "run"
     result = cli(
         sys.executable, "-m", "mt_train", "quickstart",
-        "--steps", 3, "--nproc", nproc, "--out", out, timeout=240,
+        "--steps", 3, "--nproc", nproc, "--out", out, "data.max_files=60", timeout=240,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     for name in ("config.yaml", "loss.png", "tokenizer.json", "checkpoints/latest"):

@@ -509,6 +509,16 @@ def test_a_quickstart_takes_bf16_where_products_are_clearly_faster(
     assert quickstart.load_quickstart(3).config.training.dtype == dtype
 
 
+def test_a_quickstart_takes_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    from mt_train.quickstart import load_quickstart
+
+    config = load_quickstart(3, 1, ["data.max_files=60", "training.dtype=fp32"]).config
+    assert (config.data.max_files, config.training.dtype, config.training.steps) == (60, "fp32", 3)
+    code, message = run_cli(["quickstart", "--steps", "3", "data.maxfiles=60"], capsys)
+    assert code == 2
+    assert "data.maxfiles: unknown key. Did you mean data.max_files?" in message
+
+
 def test_the_speedup_of_bf16_is_that_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from mt_train.hardware import bf16_speedup

@@ -75,6 +75,10 @@ class Keys:
 class Quickstart:
     """Train a small GPT on Python's own source code in a few minutes, with no download."""
 
+    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
+        field(default_factory=list)
+    )
+    """Changes such as data.max_files=100, anywhere on the line."""
     steps: int | None = None
     """Train exactly this many steps instead of for a fixed time."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs/quickstart"
@@ -257,7 +261,8 @@ def _quickstart(command: Quickstart, arguments: list[str]) -> int:
     out = _folder(command.out)
     with quick_imports():
         env, launches = _place(command.nproc)
-    loaded = load_quickstart(command.steps, max(command.nproc, env.world_size))
+    nproc = max(command.nproc, env.world_size)
+    loaded = load_quickstart(command.steps, nproc, command.overrides)
     if launches:
         return _launch(loaded, arguments, command.nproc)
     return _as_rank(lambda: quickstart(loaded, env, out), env)
