@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
 from mt_fusions.add_norm import add_layer_norm, add_rms_norm
+from mt_fusions.autograd_graph import AutogradGraph
 from mt_fusions.bias_dropout_add import bias_dropout_add
 from mt_fusions.bias_gelu import bias_gelu, bias_gelu_tanh
 from mt_fusions.cross_entropy import cross_entropy
 from mt_fusions.gated import geglu, quick_geglu, squared_relu, swiglu
+from mt_fusions.graph import Graph
+from mt_fusions.graph_pool import GraphPool
 from mt_fusions.layer_norm import layer_norm
 from mt_fusions.linear_cross_entropy import linear_cross_entropy
 from mt_fusions.loss import LossOptions
@@ -17,10 +20,15 @@ from mt_fusions.permute import Permuted, permute, unpermute
 from mt_fusions.rms_norm import rms_norm
 from mt_fusions.rope import apply_rope
 from mt_fusions.shards import cross_entropy_gradient_, cross_entropy_parts
+from mt_fusions.tape import GraphError
 
 __all__ = [
     "AdamWOptions",
     "AdamWState",
+    "AutogradGraph",
+    "Graph",
+    "GraphError",
+    "GraphPool",
     "LossOptions",
     "Permuted",
     "adamw_",

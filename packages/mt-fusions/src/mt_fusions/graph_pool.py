@@ -1,0 +1,47 @@
+"""The memory and the stream that several CUDA graphs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class GraphPool:
+    """One memory pool and one side stream for all graphs that are captured with it.
+
+    Graphs of a pool may be replayed in any order, one after the other: what one of them returns,
+    or keeps for its backward, is no other's. What is made on the way is shared.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._stream: Any = None
+
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """Run what is inside on the side stream; on a CPU, as it is."""
+        if device.type != "cuda":
+            yield
+            return
+        current, side = torch.cuda.current_stream(device), self._side(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+        current.wait_stream(side)
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+        """Capture what is inside; another thread may go on allocating."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        how: Any = {"pool": self._handle, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, stream=self._side(device), **how):
+            yield
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
