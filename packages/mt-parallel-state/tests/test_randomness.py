@@ -68,6 +68,14 @@ def test_uniform_is_a_function_of_key_and_index_alone() -> None:
     assert not torch.equal(random_uniform(8, index), whole)
 
 
+@pytest.mark.parametrize("key", [0, 7, 2**63 - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_key_in_a_tensor_draws_what_the_number_draws(key, dtype) -> None:
+    index = torch.arange(100) * 2**40
+    whole = random_uniform(key, index, dtype=dtype)
+    assert torch.equal(random_uniform(torch.tensor(key), index, dtype=dtype), whole)
+
+
 def test_uniform_rejects_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"float32 or torch\.float64, got torch\.bfloat16"):
         random_uniform(0, torch.arange(3), dtype=torch.bfloat16)

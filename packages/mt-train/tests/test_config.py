@@ -92,8 +92,8 @@ BROKEN = {
         "run.yaml:10: training.micro_batch_size: 3 does not divide",
     ),
     "recomputation of compiled stages": (
-        MINIMAL + "  recompute: full\n  compile: true\n",
-        "run.yaml:12: training.recompute: 'full' does not go with training.compile",
+        MINIMAL + "  recompute: selective\n  compile: true\n",
+        "run.yaml:12: training.recompute: 'selective' does not go with training.compile",
     ),
     "a plan of compiled stages": (
         MINIMAL + "  recompute: {rules: [{first: 2}]}\n  compile: true\n",

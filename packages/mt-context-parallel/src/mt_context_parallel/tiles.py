@@ -63,7 +63,7 @@ class AttentionDropout:
 
     Attributes:
         probability: chance of a weight to be dropped, in [0, 1).
-        key: of the random values, from `mt_parallel_state.hash_key`.
+        key: of the random values, from `mt_parallel_state.hash_key`; or a tensor of it, int64 [].
         sample_ids: global id of each sample of the batch.
         first_head: global index of this rank's first query head.
         num_heads: query heads of all ranks; None where this rank has all of them.
@@ -73,7 +73,7 @@ class AttentionDropout:
     """
 
     probability: float
-    key: int
+    key: int | Tensor
     sample_ids: Tensor
     first_head: int = 0
     num_heads: int | None = None

@@ -44,7 +44,7 @@ def expected_bytes(stage: GPT, batch: Mapping[str, Any]) -> dict[int, KeptBytes]
     with torch.enable_grad():
         x, shared = stage.begin(x, one)
         saved = SavedActivations(plan, x.device, found)
-        shared = replace(shared, saved=saved)
+        shared = replace(shared, saved=saved, plain=True)
         x, _ = stage.run_layers(x, shared)
         stage.run_ahead(x, shared, one)
     return {i: KeptBytes(kept.device * rows, kept.host * rows) for i, kept in found.items()}

@@ -17,7 +17,7 @@ from mt_context_parallel import (
     positions,
 )
 from mt_files import divisors
-from mt_parallel_state import ParallelState, group_rank
+from mt_parallel_state import ParallelState, group_rank, outside_graph
 from torch import Tensor
 
 from mt_model.attention_kernels import attention
@@ -41,6 +41,7 @@ class AttendingLayer(Protocol):
         scale: Of the scores, or None.
         softcap: Of the scores, or None.
         causal: Whether a query sees the tokens up to its own only.
+        algorithm: How attention gets at the keys of the other ranks of a context group.
     """
 
     index: int
@@ -48,6 +49,7 @@ class AttendingLayer(Protocol):
     scale: float | None
     softcap: float | None
     causal: bool
+    algorithm: Algorithm
 
     def sink_logits(self, query: Tensor) -> Tensor | None:
         """Return a logit per query head of this rank that has no value, or None."""
@@ -103,8 +105,7 @@ class SequenceAttend:
     Attributes:
         group: The ranks that share a sequence, or None.
         size: How many they are.
-        algorithms: How attention gets at the others' keys, in each of the model's layers; modules
-            behind the last layer do as it.
+        algorithms: How attention gets at the others' keys, in each of the model's layers.
         kernel: The one that computes attention, or `auto`.
 
     Raises:
@@ -151,6 +152,10 @@ class SequenceAttend:
             inner, outer = state.level_groups("cp", (inner_size, self.size // inner_size))
             self._levels = HierarchicalGroups(inner=inner, outer=outer)
 
+    def algorithm_of(self, layer: int) -> Algorithm:
+        """Of a layer of the model; modules behind the last layer do as it."""
+        return self.algorithms[min(layer, len(self.algorithms) - 1)]
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
         return positions(length, ranks=self.size, rank=group_rank(self.group), device=device)
@@ -177,8 +182,8 @@ class SequenceAttend:
         )
         if self.is_whole:
             return attention(query, key, value, scores, kernel=self.kernel)
-        algorithm = self.algorithms[min(layer.index, len(self.algorithms) - 1)]
-        return context_parallel_attention(
+        algorithm = layer.algorithm
+        return outside_graph(context_parallel_attention)(
             query,
             key,
             value,
@@ -281,6 +286,7 @@ class Pass:
         memory_mask: which of it counts, for all tokens of a row or for each of this rank's; None
             for all.
         saved: takes care of what layers keep for backward; None leaves it to autograd.
+        plain: layers run as they are, and not through what `Stack.wrap_layers` put around them.
 
     Shape:
         documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M], or
@@ -297,6 +303,7 @@ class Pass:
     memory: Tensor | None = None
     memory_mask: Tensor | None = None
     saved: SavedActivations | None = None
+    plain: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Return what may need a gradient: the tables, and the memory where there is one."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import cast
 
 import torch
-from mt_context_parallel import AttentionDropout
+from mt_context_parallel import Algorithm, AttentionDropout
 from mt_parallel_state import MatrixSpec, PartitionSpec, mark_matrix, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ class Attention(nn.Module):
         self.exchanges_heads = groups < placement.tp
         self.group, self.again = placement.group, "attention" in placement.made_again
         self.index, self.window = layer, config.window
+        self.algorithm: Algorithm = placement.context.algorithm_of(layer)
         self.softcap, self.scale, self.causal = config.softcap, config.scale, config.causal
         self.qk_norm, self.queries = config.qk_norm, queries
         linear = placement.linear_arguments()
@@ -241,7 +242,7 @@ class Attention(nn.Module):
             return None
         return AttentionDropout(
             probability=self.dropout.probability,
-            key=self.dropout.key,
+            key=self.dropout.draws,
             sample_ids=shared.sample_ids,
             first_head=self.first_head,
             num_heads=self.num_heads,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from mt_context_parallel import AttentionMask, context_parallel_attention
 from mt_files import AUTO
+from mt_parallel_state import outside_graph
 from torch import Tensor
 
 from mt_model.choice import AttentionKernel
@@ -200,7 +201,7 @@ def _tiles_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -
 
 def _tiles(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     mask = AttentionMask(causal=scores.causal, window=scores.window, documents=scores.documents)
-    return context_parallel_attention(
+    return outside_graph(context_parallel_attention)(
         *(query, key, value),
         group=None,
         mask=mask,

@@ -125,5 +125,5 @@ class CrossAttention(nn.Module):
         planes = ids.to(query.device)[:, None] * self.num_heads + heads
         pairs = places[:, None] * keys + torch.arange(keys, device=query.device)
         index = planes[..., None, None] * (whole * keys) + pairs
-        kept = cast("Tensor", random_uniform(site.key, index)) >= site.probability
+        kept = cast("Tensor", random_uniform(site.draws, index)) >= site.probability
         return kept.to(query.dtype) / (1 - site.probability)

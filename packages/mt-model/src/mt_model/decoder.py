@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -298,7 +299,7 @@ class GPT(Stack[ModelConfig]):
             x, shared = self.begin(None, batch)
         finally:
             self.training = was_training
-        return self.run_layers(x, shared)[0]
+        return self.run_layers(x, replace(shared, plain=True))[0]
 
     @torch.no_grad()
     def pooled_logits(self, batch: Batch) -> Tensor:
@@ -421,6 +422,7 @@ class GPT(Stack[ModelConfig]):
             memory=batch.get("memory"),
             memory_mask=batch.get("memory_mask"),
             saved=self._saved(device),
+            plain=cache is not None,
         )
 
     def _check_length(self, end: int) -> None:

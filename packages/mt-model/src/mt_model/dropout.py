@@ -23,6 +23,13 @@ class DropoutSite:
 
     def __init__(self, probability: float, *, seed: int, layer: int, name: str) -> None:
         self.probability, self.key = probability, hash_key("dropout", seed, layer, name)
+        # A number would be built into a compiled graph, which then serves this site alone.
+        self._key = torch.tensor(self.key, device="cpu")
+
+    @property
+    def draws(self) -> int | Tensor:
+        """The key for `random_uniform`: in a compiled graph one that like sites may differ in."""
+        return self._key if torch.compiler.is_compiling() else self.key
 
     def __call__(self, x: Tensor, index: Tensor | None) -> Tensor:
         """Drop elements of `x`; the identity when the probability or the index is absent.
@@ -32,7 +39,7 @@ class DropoutSite:
         """
         if index is None or not self.probability:
             return x
-        keep = random_uniform(self.key, index) >= self.probability
+        keep = random_uniform(self.draws, index) >= self.probability
         return x * keep.to(x.dtype).div_(1 - self.probability)
 
 

@@ -233,6 +233,7 @@ class EncoderDecoder(GPT):
             sample_ids=sample_ids,
             hidden_index=index,
             saved=after.saved,
+            plain=after.plain,
         )
 
     def _memory_mask(self, batch: Batch, device: torch.device) -> Tensor | None:
@@ -284,7 +285,8 @@ class EncoderDecoder(GPT):
         """Apply a part of one of the encoder's layers."""
         if shared.encoder is None:
             return x, {}
-        encoder, losses = step(x.encoder, replace(shared.encoder, score_tables=shared.score_tables))
+        own = replace(shared.encoder, score_tables=shared.score_tables, plain=shared.plain)
+        encoder, losses = step(x.encoder, own)
         return x._replace(encoder=encoder), losses
 
     def _end_encoder(self, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:

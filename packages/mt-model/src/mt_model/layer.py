@@ -16,10 +16,12 @@ from mt_model.norm import stream_norm
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between_all, made_again, make_again
 from mt_model.recompute_plan import WORDS
-from mt_model.stack_config import EntryConfig, LayerConfig, StackConfig
+from mt_model.stack_config import LayerConfig, StackConfig
 
 Step: TypeAlias = Callable[[Tensor, Pass], tuple[Tensor, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
+Wrap: TypeAlias = Callable[[Step], Step]
+"""What makes a function of a layer that takes the place of it, such as `torch.compile`."""
 Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and losses
 
 
@@ -48,6 +50,7 @@ class TransformerLayer(nn.Module):
         self.made_again, self.offloads = placement.made_again, placement.offloads
         self.group = None if placement.sequence_parallel else placement.group
         self.index, self.config = layer, config
+        self._wrapped: dict[str, Step] = {}
 
         def norm(*, there: bool) -> nn.Module | None:
             return stream_norm(model, placement) if there else None
@@ -69,6 +72,9 @@ class TransformerLayer(nn.Module):
             self.feed_forward = config.feed_forward.build(model, layer=layer, placement=placement)
         self.feed_forward_output_norm = norm(there=after and has_second)
         self.feed_forward_dropout = dropout("feed_forward")
+        # Made here, as an index that is read in a compiled graph makes it one layer's own.
+        entries = (config.mixer, config.feed_forward)
+        self._whose = [f"the {type(entry).__name__} of layer {layer}" for entry in entries]
         self.patterns = make_again(self, self.made_again.difference(WORDS))
         if hasattr(self.mixer, "again"):
             self.patterns.add("attention")
@@ -79,6 +85,18 @@ class TransformerLayer(nn.Module):
             return self._whole(x, shared)
         with shared.saved.of_layer(self.index, others=self._others(shared)):
             return self._whole(x, shared)
+
+    def wrap(self, wrap: Wrap | None) -> None:
+        """Have what the layer computes called through `wrap`, but for passes that are plain.
+
+        Hooks of the layer, offloading, and `made_again` of the whole layer stay outside of what
+        is wrapped. `wrap` is given the whole, and each part of it that `parts` has; None ends it.
+        """
+        steps = (self._run, self._mix, self._feed, self._both)
+        self._wrapped = {} if wrap is None else {step.__name__: wrap(step) for step in steps}
+
+    def _outer(self, step: Step) -> Step:
+        return self._wrapped.get(step.__name__, step)
 
     def _others(self, shared: Pass) -> Iterator[Tensor]:
         """What the layer reads, but is not made by it."""
@@ -91,7 +109,7 @@ class TransformerLayer(nn.Module):
     def _whole(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         shares = self.group is not None and x.numel() % self.group.size() == 0
         return made_again(
-            self._run,
+            self._run if shared.plain else self._outer(self._run),
             x,
             shared=shared,
             group=self.group if shares else None,
@@ -106,9 +124,9 @@ class TransformerLayer(nn.Module):
         if "layer" in self.made_again or self.offloads:
             return [self]
         if self.config.parallel:
-            return [self._both]
+            return [self._outer(self._both)]
         both = ((self.mixer, self._mix), (self.feed_forward, self._feed))
-        return [step for branch, step in both if branch is not None]
+        return [self._outer(step) for branch, step in both if branch is not None]
 
     def _run(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
         if self.config.parallel:
@@ -122,7 +140,7 @@ class TransformerLayer(nn.Module):
         if mixer is None or entry is None:
             return x, {}
         (output,) = self._behind(self.mixer_norm, [partial(mixer, shared=shared)], x)
-        mixed, losses = self._take(output, entry)
+        mixed, losses = take_losses(output, entry.loss_weights, of=self._whose[0])
         return self._add_mixed(x, mixed, shared), losses
 
     def _feed(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
@@ -131,7 +149,7 @@ class TransformerLayer(nn.Module):
             return x, {}
         feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
         (output,) = self._behind(self.feed_forward_norm, [feed], x)
-        fed, losses = self._take(output, entry)
+        fed, losses = take_losses(output, entry.loss_weights, of=self._whose[1])
         return self._add_fed(x, fed, shared), losses
 
     def _both(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
@@ -148,8 +166,8 @@ class TransformerLayer(nn.Module):
         else:
             outputs = self._behind(self.mixer_norm, [mix], x)
             outputs += self._behind(self.feed_forward_norm, [feed], x)
-        mixed, losses = self._take(outputs[0], first)
-        fed, more = self._take(outputs[1], entry)
+        mixed, losses = take_losses(outputs[0], first.loss_weights, of=self._whose[0])
+        fed, more = take_losses(outputs[1], entry.loss_weights, of=self._whose[1])
         x = self._add_fed(self._add_mixed(x, mixed, shared), fed, shared)
         return x, add_losses(losses, more)
 
@@ -161,10 +179,6 @@ class TransformerLayer(nn.Module):
             return discard_between_all(norm, branches, x)
         normed = x if norm is None else norm(x)
         return [branch(normed) for branch in branches]
-
-    def _take(self, output: Output, entry: EntryConfig) -> tuple[Tensor, Losses]:
-        of = f"the {type(entry).__name__} of layer {self.index}"
-        return take_losses(output, entry.loss_weights, of=of)
 
     def _add_mixed(self, x: Tensor, mixed: Tensor, shared: Pass) -> Tensor:
         return self._add(x, mixed, self.mixer_output_norm, self.mixer_dropout, shared)

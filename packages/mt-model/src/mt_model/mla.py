@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from mt_context_parallel import AttentionDropout
+from mt_context_parallel import Algorithm, AttentionDropout
 from mt_parallel_state import MatrixSpec, all_gather, copy_to_group, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class LatentAttention(nn.Module):
         hidden, heads = model.hidden_size, config.num_heads
         self.index, self.window, self.rotary = layer, config.window, config.rotary
         self.causal = True
+        self.algorithm: Algorithm = placement.context.algorithm_of(layer)
         self.softcap: float | None = None
         self.scale: float | None = config.scale
         self.default_scale = config.head_dim**-0.5
@@ -174,7 +175,7 @@ class LatentAttention(nn.Module):
             return None
         return AttentionDropout(
             probability=self.dropout.probability,
-            key=self.dropout.key,
+            key=self.dropout.draws,
             sample_ids=shared.sample_ids,
             first_head=self.first_head,
             num_heads=self.num_heads,

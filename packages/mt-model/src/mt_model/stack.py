@@ -33,7 +33,7 @@ from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.kernel_words import Kernels
 from mt_model.kernels import ChoosesKernels, KernelChoice, distinct
-from mt_model.layer import Step, TransformerLayer
+from mt_model.layer import Step, TransformerLayer, Wrap
 from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
 from mt_model.norm import stream_norm
@@ -173,6 +173,20 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def sum_weight_gradients(self, sink_of: Callable[[nn.Parameter], GradSink | None]) -> None:
         """Have the linear layers add their weights' gradients to `GradBuffer.sink`s themselves."""
         sum_weight_gradients(self, sink_of)
+
+    def wrap_layers(self, wrap: Wrap | None) -> None:
+        """Have training and evaluation call what each layer computes through `wrap`.
+
+        It takes a function of `(x, shared)` that is a layer's own, or one of the parts of `parts`,
+        and returns what takes its place: `wrap=torch.compile` compiles layers one by one, and like
+        layers are compiled once. Hooks of the layer run outside. Generation, whose shapes change,
+        and `logits` leave it out.
+
+        Args:
+            wrap: Called for each layer of this stage; None takes it off again.
+        """
+        for layer in self.built_layers():
+            layer.wrap(wrap)
 
     def chosen_kernels(self) -> tuple[KernelChoice, ...]:
         """Say what computes each operation of this stage in eager mode, and why.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 Group = dist.ProcessGroup | None
 Map = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 def group_size(group: Group) -> int:
@@ -154,16 +155,25 @@ def _rows(x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[
     return received
 
 
+def outside_graph(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function; a graph of `torch.compile` breaks around its call, which is not traced.
+
+    Example:
+        >>> outside_graph(abs)(-1)
+        1
+    """
+    if torch.compiler.is_compiling():  # not a decorator: that would import dynamo with this module
+        return cast("Callable[..., T]", torch.compiler.disable(function))
+    return function
+
+
 def apply_outside_graph(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Apply a function that communicates; a graph of `torch.compile` breaks around it.
 
     Dynamo fails on some functions that hold a group (torch 2.15), and computes zero gradients
     for others (torch 2.11).
     """
-    apply = _apply
-    if torch.compiler.is_compiling():  # not a decorator: that would import dynamo with this module
-        apply = cast("Callable[..., Tensor]", torch.compiler.disable(_apply))
-    return apply(function, *arguments)
+    return outside_graph(_apply)(function, *arguments)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -44,11 +44,13 @@ def hash_key(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_uniform(
+    key: int | Tensor, index: Tensor, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return uniform values in [0, 1), one per element of `index`.
 
     Args:
-        key: From `hash_key`.
+        key: From `hash_key`; or a tensor of it, int64 [], where compiled graphs are to take others.
         index: int64 counters, for example the global element index. Not modified.
         dtype: `torch.float32` (24 random bits) or `torch.float64` (53 random bits). There is
             no bf16: with 8 bits a dropout rate would be rounded to a multiple of 1/256.
@@ -56,12 +58,14 @@ def random_uniform(key: int, index: Tensor, *, dtype: torch.dtype = torch.float3
     Shape:
         index: any. Returns the same shape.
     """
-    check_type("key", key, int)
+    check_type("key", key, int, Tensor)
     check_type("index", index, Tensor)
     if dtype not in _BITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     if index.dtype != torch.int64:
         raise TypeError(f"index must be int64, got {index.dtype}")
+    if torch.compiler.is_compiling():  # which fuses all of it, and needs no blocks
+        return _uniform_bits(key, index, _BITS[dtype]).to(dtype) * 2.0 ** -_BITS[dtype]
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     source, target = index.reshape(-1), out.view(-1)
     chunk = _chunk(index.device)
@@ -161,15 +165,23 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _uniform_bits(key: int, index: Tensor, bits: int) -> Tensor:
+def _words(key: int | Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """Return the two words in which a key enters; int64 arithmetic of tensors wraps around."""
+    if isinstance(key, Tensor):
+        return key, (key ^ 0x5851F42D4C957F2D) * _signed(0xD6E8FEB86659FD93)
+    return _signed(key), _signed((key ^ 0x5851F42D4C957F2D) * 0xD6E8FEB86659FD93)
+
+
+def _uniform_bits(key: int | Tensor, index: Tensor, bits: int) -> Tensor:
     """Return `bits` random bits per counter, as int64 in [0, 2**bits)."""
     # The key enters twice, through different words. Were it only added to the counter, two keys
     # could yield one sequence shifted against the other.
+    first, second = _words(key)
     z = index * _GOLDEN
-    z += _signed(key)
+    z += first
     z ^= _shift(z, 30)
     z *= _MIX_1
-    z ^= _signed((key ^ 0x5851F42D4C957F2D) * 0xD6E8FEB86659FD93)
+    z ^= second
     z ^= _shift(z, 27)
     z *= _MIX_2
     if bits > 33:  # the last xor-shift only reaches the low 33 bits

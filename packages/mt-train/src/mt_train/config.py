@@ -45,7 +45,7 @@ class TrainingSection:
         time_budget: Seconds of training after which the run ends, however many steps are done. The
             learning rate follows whichever of steps and time is further, so that a slow machine
             anneals too.
-        compile: Compile each stage with torch.compile.
+        compile: Compile layers with torch.compile, like ones once.
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
             and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
@@ -66,12 +66,12 @@ class TrainingSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        if self.compile and self.recompute != "none":
+        if self.compile and self.recompute not in ("none", "full"):
             shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan"
             checks.add(
                 "recompute",
-                f"{shown} does not go with training.compile, whose compiler decides "
-                'itself what to compute again; use "none", or compile: false',
+                f"{shown} does not go with training.compile, whose compiler decides itself what "
+                'of a layer to compute again; use "none" or "full", or compile: false',
             )
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
         checks.at_most(MAX_STEPS, "steps")

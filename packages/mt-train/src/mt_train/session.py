@@ -37,7 +37,7 @@ from mt_parallel_state import (
     stop_signals,
 )
 
-from mt_train import activations, saving
+from mt_train import activations, saving, wrapping
 from mt_train.agreement import summed
 from mt_train.basis import Basis, prepare_on_all_ranks
 from mt_train.board import Board
@@ -197,11 +197,7 @@ class _Session:
             step = self._train_step()
             stopped = step.stop
             reporter.step(step.record)
-            kept = activations.describe(step.record)
-            if kept is not None:
-                reporter.say(kept)
-            if "skipped" in step.record:
-                reporter.say(f"skipped {step.record['skipped']}")
+            self._say_found(reporter, step.record)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:
@@ -336,6 +332,14 @@ class _Session:
                 "are kept in metrics.damaged"
             )
         return reporter
+
+    def _say_found(self, reporter: Reporter, record: Record) -> None:
+        """Say what a step found beside its losses."""
+        for text in (activations.describe(record), wrapping.describe(record)):
+            if text is not None:
+                reporter.say(text)
+        if "skipped" in record:
+            reporter.say(f"skipped {record['skipped']}")
 
     def _announce(self, reporter: Reporter) -> None:
         layout = self.state.layout

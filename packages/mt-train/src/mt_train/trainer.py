@@ -36,6 +36,7 @@ from mt_train.pipeline import (
     plan_pipeline,
 )
 from mt_train.progress import Course, Progress, StepMeter
+from mt_train.wrapping import wrap_layers
 
 # From its start a dynamic loss scale takes some 30 steps to fit; more than this is no accident.
 _MOST_SKIPPED = 100
@@ -135,6 +136,7 @@ class Trainer:
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
+        wrap_layers(self.stages, training)
         self._clip: LogitClip | None = None
         if config.optimizer.qk_clip is not None:
             self._clip = LogitClip(
@@ -143,7 +145,7 @@ class Trainer:
             self.optimizer.inner.rescale = self._clip.factors
         self.executor = Executor(
             plan.schedule,
-            [torch.compile(stage) if training.compile else stage for stage in self.stages],
+            self.stages,
             group=state.group("pp"),
             activation=self._activation,
             device=state.device,
@@ -153,7 +155,7 @@ class Trainer:
         self._flops = model_config.flops_per_token(training.sequence_length)
         self._peak = peak_flops(state.device, self.dtype)
         self._stop = stop or StopSignals()
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row, self._is_first = 0, True
         self._activations = ActivationWatch(config, self.stages, state)
 
     def _activation(self, batch: Batch) -> TensorSpec:
@@ -228,6 +230,9 @@ class Trainer:
         if self.config.data.objective == "mlm":  # of which a few are labels
             tokens = self.sampler.global_batch_size * self.config.training.sequence_length
         record = self._record(losses, lr, tokens, seconds) | self._activations.record()
+        if self.config.training.compile and self._is_first:
+            record["first_step_seconds"] = seconds
+        self._is_first = False
         return Step(record=record | self._found(result), stop=stop, save=save)
 
     def _divisors(self, labels: list[list[int]], total: list[float]) -> list[dict[str, float]]:
