@@ -8,18 +8,27 @@ import torch.distributed as dist
 from mt_model import GPT, KernelError, Kernels, MLAConfig, NormConfig, RopeConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from sampling import sample
-from test_parallel import TINY, assert_equal_to_one_rank, config_of, finish, gradients
+from test_parallel import (
+    RECURRENT,
+    TINY,
+    assert_equal_to_one_rank,
+    config_of,
+    finish,
+    gradients,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # What goes another way than `auto` in eager mode on a CPU.
 ONE_BY_ONE = [
     *(Kernels(norm=name) for name in ("fused", "torch", "reference")),
     *(Kernels(activation=name) for name in ("fused", "reference")),
+    *(Kernels(residual=name) for name in ("fused", "reference")),
     *(Kernels(rope=name) for name in ("fused", "torch", "reference")),
     *(Kernels(loss=name) for name in ("fused", "reference")),
 ]
 VARIANTS = (
     *("gqa", "qk_norm", "ropes", "gemma2", "olmo2", "padded", "mtp", "bert", "neox", "losses"),
-    *("mamba2", "shared_groups", "delta_net"),
+    *("mamba2", "shared_groups", "delta_net", "gpt2", "phi", "no_mixer"),
 )
 
 
@@ -56,6 +65,54 @@ def test_each_operation_is_chosen_alone(kernels):
     assert_same(on_layout("ropes", kernels), on_layout("ropes", "auto"))
 
 
+@pytest.mark.parametrize("variant", ["t5", "untied_dropout", "mtp_untied"])
+def test_fused_sums_give_the_numbers_of_plain_ones(variant):
+    assert_same(on_layout(variant, Kernels(residual="fused")), on_layout(variant, "auto"))
+
+
+class Sums(TorchDispatchMode):
+    """Counts the operators that add a branch to the stream and do something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = self.dropouts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.norms += func is torch.ops.mt_fusions.norm.default and args[1] is not None
+        self.dropouts += func is torch.ops.mt_fusions.bias_dropout_add.default
+        return func(*args, **(kwargs or {}))
+
+
+# Of three layers, what fused kernels add with a norm or with dropout, and why not others.
+ADDED = {
+    "pre": ({}, "none", (5, 0), None),
+    "sandwich": ({"norms": "sandwich", "norm_zero_centered": True}, "none", (5, 0), None),
+    "post": ({"norms": "post", "norm": "layer"}, "none", (6, 0), None),
+    "dropout": ({"dropout": 0.1}, "none", (0, 6), None),
+    "post_dropout": ({"norms": "post", "dropout": 0.1}, "selective", (0, 6), None),
+    "layers_again": ({}, "full", (6, 0), None),  # three forward and three again
+    "norms_again": ({}, "selective", (0, 0), "backward makes the norm again, alone"),
+    "output": ({"norms": "output"}, "none", (0, 0), "no norm is next"),
+    "parallel": ({"parallel": True}, "none", (2, 0), "both branches are added"),
+    "scaled": ({"residual_scale": 0.5}, "none", (0, 0), "residual_scale 0.5 multiplies the branch"),
+}
+
+
+@pytest.mark.parametrize("form", ADDED)
+def test_fused_kernels_add_branches_where_a_norm_or_dropout_is_next(form):
+    fields, recompute, expected, reason = ADDED[form]
+    config = gpt(**{**SOME, **fields})
+    model = GPT(config, kernels=Kernels(residual="fused"), recompute=recompute, dtype=torch.float64)
+    tokens = torch.arange(12).view(1, 12)
+    with Sums() as sums:
+        loss = model(tokens, labels=tokens, sample_ids=torch.zeros(1, dtype=torch.int64))["lm"]
+        loss.backward()
+    assert (sums.norms, sums.dropouts) == expected
+    told = [choice for choice in model.chosen_kernels() if choice.operation == "residual"]
+    plain = ("residual", "reference", reason)
+    assert told == [("residual", "fused", "asked for") if reason is None else plain]
+
+
 PLACES = {
     "tp": {"tp": 2},
     "cp": {"cp": 2},
@@ -74,7 +131,7 @@ PLACES = {
             (place, variant)
             for place in PLACES
             for variant in VARIANTS
-            if "cp" not in place or variant not in ("mamba2", "shared_groups", "delta_net")
+            if "cp" not in place or variant not in RECURRENT
         ],
         every=5,
     ),
@@ -202,9 +259,9 @@ def test_fused_kernels_stay_in_a_compiled_graph(form):
 def test_the_choices_are_told_with_their_reasons():
     config = gpt(**SOME)
     told = {choice.operation: choice for choice in GPT(config).chosen_kernels()}
-    assert list(told) == ["norm", "attention", "rope", "activation", "loss"]
+    assert list(told) == ["residual", "norm", "attention", "rope", "activation", "loss"]
     kernels = [told[name].kernel for name in told]
-    assert kernels == ["cpu", "auto", "torch", "torch", "torch"]
+    assert kernels == ["reference", "cpu", "auto", "torch", "torch", "torch"]
     assert told["norm"].reason == "fused: slower on a CPU than the next"
     asked = GPT(config, kernels=Kernels(norm="fused")).chosen_kernels()
     assert ("norm", "fused", "asked for") in asked

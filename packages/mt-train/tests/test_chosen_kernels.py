@@ -19,15 +19,22 @@ def lines(pp: int, *, compiled: bool = False) -> list[str]:
 def test_every_stage_of_a_pipeline_tells_the_kernels_of_all(ranks) -> None:
     told = lines(1)
     assert [line.split()[1] for line in told] == [
-        *("norm", "attention", "rope", "activation", "loss")  # the last is behind the last layer
+        *(
+            "residual",
+            "norm",
+            "attention",
+            "rope",
+            "activation",
+            "loss",
+        )  # the last is behind the last layer
     ]
-    assert told[0] == "kernel norm        cpu (fused: slower on a CPU than the next)"
+    assert told[1] == "kernel norm        cpu (fused: slower on a CPU than the next)"
     for found in ranks(2, lambda: lines(2)):
         assert sorted(found) == sorted(told)
 
 
 def test_a_compiled_run_tells_the_plain_forms() -> None:
     told = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines(1, compiled=True)}
-    for name in ("norm", "rope", "activation"):
+    for name in ("norm", "residual", "rope", "activation"):
         assert told[name] == "reference (torch.compile fuses the plain form)"
     assert told["loss"].startswith("torch ")

@@ -617,12 +617,12 @@ def test_a_plan_of_recomputation_says_what_layers_keep(tiny, tmp_path, rows, los
 def test_kernels_are_told_once_and_change_no_loss(tiny, tmp_path, losses, capsys) -> None:
     tiny.run(tmp_path / "auto", "training.steps=2", "training.dtype=fp64")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
-    operations = ["norm", "attention", "rope", "activation", "loss"]
+    operations = ["residual", "norm", "attention", "rope", "activation", "loss"]
     assert [line.split()[1] for line in said] == operations
-    assert "cpu (fused: slower on a CPU than the next)" in said[0]
+    assert "cpu (fused: slower on a CPU than the next)" in said[1]
     tiny.run(tmp_path / "fused", "training.steps=2", "training.dtype=fp64", "model.kernels=fused")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
-    assert sum("fused (asked for)" in line for line in said) == 4
+    assert sum("fused (asked for)" in line for line in said) == 5
     assert losses(tmp_path / "fused") == pytest.approx(losses(tmp_path / "auto"), rel=1e-12)
     assert load_config(tmp_path / "fused" / "config.yaml").config.model.kernels == "fused"
 

@@ -13,6 +13,7 @@ AttentionKernel: TypeAlias = Literal[
 ]
 NormKernel: TypeAlias = Literal["auto", "fused", "cpu", "torch", "reference"]
 ActivationKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
+ResidualKernel: TypeAlias = Literal["auto", "fused", "reference"]
 RopeKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
 LossKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
 KernelSet: TypeAlias = Literal["auto", "fused", "reference"]

@@ -276,6 +276,11 @@ class EncoderDecoder(GPT):
                 steps.append(self._end_encoder)
         return cast("list[Step]", [*steps, self._close])
 
+    def _next_of(self, layer: TransformerLayer) -> TransformerLayer | None:
+        following = super()._next_of(layer)
+        # Behind the encoder's last layer is another stream.
+        return None if layer.index == self.config.encoder_layers - 1 else following
+
     def _open(self, x: Tensor, shared: DecoderPass) -> tuple[Streams, Losses]:
         """Part the streams."""
         count = shared.encoder_length

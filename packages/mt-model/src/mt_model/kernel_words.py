@@ -13,6 +13,7 @@ from mt_model.choice import (
     KernelSet,
     LossKernel,
     NormKernel,
+    ResidualKernel,
     RopeKernel,
 )
 
@@ -35,6 +36,8 @@ class Kernels:
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
         activation: Gated activations and squared ReLU: `fused`, `torch` (torch's kernels, with one
             buffer for the gradient) or `reference`. Others are one kernel of torch's.
+        residual: The addition of a branch to the residual stream: `fused`, with the norm that reads
+            the sum or with dropout, or `reference`, alone.
         rope: The rotary embedding: `fused`, `torch` or `reference`.
         loss: Softmax and cross entropy of a block of logits: `fused`, `torch` or `reference`.
 
@@ -46,6 +49,7 @@ class Kernels:
     attention: AttentionKernel = "auto"
     norm: NormKernel = "auto"
     activation: ActivationKernel = "auto"
+    residual: ResidualKernel = "auto"
     rope: RopeKernel = "auto"
     loss: LossKernel = "auto"
 

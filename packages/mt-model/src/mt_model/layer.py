@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from mt_model.attend import Pass
 from mt_model.dropout import DropoutSite
+from mt_model.kernels import KernelChoice, choice_of, chosen_kernel
 from mt_model.losses import Losses, add_losses, take_losses
 from mt_model.norm import stream_norm
 from mt_model.placement import Placement
-from mt_model.recomputation import discard_between_all, made_again, make_again
+from mt_model.recomputation import discard_between_all, is_made_again, made_again, make_again
 from mt_model.recompute_plan import WORDS
+from mt_model.residual import RESIDUAL_KERNELS, Stream, added, apart, normed
 from mt_model.stack_config import LayerConfig, StackConfig
 
-Step: TypeAlias = Callable[[Tensor, Pass], tuple[Tensor, Losses]]
+Step: TypeAlias = Callable[[Any, Pass], tuple[Any, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
 Wrap: TypeAlias = Callable[[Step], Step]
 """What makes a function of a layer that takes the place of it, such as `torch.compile`."""
@@ -40,7 +42,8 @@ class TransformerLayer(nn.Module):
 
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, and
-        losses: scalars, sums over these tokens.
+        losses: scalars, sums over these tokens. With `opens` the last branch's output may come
+        back beside the stream, for the norm of the next layer to add, which takes it so.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class TransformerLayer(nn.Module):
         self.group = None if placement.sequence_parallel else placement.group
         self.index, self.config = layer, config
         self._wrapped: dict[str, Step] = {}
+        self.residual, self.drops = placement.kernels.residual, bool(model.dropout)
 
         def norm(*, there: bool) -> nn.Module | None:
             return stream_norm(model, placement) if there else None
@@ -79,12 +83,12 @@ class TransformerLayer(nn.Module):
         if hasattr(self.mixer, "again"):
             self.patterns.add("attention")
 
-    def forward(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def forward(self, x: Stream, shared: Pass, *, opens: bool = False) -> tuple[Stream, Losses]:
         """Apply the layer."""
         if shared.saved is None or not torch.is_grad_enabled():
-            return self._whole(x, shared)
+            return self._whole(x, shared, opens=opens)
         with shared.saved.of_layer(self.index, others=self._others(shared)):
-            return self._whole(x, shared)
+            return self._whole(x, shared, opens=opens)
 
     def wrap(self, wrap: Wrap | None) -> None:
         """Have what the layer computes called through `wrap`, but for passes that are plain.
@@ -92,11 +96,40 @@ class TransformerLayer(nn.Module):
         Hooks of the layer, offloading, and `made_again` of the whole layer stay outside of what
         is wrapped. `wrap` is given the whole, and each part of it that `parts` has; None ends it.
         """
-        steps = (self._run, self._mix, self._feed, self._both)
+        steps = (self._run, self._run_open, self._mix, self._feed, self._both)
         self._wrapped = {} if wrap is None else {step.__name__: wrap(step) for step in steps}
 
     def _outer(self, step: Step) -> Step:
         return self._wrapped.get(step.__name__, step)
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what adds each branch to the stream, but for the last layer's of a stage."""
+        chosen = choice_of("residual", RESIDUAL_KERNELS, self.residual, like)
+        if chosen.kernel == "reference":
+            yield chosen
+            return
+        for reason in self._additions():
+            yield chosen if reason is None else KernelChoice("residual", "reference", reason)
+
+    def _additions(self) -> Iterator[str | None]:
+        """Why additions inside are plain ones; None for those that another operation makes too."""
+        if self.config.residual_scale != 1:
+            yield f"residual_scale {self.config.residual_scale:g} multiplies the branch"
+        elif self.drops or self.config.norms == "post":
+            yield None
+        elif self.config.mixer is not None and self.config.feed_forward is not None:
+            yield "both branches are added" if self.config.parallel else self._inside()
+
+    def _inside(self) -> str | None:
+        """Why the norm between the branches does not add the first; None where it may."""
+        return apart(self.feed_forward_norm, frees_norm="norm" in self.made_again)
+
+    def hands_on_to(self, following: TransformerLayer) -> bool:
+        """Whether the first norm of a layer behind may add the last branch of this one."""
+        whole = "layer" in self.made_again or "layer" in following.made_again
+        first = following.mixer_norm if following.mixer is not None else following.feed_forward_norm
+        frees_norm = "norm" in following.made_again
+        return not whole and apart(first, frees_norm=frees_norm) is None
 
     def _others(self, shared: Pass) -> Iterator[Tensor]:
         """What the layer reads, but is not made by it."""
@@ -106,15 +139,14 @@ class TransformerLayer(nn.Module):
         once = (shared.documents, shared.hidden_index, shared.memory, shared.memory_mask)
         yield from (x for x in once if x is not None)
 
-    def _whole(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def _whole(self, x: Stream, shared: Pass, *, opens: bool) -> tuple[Stream, Losses]:
+        own = self._run_open if opens else self._run
+        run = own if shared.plain else self._outer(own)
+        if "layer" not in self.made_again:
+            return run(x, shared)
+        x = added(x)
         shares = self.group is not None and x.numel() % self.group.size() == 0
-        return made_again(
-            self._run if shared.plain else self._outer(self._run),
-            x,
-            shared=shared,
-            group=self.group if shares else None,
-            when="layer" in self.made_again,
-        )
+        return made_again(run, x, shared=shared, group=self.group if shares else None)
 
     def parts(self) -> list[Step]:
         """The layer in parts, to be applied one after the other.
@@ -128,71 +160,93 @@ class TransformerLayer(nn.Module):
         both = ((self.mixer, self._mix), (self.feed_forward, self._feed))
         return [self._outer(step) for branch, step in both if branch is not None]
 
-    def _run(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def _run(self, x: Stream, shared: Pass) -> tuple[Tensor, Losses]:
+        x, losses = self._through(x, shared, opens=False)
+        return added(x), losses
+
+    def _run_open(self, x: Stream, shared: Pass) -> tuple[Stream, Losses]:
+        return self._through(x, shared, opens=True)
+
+    def _through(self, x: Stream, shared: Pass, *, opens: bool) -> tuple[Stream, Losses]:
         if self.config.parallel:
-            return self._both(x, shared)
-        x, losses = self._mix(x, shared)
-        x, more = self._feed(x, shared)
+            return self._both(x, shared, opens=opens)
+        is_last = self.config.feed_forward is None
+        x, losses = self._mix(x, shared, opens=opens if is_last else self._inside() is None)
+        x, more = self._feed(x, shared, opens=opens)
         return x, add_losses(losses, more)
 
-    def _mix(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def _mix(self, x: Stream, shared: Pass, *, opens: bool = False) -> tuple[Stream, Losses]:
         mixer, entry = self.mixer, self.config.mixer
         if mixer is None or entry is None:
             return x, {}
-        (output,) = self._behind(self.mixer_norm, [partial(mixer, shared=shared)], x)
+        (output,), x = self._behind(self.mixer_norm, [partial(mixer, shared=shared)], x)
         mixed, losses = take_losses(output, entry.loss_weights, of=self._whose[0])
-        return self._add_mixed(x, mixed, shared), losses
+        return self._add_mixed(x, mixed, shared, opens=opens), losses
 
-    def _feed(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def _feed(self, x: Stream, shared: Pass, *, opens: bool = False) -> tuple[Stream, Losses]:
         feed_forward, entry = self.feed_forward, self.config.feed_forward
         if feed_forward is None or entry is None:
             return x, {}
         feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
-        (output,) = self._behind(self.feed_forward_norm, [feed], x)
+        (output,), x = self._behind(self.feed_forward_norm, [feed], x)
         fed, losses = take_losses(output, entry.loss_weights, of=self._whose[1])
-        return self._add_fed(x, fed, shared), losses
+        return self._add_fed(x, fed, shared, opens=opens), losses
 
-    def _both(self, x: Tensor, shared: Pass) -> tuple[Tensor, Losses]:
+    def _both(self, x: Stream, shared: Pass, *, opens: bool = False) -> tuple[Stream, Losses]:
         mixer, first = self.mixer, self.config.mixer
         feed_forward, entry = self.feed_forward, self.config.feed_forward
         if mixer is None or first is None:
-            return self._feed(x, shared)
+            return self._feed(x, shared, opens=opens)
         if feed_forward is None or entry is None:
-            return self._mix(x, shared)
+            return self._mix(x, shared, opens=opens)
         mix = partial(mixer, shared=shared)
         feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
         if self.config.shared_norm:
-            outputs = self._behind(self.mixer_norm, [mix, feed], x)
+            outputs, x = self._behind(self.mixer_norm, [mix, feed], x)
         else:
-            outputs = self._behind(self.mixer_norm, [mix], x)
-            outputs += self._behind(self.feed_forward_norm, [feed], x)
+            outputs, x = self._behind(self.mixer_norm, [mix], x)
+            outputs += self._behind(self.feed_forward_norm, [feed], x)[0]
         mixed, losses = take_losses(outputs[0], first.loss_weights, of=self._whose[0])
         fed, more = take_losses(outputs[1], entry.loss_weights, of=self._whose[1])
-        x = self._add_fed(self._add_mixed(x, mixed, shared), fed, shared)
-        return x, add_losses(losses, more)
+        x = added(self._add_mixed(x, mixed, shared, opens=False))
+        return self._add_fed(x, fed, shared, opens=opens), add_losses(losses, more)
 
     def _behind(
-        self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Tensor
-    ) -> list[Output]:
-        """Outputs of the branches behind their norm, which selective recomputation discards."""
+        self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Stream
+    ) -> tuple[list[Output], Tensor]:
+        """Outputs of the branches behind their norm, which may be freed, and the whole stream."""
         if norm is not None and "norm" in self.made_again:
-            return discard_between_all(norm, branches, x)
-        normed = x if norm is None else norm(x)
-        return [branch(normed) for branch in branches]
+            x = added(x)
+            return discard_between_all(norm, branches, x), x
+        y, x = normed(norm, x)
+        return [branch(y) for branch in branches], x
 
-    def _add_mixed(self, x: Tensor, mixed: Tensor, shared: Pass) -> Tensor:
-        return self._add(x, mixed, self.mixer_output_norm, self.mixer_dropout, shared)
+    def _add_mixed(self, x: Tensor, mixed: Tensor, shared: Pass, *, opens: bool) -> Stream:
+        sites = self.mixer_output_norm, self.mixer_dropout
+        return self._add(x, mixed, sites, shared, opens=opens)
 
-    def _add_fed(self, x: Tensor, fed: Tensor, shared: Pass) -> Tensor:
-        return self._add(x, fed, self.feed_forward_output_norm, self.feed_forward_dropout, shared)
+    def _add_fed(self, x: Tensor, fed: Tensor, shared: Pass, *, opens: bool) -> Stream:
+        sites = self.feed_forward_output_norm, self.feed_forward_dropout
+        return self._add(x, fed, sites, shared, opens=opens)
 
     def _add(
-        self, x: Tensor, y: Tensor, norm: nn.Module | None, dropout: DropoutSite, shared: Pass
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        y: Tensor,
+        sites: tuple[nn.Module | None, DropoutSite],
+        shared: Pass,
+        *,
+        opens: bool,
+    ) -> Stream:
         """Add a branch's output to the stream, with the norm behind the branch or the sum."""
-        scale, is_post = self.config.residual_scale, self.config.norms == "post"
+        (norm, dropout), scale = sites, self.config.residual_scale
+        is_post = self.config.norms == "post"
         if norm is not None and not is_post:
             y = norm(y)
-        y = dropout(y, shared.hidden_index)
-        x = x + y if scale == 1 else torch.add(x, y, alpha=scale)
-        return norm(x) if norm is not None and is_post else x
+        if scale != 1:
+            total: Stream = torch.add(x, dropout(y, shared.hidden_index), alpha=scale)
+        else:
+            kernel = chosen_kernel("residual", RESIDUAL_KERNELS, self.residual, x)
+            opens = opens or (is_post and norm is not None and not is_made_again(norm))
+            total = kernel.run(x, y, dropout, shared.hidden_index, opens=opens)
+        return normed(norm, total)[0] if is_post else total

@@ -106,8 +106,14 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(size, eps=form.eps, elementwise_affine=weight, bias=bias, **like)
         self.form, self.kernel = form, kernel
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dim."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - with a residual only
+        self, input: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last dim; of a sum with a residual, returned too, by mt-fusions."""
+        if residual is not None:
+            how = {"zero_centered": self.form.zero_centered, "kernel": fused_kernel(input)}
+            given = input, residual, self.weight, self.bias, self.form.eps
+            return mt_fusions.add_layer_norm(*given, **how)
         chosen = chosen_kernel("norm", LAYER_NORM_KERNELS, self.kernel, input)
         return chosen.run(input, self.weight, self.bias, self.form)
 

@@ -207,16 +207,13 @@ class RMSNorm(nn.Module):
         """What multiplies the normalised value: the weight, or 1 + w where it is zero-centred."""
         return self.weight + 1 if self.weight is not None and self.zero_centered else self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
-        return rms_norm(
-            x,
-            self.weight,
-            self.eps,
-            zero_centered=self.zero_centered,
-            rounds_first=self.rounds_first,
-            kernel=self.kernel,
-        )
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last dim; of a sum with a residual, returned too, by mt-fusions."""
+        form = {"zero_centered": self.zero_centered, "rounds_first": self.rounds_first}
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, **form, kernel=self.kernel)
+        kernel = fused_kernel(x)
+        return mt_fusions.add_rms_norm(x, residual, self.weight, self.eps, **form, kernel=kernel)
 
     def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
         """Say what computes this for tensors of the device and dtype of `like`."""

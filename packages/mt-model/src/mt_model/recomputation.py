@@ -107,6 +107,11 @@ class _MadeAgain:
         return made_again(run, *inputs, *tensors.values(), shared=others.get("shared"))
 
 
+def is_made_again(module: nn.Module) -> bool:
+    """Whether backward runs a module again for itself."""
+    return isinstance(module.forward, _MadeAgain)
+
+
 def make_again(layer: nn.Module, patterns: Iterable[str]) -> set[str]:
     """Have those modules in a layer keep their inputs only that a pattern names.
 

@@ -32,13 +32,14 @@ from mt_model.dtype import DTYPES
 from mt_model.gemm import default_gemm
 from mt_model.initialization import materialize
 from mt_model.kernel_words import Kernels
-from mt_model.kernels import ChoosesKernels, KernelChoice, distinct
+from mt_model.kernels import ChoosesKernels, KernelChoice, chosen_kernel, distinct
 from mt_model.layer import Step, TransformerLayer, Wrap
 from mt_model.losses import Losses, add_losses, sum_losses
 from mt_model.max_logit import ClippedMixer
 from mt_model.norm import stream_norm
 from mt_model.placement import Placement
 from mt_model.recompute_plan import WORDS, RecomputePlan
+from mt_model.residual import RESIDUAL_KERNELS
 from mt_model.rope import Rotary
 from mt_model.rotary import RotaryTable, rotary_table
 from mt_model.saved_activations import KeptBytes, SavedActivations
@@ -151,6 +152,9 @@ class Stack(nn.Module, ABC, Generic[Config]):
         inner = context_inner_size or 1
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
         self._build()
+        like = torch.empty(0, dtype=dtype, device=runs_on)
+        residual = chosen_kernel("residual", RESIDUAL_KERNELS, choice.residual, like)
+        self._fuses = residual.name == "fused"  # the last addition of a layer with the next norm
         if choice != Kernels():
             self.chosen_kernels()  # refuses at once what does not serve
         # For schedules with split backwards (`mt_pipeline.DefersWeightGradients`). The head's and
@@ -345,12 +349,25 @@ class Stack(nn.Module, ABC, Generic[Config]):
         all-reduce (backward identity), as each rank has its own tokens.
         """
         losses: Losses = {}
-        for step in self._steps(lambda layer: [layer]):
+        for step in self._steps(self._handing_on):
             x, more = step(x, shared)
             losses = add_losses(losses, more)
         if shared.saved is not None:
             shared.saved.finish()
         return x, self._whole(losses)
+
+    def _handing_on(self, layer: TransformerLayer) -> list[Step]:
+        """The layer, which leaves its last addition to the next one's norm where that may be."""
+        following = self._next_of(layer)
+        if self._fuses and following is not None and layer.hands_on_to(following):
+            return [partial(layer, opens=True)]
+        return [layer]
+
+    def _next_of(self, layer: TransformerLayer) -> TransformerLayer | None:
+        """Return the layer of this stage that reads a layer's output, if nothing else does."""
+        place = layer.index + 1
+        following = self.layers[str(place)] if place in self.layer_range else None
+        return cast("TransformerLayer | None", following)
 
     def _steps(self, steps_of: Callable[[TransformerLayer], list[Step]]) -> list[Step]:
         """What is applied one after the other between `begin` and `finish`."""

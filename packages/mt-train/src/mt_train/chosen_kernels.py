@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from mt_model import GPT, KernelChoice
 from mt_parallel_state import ParallelState, share_json
 
+_IN_GRAPHS = ("norm", "residual", "activation", "rope")
+
 
 def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool) -> Iterator[str]:
     """Yield a line for each operation with several kernels: which computes it, and why.
@@ -23,6 +25,6 @@ def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool)
     choices = dict.fromkeys(KernelChoice(*choice) for rank in shared for choice in rank)
     width = max((len(choice.operation) for choice in choices), default=0)
     for operation, kernel, reason in choices:
-        if compiled and reason != "asked for" and operation in ("norm", "activation", "rope"):
+        if compiled and reason != "asked for" and operation in _IN_GRAPHS:
             kernel, reason = "reference", "torch.compile fuses the plain form"
         yield f"kernel {operation:<{width}}  {kernel} ({reason})"

@@ -130,11 +130,11 @@ class ModelSection:
             `vocab_size`, `vocab_multiple`, `positions`, `tied`, `dropout`, `init_std`, `mtp`, and
             what is said of the form of norms, of embeddings, head and logits.
         kernels: What computes each operation: `auto` takes what was measured to be the fastest on
-            the device, `fused` mt-fusions' kernels for norms, gated activations, rope and loss,
-            `reference` the plain form of everything; or a mapping with the fields of mt-model's
-            `Kernels`, such as `{attention: sdpa, norm: fused}`. What is named is used wherever the
-            operation is, or the run ends and says why; the numbers stay the same but for rounding.
-            It is no part of the model: a run may go on with another.
+            the device, `fused` mt-fusions' kernels for norms, residuals, activations, rope
+            and loss, `reference` the plain form of everything; or a mapping with the fields of
+            mt-model's `Kernels`, such as `{attention: sdpa, norm: fused}`. What is named is used
+            wherever the operation is, or the run ends and says why; the numbers stay the same but
+            for rounding. It is no part of the model: a run may go on with another.
     """
 
     from_: str | None = None
