@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from mt_model import GPT, KernelError, Kernels, MLAConfig, NormConfig, RopeConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tensor_parallel import add_lora
 from sampling import sample
 from test_parallel import (
     RECURRENT,
@@ -70,14 +71,15 @@ def test_fused_sums_give_the_numbers_of_plain_ones(variant):
     assert_same(on_layout(variant, Kernels(residual="fused")), on_layout(variant, "auto"))
 
 
-class Sums(TorchDispatchMode):
-    """Counts the operators that add a branch to the stream and do something else."""
+class Joined(TorchDispatchMode):
+    """Counts the operators that add something and do something else."""
 
     def __init__(self):
         super().__init__()
-        self.norms = self.dropouts = 0
+        self.norms = self.dropouts = self.gelus = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.gelus += func is torch.ops.mt_fusions.bias_gelu.default
         self.norms += func is torch.ops.mt_fusions.norm.default and args[1] is not None
         self.dropouts += func is torch.ops.mt_fusions.bias_dropout_add.default
         return func(*args, **(kwargs or {}))
@@ -104,13 +106,32 @@ def test_fused_kernels_add_branches_where_a_norm_or_dropout_is_next(form):
     config = gpt(**{**SOME, **fields})
     model = GPT(config, kernels=Kernels(residual="fused"), recompute=recompute, dtype=torch.float64)
     tokens = torch.arange(12).view(1, 12)
-    with Sums() as sums:
+    with Joined() as joined:
         loss = model(tokens, labels=tokens, sample_ids=torch.zeros(1, dtype=torch.int64))["lm"]
         loss.backward()
-    assert (sums.norms, sums.dropouts) == expected
+    assert (joined.norms, joined.dropouts) == expected
     told = [choice for choice in model.chosen_kernels() if choice.operation == "residual"]
     plain = ("residual", "reference", reason)
     assert told == [("residual", "fused", "asked for") if reason is None else plain]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_fused_gelu_adds_the_bias_of_its_projection(activation):
+    config = gpt(**{**SOME, "activation": activation, "gated": False, "bias": True})
+    same = [whole(config, kernels, torch.float64) for kernels in ("auto", "fused")]
+    torch.testing.assert_close(same[1], same[0], rtol=1e-12, atol=1e-14)
+    model = GPT(config, kernels=Kernels(activation="fused"), dtype=torch.float64)
+    tokens = torch.arange(12).view(1, 12)
+
+    def gelus():
+        with Joined() as joined:
+            model(tokens, labels=tokens)["lm"].backward()
+        return joined.gelus, [x for x in model.chosen_kernels() if x.operation == "activation"]
+
+    assert gelus() == (3, [("activation", "fused", "asked for")])
+    add_lora(model, 2, matches=lambda name: name.endswith("feed_forward.up"))
+    reason = "an adapter is added to the projection first"
+    assert gelus() == (0, [("activation", "torch", reason)])
 
 
 PLACES = {

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mt_files import AUTO
 from mt_model import Activation, NormConfig
 from mt_model.activation import activate, gated, gated_reference, silu_product
+from mt_model.bias_gelu import BIAS_GELU_KERNELS, activate_with
 from mt_model.causal_convolution import silu_convolution, silu_convolution_reference
 from mt_model.gemm import CpuGemm
 from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
@@ -249,6 +250,19 @@ def test_gated_activation_matches_plain_form(dtype, kind, terms):
 def test_product_with_silu_matches_plain_form(dtype):
     inputs = [rand(3, 4, 16), rand(3, 4, 16, seed=1)]
     assert_same_function(silu_product, lambda gate, x: F.silu(gate) * x, inputs, dtype)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in BIAS_GELU_KERNELS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_gelu_is_gelu_of_the_sum(dtype, kernel, kind):
+    inputs = [rand(3, 5, 16), rand(16)]
+    assert_same_function(
+        lambda x, bias: activate_with(x, bias, kind, kernel=kernel),
+        lambda x, bias: F.gelu(x + bias, approximate="tanh" if kind == "gelu_tanh" else "none"),
+        inputs,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from mt_parallel_state import ParallelState, copy_to_group, hash_key
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.activation import activate
 from mt_model.attend import SequenceAttend
 from mt_model.batch import Batch
+from mt_model.bias_gelu import activate_with, plain_choices, project
 from mt_model.image_input_config import ImageInputConfig
+from mt_model.kernels import KernelChoice
 from mt_model.placement import Placement
 from mt_model.recompute_plan import RecomputePlan
 from mt_model.vision import VisionEncoder
@@ -60,7 +62,12 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the features of each token."""
-        return self.down(activate(self.up(x), self.activation, kernel=self.kernel))
+        up, bias = project(self.up, x, self.activation, self.kernel)
+        return self.down(activate_with(up, bias, self.activation, kernel=self.kernel))
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes the activation, if it has several kernels."""
+        yield from plain_choices(self.up, self.activation, self.kernel, like)
 
 
 class ImageInput(nn.Module):

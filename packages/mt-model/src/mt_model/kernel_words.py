@@ -34,8 +34,9 @@ class Kernels:
             (Transformer Engine), `flex` (torch's), `tiles` or the plain `reference`.
         norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
-        activation: Gated activations and squared ReLU: `fused`, `torch` (torch's kernels, with one
-            buffer for the gradient) or `reference`. Others are one kernel of torch's.
+        activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (torch's
+            kernels, with one buffer for the gradient) or `reference`. Others are one kernel of
+            torch's.
         residual: The addition of a branch to the residual stream: `fused`, with the norm that reads
             the sum or with dropout, or `reference`, alone.
         rope: The rotary embedding: `fused`, `torch` or `reference`.

@@ -9,8 +9,9 @@ from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.activation import activate, activation_choice, gated
+from mt_model.activation import activation_choice, gated
 from mt_model.attend import Pass
+from mt_model.bias_gelu import activate_with, plain_choices, project
 from mt_model.dropout import DropoutSite, hidden_index
 from mt_model.initialization import start_from
 from mt_model.kernels import KernelChoice
@@ -59,7 +60,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, shared: Pass | None = None) -> Tensor:
         """Apply the feed-forward to each token; `shared` is for dropout."""
-        up, between = self.up(x), partial(self._activate, shared=shared)
+        if self.config.gated:
+            up, bias = self.up(x), None
+        else:
+            up, bias = project(self.up, x, self.config.activation, self.kernel)
+        between = partial(self._activate, bias=bias, shared=shared)
         if self.frees_activation:
             return discard_between(between, self.down, up)
         return self.down(between(up))
@@ -70,16 +75,16 @@ class MLP(nn.Module):
         if config.gated:
             terms = config.clamp, config.up_offset
             yield activation_choice(self.kernel, config.activation, like, *terms)
-        elif config.activation == "relu2":
-            yield activation_choice(self.kernel, config.activation, like)
+        else:
+            yield from plain_choices(self.up, config.activation, self.kernel, like)
 
-    def _activate(self, up: Tensor, shared: Pass | None) -> Tensor:
+    def _activate(self, up: Tensor, *, bias: Tensor | None, shared: Pass | None) -> Tensor:
         config = self.config
         if config.gated:
             terms = {"clamp": config.clamp, "up_offset": config.up_offset}
             y = gated(up, config.activation, **terms, kernel=self.kernel)
         else:
-            y = activate(up, config.activation, kernel=self.kernel)
+            y = activate_with(up, bias, config.activation, kernel=self.kernel)
         return self.dropout(y, self._index(y, shared))
 
     def _index(self, y: Tensor, shared: Pass | None) -> Tensor | None:

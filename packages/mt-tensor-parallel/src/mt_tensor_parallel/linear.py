@@ -223,14 +223,16 @@ class ColumnParallelLinear(_ParallelLinear):
 
     _split = "out_features"
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, *, with_bias: bool = True) -> Tensor:
         """Apply the layer; see the class for shapes.
 
         Args:
             x: The input.
             weight: Used in place of the layer's own, for example a tied embedding's.
+            with_bias: False leaves the bias to the caller, whose next operation adds it.
         """
-        y = self._apply_linear(x, weight, None if self.bias is None else self.bias.flatten())
+        bias = self.bias.flatten() if self.bias is not None and with_bias else None
+        y = self._apply_linear(x, weight, bias)
         return y.unflatten(-1, self._local) if len(self._local) > 1 else y
 
 
