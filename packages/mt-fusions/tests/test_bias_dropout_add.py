@@ -103,6 +103,21 @@ def test_a_part_of_the_rows_drops_what_the_whole_drops():
     assert torch.equal(part, whole[5:9])
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "triton", "reference"])
+def test_indices_of_rows_may_have_any_strides(kernel):
+    x, rest = drawn(3, 5, 8), drawn(3, 5, 8, seed=2)
+    first = first_of(x.shape)
+    column = torch.stack((first, first + 7), -1)[..., 0]
+    assert not column.is_contiguous()
+    found = []
+    for index in (first, column):
+        own = x.clone().requires_grad_()
+        y = mt_fusions.bias_dropout_add(own, None, rest, 0.5, key=KEY, first=index, kernel=kernel)
+        y.sum().backward()
+        found.append((y, own.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("probability", [0.0, 0.4])
 def test_gradcheck(kernel, probability):

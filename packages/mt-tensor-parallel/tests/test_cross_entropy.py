@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,23 @@ def test_split_logits_give_the_loss_and_gradient_of_whole_ones(
         )
 
     ranks(world, body)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused", "reference"])
+def test_the_loss_is_one_graph(kernel: Literal["torch", "fused", "reference"]) -> None:
+    options = LossOptions(kernel=kernel, z_loss=0.1)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, options=options)
+
+    logits, labels, grad = _case(1.0, torch.float64)
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        own = logits.clone().requires_grad_()
+        value = function(own, labels)
+        found.append((value.detach(), torch.autograd.grad(value, own, grad)[0]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
 
 @settings(max_examples=30, deadline=None)

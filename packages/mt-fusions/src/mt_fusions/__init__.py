@@ -11,6 +11,7 @@ from mt_fusions.cross_entropy import cross_entropy
 from mt_fusions.gated import geglu, quick_geglu, squared_relu, swiglu
 from mt_fusions.graph import Graph
 from mt_fusions.graph_pool import GraphPool
+from mt_fusions.kernels import fused_kernel
 from mt_fusions.layer_norm import layer_norm
 from mt_fusions.linear_cross_entropy import linear_cross_entropy
 from mt_fusions.loss import LossOptions
@@ -41,6 +42,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_gradient_",
     "cross_entropy_parts",
+    "fused_kernel",
     "geglu",
     "global_norm",
     "layer_norm",

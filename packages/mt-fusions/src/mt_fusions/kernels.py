@@ -54,6 +54,16 @@ def triton_obstacle(x: Tensor, *_: Any) -> str | None:
     return f"it is for CUDA, and the tensor on {x.device}"
 
 
+def fused_kernel(x: Tensor) -> str:
+    """Name the kernel that is not the reference and is made for a tensor's device.
+
+    On a CPU it is "cpu", but "triton" in eager mode where Triton interprets kernels.
+    """
+    if x.device.type != "cpu":
+        return "triton"
+    return "cpu" if torch.compiler.is_compiling() or triton_obstacle(x) else "triton"
+
+
 def width_obstacle(width: int, limit: int = 16384) -> str | None:
     """Refuse rows that one program can't hold in registers."""
     return None if width <= limit else f"rows of {width} elements are longer than {limit}"

@@ -20,7 +20,6 @@ from mt_model.kernels import (
     chosen_kernel,
     eager_obstacle,
     fused_drawback,
-    fused_kernel,
     fused_obstacle,
     serves,
 )
@@ -126,16 +125,16 @@ def _fused_obstacle(
 
 def _fused(gate_up: Tensor, kind: str, *, clamp: float | None, up_offset: float) -> Tensor:
     name, form = _GATES[kind]
-    how = {"clamp": clamp, "up_offset": up_offset, "kernel": fused_kernel(gate_up)}
+    how = {"clamp": clamp, "up_offset": up_offset, "kernel": mt_fusions.fused_kernel(gate_up)}
     return getattr(mt_fusions, name)(*gate_up.unbind(-2), **form, **how)
 
 
 def _fused_product(gate: Tensor, x: Tensor) -> Tensor:
-    return mt_fusions.swiglu(gate, x, kernel=fused_kernel(gate))
+    return mt_fusions.swiglu(gate, x, kernel=mt_fusions.fused_kernel(gate))
 
 
 def _fused_square(x: Tensor) -> Tensor:
-    return mt_fusions.squared_relu(x, kernel=fused_kernel(x))
+    return mt_fusions.squared_relu(x, kernel=mt_fusions.fused_kernel(x))
 
 
 def _obstacle_of(operation: str) -> Callable[..., str | None]:

@@ -14,7 +14,6 @@ from mt_model.kernels import (
     choice_of,
     chosen_kernel,
     fused_drawback,
-    fused_kernel,
     fused_obstacle,
     serves,
 )
@@ -74,7 +73,7 @@ def _bias_of(linear: nn.Module, kind: str) -> Tensor | str:
 
 
 def _fused(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    return _FUSED[kind](x, bias, kernel=fused_kernel(x))
+    return _FUSED[kind](x, bias, kernel=mt_fusions.fused_kernel(x))
 
 
 def _reference(x: Tensor, bias: Tensor, kind: str) -> Tensor:

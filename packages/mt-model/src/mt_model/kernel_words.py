@@ -34,7 +34,7 @@ class Kernels:
             (Transformer Engine), `flex` (torch's), `tiles` or the plain `reference`.
         norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
-        activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (torch's
+        activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (its
             kernels, with one buffer for the gradient) or `reference`. Others are one kernel of
             torch's.
         residual: The addition of a branch to the residual stream: `fused`, with the norm that reads

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import mt_files
 import torch
 from mt_files import AUTO, Candidate, UserError
-from mt_fusions import obstacles
+from mt_fusions import fused_kernel, obstacles
 from torch import Tensor
 
 R = TypeVar("R")
@@ -129,11 +129,6 @@ def eager_cpu_obstacle(x: Tensor, *_: Any) -> str | None:
 def accelerator_drawback(x: Tensor, *_: Any) -> str | None:
     """Prefer others under a compiler, and on the CPU, where torch's fused kernel is slow."""
     return eager_obstacle() or ("slow on a CPU" if x.device.type == "cpu" else None)
-
-
-def fused_kernel(x: Tensor) -> str:
-    """Name the kernel of mt-fusions that is for a tensor's device."""
-    return "cpu" if x.device.type == "cpu" else "triton"
 
 
 def fused_obstacle(operation: str, x: Tensor) -> str | None:

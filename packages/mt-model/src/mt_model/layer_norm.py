@@ -18,7 +18,6 @@ from mt_model.kernels import (
     chosen_kernel,
     eager_obstacle,
     fused_drawback,
-    fused_kernel,
     fused_obstacle,
     serves,
 )
@@ -59,7 +58,7 @@ def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Layer
 
 
 def _fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: LayerNormForm) -> Tensor:
-    how = {"zero_centered": form.zero_centered, "kernel": fused_kernel(x)}
+    how = {"zero_centered": form.zero_centered, "kernel": mt_fusions.fused_kernel(x)}
     return mt_fusions.layer_norm(x, weight, bias, form.eps, **how)
 
 
@@ -111,7 +110,10 @@ class LayerNorm(nn.LayerNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise the last dim; of a sum with a residual, returned too, by mt-fusions."""
         if residual is not None:
-            how = {"zero_centered": self.form.zero_centered, "kernel": fused_kernel(input)}
+            how = {
+                "zero_centered": self.form.zero_centered,
+                "kernel": mt_fusions.fused_kernel(input),
+            }
             given = input, residual, self.weight, self.bias, self.form.eps
             return mt_fusions.add_layer_norm(*given, **how)
         chosen = chosen_kernel("norm", LAYER_NORM_KERNELS, self.kernel, input)

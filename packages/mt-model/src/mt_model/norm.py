@@ -21,7 +21,6 @@ from mt_model.kernels import (
     chosen_kernel,
     eager_cpu_obstacle,
     fused_drawback,
-    fused_kernel,
     fused_obstacle,
     serves,
 )
@@ -138,7 +137,7 @@ def _fused_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool, rounds_first: bool
 ) -> Tensor:
     form = {"zero_centered": zero_centered, "rounds_first": rounds_first}
-    return mt_fusions.rms_norm(x, weight, eps, **form, kernel=fused_kernel(x))
+    return mt_fusions.rms_norm(x, weight, eps, **form, kernel=mt_fusions.fused_kernel(x))
 
 
 def _fused_obstacle(x: Tensor, weight: Tensor | None) -> str | None:
@@ -212,7 +211,7 @@ class RMSNorm(nn.Module):
         form = {"zero_centered": self.zero_centered, "rounds_first": self.rounds_first}
         if residual is None:
             return rms_norm(x, self.weight, self.eps, **form, kernel=self.kernel)
-        kernel = fused_kernel(x)
+        kernel = mt_fusions.fused_kernel(x)
         return mt_fusions.add_rms_norm(x, residual, self.weight, self.eps, **form, kernel=kernel)
 
     def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:

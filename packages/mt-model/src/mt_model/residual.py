@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_model.dropout import DropoutSite
-from mt_model.kernels import Kernel, fused_drawback, fused_kernel, fused_obstacle, serves
+from mt_model.kernels import Kernel, fused_drawback, fused_obstacle, serves
 from mt_model.recomputation import is_made_again
 
 
@@ -63,6 +63,8 @@ def _fused(
 ) -> Stream:
     if index is None or not dropout.probability:
         return Sum(x, y) if opens else x + y
+    if torch.compiler.is_compiling():  # the kernel's key is a number, of one site alone
+        return x + dropout(y, index)
     dtype = torch.promote_types(x.dtype, y.dtype)
     return mt_fusions.bias_dropout_add(
         y.to(dtype),
@@ -71,7 +73,7 @@ def _fused(
         dropout.probability,
         key=dropout.key,
         first=index[..., 0],  # those of a token are neighbours
-        kernel=fused_kernel(x),
+        kernel=mt_fusions.fused_kernel(x),
     )
 
 

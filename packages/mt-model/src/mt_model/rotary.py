@@ -17,7 +17,6 @@ from mt_model.kernels import (
     chosen_kernel,
     eager_obstacle,
     fused_drawback,
-    fused_kernel,
     fused_obstacle,
     serves,
 )
@@ -188,7 +187,11 @@ def _fused(query: Tensor, key: Tensor, table: RotaryTable) -> tuple[Tensor, Tens
         rows = [x.expand(*query.shape[:2], -1).flatten(0, 1).unsqueeze(1) for x in tables]
         tables = [x.expand(-1, query.shape[2], -1) for x in rows]
     own = [x.flatten(0, 1) if x.dim() == 5 else x for x in (query, key)]
-    how = {"interleaved": table.interleaved, "heads_dim": 2, "kernel": fused_kernel(query)}
+    how = {
+        "interleaved": table.interleaved,
+        "heads_dim": 2,
+        "kernel": mt_fusions.fused_kernel(query),
+    }
     turned = mt_fusions.apply_rope(*own, *tables, **how)
     return turned[0].view(query.shape), turned[1].view(key.shape)
 

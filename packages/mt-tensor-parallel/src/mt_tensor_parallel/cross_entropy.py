@@ -18,7 +18,8 @@ from mt_tensor_parallel.loss_terms import PLAIN_LOSS, LossOptions, LossTerms
 
 def _rows_per_block(logits: Tensor) -> int:
     """Rows whose fp32 copy stays in cache on a CPU; an accelerator takes larger bites."""
-    threads = torch.get_num_threads()
+    # torch.compile does not trace the question for threads.
+    threads = 1 if torch.compiler.is_compiling() else torch.get_num_threads()
     elements = threads << 17 if logits.device.type == "cpu" else 1 << 27
     return max(threads, elements // max(1, logits.shape[-1]))
 

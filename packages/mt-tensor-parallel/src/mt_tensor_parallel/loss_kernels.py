@@ -36,10 +36,6 @@ class LossKernel:
     in_cache: bool = False
 
 
-def _fused_name(x: Tensor) -> str:
-    return "cpu" if x.device.type == "cpu" else "triton"
-
-
 def _serves(x: Tensor) -> None:
     del x
 
@@ -48,9 +44,9 @@ def _fused_obstacle(x: Tensor) -> str | None:
     """Why there is none; in a compiled graph the kernel says it itself, when it runs."""
     if torch.compiler.is_compiling():
         return None
-    from mt_fusions import obstacles
+    from mt_fusions import fused_kernel, obstacles
 
-    return obstacles("cross_entropy", x)[_fused_name(x)]
+    return obstacles("cross_entropy", x)[fused_kernel(x)]
 
 
 def _own_columns(labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,9 +94,9 @@ def _by_torch(logits: Tensor, labels: Tensor, terms: LossTerms) -> Part:
 
 def _by_parts(logits: Tensor, labels: Tensor, terms: LossTerms, *, plain: bool) -> Part:
     """By mt-fusions."""
-    from mt_fusions import cross_entropy_gradient_, cross_entropy_parts
+    from mt_fusions import cross_entropy_gradient_, cross_entropy_parts, fused_kernel
 
-    kernel, slope = "reference" if plain else _fused_name(logits), None
+    kernel, slope = "reference" if plain else fused_kernel(logits), None
     if terms.softcap is not None:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits, slope = terms.capped(wide)
@@ -132,7 +128,7 @@ def logits_loss(logits: Tensor, labels: Tensor, terms: LossTerms, kernel: LossKe
     Shape:
         logits: [N, V / ranks]; labels: [N]. Returns [N].
     """
-    from mt_fusions import cross_entropy
+    from mt_fusions import cross_entropy, fused_kernel
 
     if terms.softcap is not None:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -146,5 +142,5 @@ def logits_loss(logits: Tensor, labels: Tensor, terms: LossTerms, kernel: LossKe
         label_smoothing=terms.smoothing,
         z_loss=terms.z_loss,
         vocab_size=terms.vocab_size,
-        kernel=kernel.name if kernel.name == "reference" else _fused_name(logits),
+        kernel=kernel.name if kernel.name == "reference" else fused_kernel(logits),
     )

@@ -88,7 +88,7 @@ def forward(
     rows, size = own.shape
     tile = row_tiles(min(size, _WIDEST))
     bias = None if bias is None else bias.contiguous()
-    index = None if first is None else first.reshape(-1)
+    index = None if first is None else first.reshape(-1).contiguous()
     if y.numel():
         _forward_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(size, tile.columns))](
             own, bias, rest, index, y, own.stride(0), rest.stride(0), rows, size, *_numbers(how),
@@ -108,7 +108,7 @@ def backward(grad: Tensor, first: Tensor, how: tuple[float, int]) -> tuple[Tenso
     parts = grad.new_empty(count, size, dtype=torch.float32)
     if grad.numel():
         _backward_kernel[(count, triton.cdiv(size, tile.columns))](
-            own, first.reshape(-1), grad_x, parts, rows, size, *_numbers(how),
+            own, first.reshape(-1).contiguous(), grad_x, parts, rows, size, *_numbers(how),
             ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
     return grad_x, parts.sum(0)
