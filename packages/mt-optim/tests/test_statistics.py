@@ -3,6 +3,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from mt_data_parallel import GradBuffer, Reduction
 from mt_optim import (
     AdamW,
@@ -290,3 +291,64 @@ def test_a_guard_and_hand_made_steps_agree():
         by_hand.step()
         for own, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_ranks_agree_on_travels_with_the_norm(ranks, world):
+    """One message for both; the step that follows is the one without it, bit for bit."""
+
+    def body():
+        def trained(*, measures):
+            torch.manual_seed(3)
+            model = nn.Linear(5, 3)
+            with ParallelState(ParallelLayout(dp=world)) as state:
+                group = Reduction(shards=state.group("dp")) if world > 1 else None
+                with GradBuffer(model.named_parameters(), group=group) as buffer:
+                    config = OptimizerConfig(lr=0.1, max_norm=0.01)
+                    optimizer = DistributedOptimizer(
+                        buffer, lambda pieces: build_optimizer(pieces, config, state)
+                    )
+                    buffer.start(num_backwards=1)
+                    model(torch.full((2, 5), 1.0 + state.rank)).sum().backward()
+                    buffer.finish()
+                    calls = []
+                    real = dist.all_reduce
+                    dist.all_reduce = lambda *args, **rest: calls.append(1) or real(*args, **rest)
+                    sums = []
+                    try:
+                        if measures:
+                            own = torch.tensor([1.0 + state.rank, 0.5])
+                            sums = optimizer.measure(own)
+                        result = optimizer.step()
+                    finally:
+                        dist.all_reduce = real
+                    again = optimizer.step()  # measured anew
+                    return (
+                        [p.detach().clone() for p in model.parameters()],
+                        (result.grad_norm, again.grad_norm, len(calls), sums),
+                    )
+
+        plain, (norm, again, messages, _) = trained(measures=False)
+        measured, found = trained(measures=True)
+        assert all(torch.equal(one, other) for one, other in zip(plain, measured, strict=True))
+        assert found == (norm, again, messages, [sum(range(1, world + 1)), 0.5 * world])
+        assert messages == int(world > 1)
+        assert norm != again  # the first was clipped in place
+
+    if world == 1:
+        body()
+    else:
+        ranks(world, body)
+
+
+def test_numbers_cannot_travel_with_a_norm_that_nobody_measures():
+    model = nn.Linear(2, 2)
+    with GradBuffer(model.named_parameters(), group=None) as buffer:
+        optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
+        buffer.start(num_backwards=1)
+        model(torch.ones(1, 2)).sum().backward()
+        buffer.finish()
+        with pytest.raises(
+            RuntimeError, match="no guard to measure gradients; make it by build_op"
+        ):
+            optimizer.measure(torch.zeros(1))

@@ -1,8 +1,9 @@
 """Values that every rank gets from every rank."""
 
 import pytest
+import torch
 import torch.distributed as dist
-from mt_parallel_state import ParallelLayout, ParallelState, share_json
+from mt_parallel_state import ParallelLayout, ParallelState, agreement_device, share_json
 
 
 def shared(values):
@@ -37,3 +38,21 @@ def test_one_rank_shares_with_itself():
 def test_what_json_cannot_hold_is_a_type_error():
     with pytest.raises(TypeError, match="not JSON serializable"):
         share_json(object(), None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3")],
+)
+def test_hosts_agree_without_their_devices_where_they_can(monkeypatch, backends, expected):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert agreement_device(object(), "cuda:3") == torch.device(expected)
+
+
+def test_hosts_of_a_gloo_group_agree_on_cpus(ranks):
+    def body():
+        with ParallelState(ParallelLayout(dp=2)) as state:
+            return str(agreement_device(state.group("dp"), "cuda"))
+
+    assert ranks(2, body) == ["cpu", "cpu"]
+    assert agreement_device(None, "cuda") == torch.device("cpu")

@@ -170,9 +170,8 @@ def order_of(runs: Sequence[Sequence[Segment]], device: torch.device) -> Tensor:
 
 def on_device(index: Tensor, device: torch.device | str) -> Tensor:
     """A copy of a CPU tensor, in one transfer that the host does not wait for."""
-    if torch.device(device).type != "cuda":
-        return index.to(device)
-    return index.pin_memory().to(device, non_blocking=True)
+    index = index.pin_memory() if torch.device(device).type == "cuda" else index
+    return index.to(device, non_blocking=True)
 
 
 def positions(

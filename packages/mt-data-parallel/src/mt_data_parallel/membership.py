@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import sharding_of
+from mt_parallel_state import agreement_device, sharding_of
 from torch import Tensor, nn
 
 from mt_data_parallel.bucket import Bucket, BufferKey, Residency
@@ -20,7 +20,7 @@ def compare(buckets: list[Bucket], group: dist.ProcessGroup) -> None:
     own = repr([(slot.name, slot.param.shape) for bucket in buckets for slot in bucket.slots])
     own += repr([(bucket.grads.numel(), bucket.grads.dtype) for bucket in buckets])
     digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
-    device = buckets[0].grads.device
+    device = agreement_device(group, buckets[0].grads.device)
     found = torch.zeros(group.size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(found, torch.tensor([digest], device=device), group=group)
     others = [rank for rank, other in enumerate(found.tolist()) if other != digest]

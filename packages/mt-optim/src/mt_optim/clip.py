@@ -136,7 +136,8 @@ def grad_norm(
         raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
     pieces = pieces_of(named_params)
     check_once(pieces)
-    return joined(GradMeter([pieces], state).measure()).norm
+    measured, _ = GradMeter([pieces], state).measure()
+    return joined(measured).norm
 
 
 @torch.no_grad()

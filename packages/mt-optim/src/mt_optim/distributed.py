@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_data_parallel import GradBuffer, Piece
+from torch import Tensor
 
 from mt_optim.host import Traffic
 from mt_optim.optimizer import NamedOptimizer
@@ -78,6 +79,30 @@ class DistributedOptimizer:
     def loss_scale(self) -> float:
         """What to multiply the next loss with before its backward; 1 where there is no scaler."""
         return self.inner.loss_scale
+
+    def measure(self, also: Tensor | None = None) -> list[float]:
+        """Measure the gradients for the next `step` and sum numbers on the way; all ranks call it.
+
+        What else the ranks have to agree on travels with the norm, and is known before anything
+        changes: one message, and one wait for the device in the whole step.
+
+        Args:
+            also: Numbers of this rank, such as losses, on the device.
+
+        Returns:
+            Their sums over all ranks of the layout, with the same bits on each.
+
+        Raises:
+            RuntimeError: The gradients are not reduced, or the optimizer has no guard, which
+                measures them: `build_optimizer` gives it one.
+        """
+        self.buffer.check_finished()
+        if self.inner.guard is None:
+            raise RuntimeError(
+                "the optimizer has no guard to measure gradients; make it by build_optimizer, or "
+                "set optimizer.inner.guard to a StepGuard"
+            )
+        return self.inner.guard.measure(also)
 
     def step(self, **options: Any) -> StepResult:
         """Update this rank's pieces, then fetch what the others updated; every rank calls it.

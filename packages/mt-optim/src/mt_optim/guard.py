@@ -105,20 +105,42 @@ class StepGuard:
             if piece.param.numel():  # a rank may step nothing and have a parameter all the same
                 self._of[norm_group_of(piece, limits.norm_groups)].append(piece)
         self._meter: tuple[list[_Key], GradMeter] | None = None
+        self._measured: dict[_Key, Measured] | None = None
         self._wide: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def measure(self, also: Tensor | None = None) -> list[float]:
+        """Measure the gradients for the next `admit`, which then neither communicates nor waits.
+
+        Args:
+            also: Numbers of this rank that are summed over all ranks in the same message, such as
+                losses; on the device, in any dtype that fp64 holds.
+
+        Returns:
+            The sums, with the same bits on all ranks.
+        """
+        if self._meter is None:
+            self._meter = self._make_meter()
+        keys, meter = self._meter
+        measured, sums = meter.measure(also)
+        self._measured = dict(zip(keys, measured, strict=True))
+        return sums
 
     @torch.no_grad()
     def admit(self) -> StepResult:
         """Measure the gradients and, if the step is taken, divide by the scale and clip.
 
-        It communicates once, twice with statistics, and waits for the device once.
+        It communicates once, twice with statistics, and waits for the device once; not at all after
+        `measure`.
 
         Returns:
             Whether to step, and what was measured. The gradients of a step that is not taken are as
             they were; the scaler has taken note of it.
         """
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        parts = self._measure()
+        if self._measured is None:
+            self.measure()
+        parts, self._measured = self._measured or {}, None
         norms = {
             name: joined((part for (group, _), part in parts.items() if group == name), scale=scale)
             for name in self._of
@@ -156,12 +178,6 @@ class StepGuard:
     def forget(self) -> None:
         """Free what was widened for a step."""
         self._wide.clear()
-
-    def _measure(self) -> dict[_Key, Measured]:
-        if self._meter is None:
-            self._meter = self._make_meter()
-        keys, meter = self._meter
-        return dict(zip(keys, meter.measure(), strict=True))
 
     def _make_meter(self) -> tuple[list[_Key], GradMeter]:
         """Agree with all ranks on the parts; with pipeline stages they differ."""

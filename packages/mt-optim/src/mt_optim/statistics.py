@@ -104,13 +104,22 @@ class GradMeter:
         self._state, self._zeros, self._largest = state, zeros, largest
 
     @torch.no_grad()
-    def measure(self) -> list[Measured]:
-        """Return what each part is; communicates once or twice and waits for the device once."""
+    def measure(self, also: Tensor | None = None) -> tuple[list[Measured], list[float]]:
+        """Measure each part; communicates once or twice and waits for the device once.
+
+        Args:
+            also: Numbers of this rank, on the device, that are summed over all ranks on the way.
+
+        Returns:
+            What each part is, and the sums.
+        """
         device = self._state.device
         sums = [self._squares(*pair) for pair in zip(self._own, self._others, strict=True)]
         if self._zeros:
             sums += [_zeros(part, device) for part in self._own]
-        summed = torch.stack(sums)
+        summed, extra = torch.stack(sums), 0 if also is None else also.numel()
+        if also is not None:
+            summed = torch.cat([also.to(summed), summed])
         group = self._state.group(WORLD)
         if group is not None:
             dist.all_reduce(summed, group=group)
@@ -119,13 +128,14 @@ class GradMeter:
             if group is not None:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
             summed = torch.cat([summed, most])
-        values, count = summed.tolist(), len(self._own)
+        found, count = summed.tolist(), len(self._own)
+        others, values = found[:extra], found[extra:]
         zeros = values[count : 2 * count] if self._zeros else [0.0] * count
         largest = values[-count:] if self._largest else [0.0] * count
         return [
             Measured(square=square, largest=most, zeros=int(zero))
             for square, most, zero in zip(values[:count], largest, zeros, strict=True)
-        ]
+        ], others
 
     def _squares(self, own: Sequence[Piece], others: Sequence[Piece]) -> Tensor:
         """Sum squares; what others answer for adds 0, or NaN where it is not finite."""

@@ -49,7 +49,7 @@ from mt_parallel_state.sharding import (
     sharding_of,
     shardings,
 )
-from mt_parallel_state.share import share_json
+from mt_parallel_state.share import agreement_device, share_json
 from mt_parallel_state.spec import PartitionSpec
 from mt_parallel_state.state import ParallelState
 
@@ -85,6 +85,7 @@ __all__ = [
     "Pending",
     "StopSignals",
     "WgradStore",
+    "agreement_device",
     "all_gather",
     "all_to_all",
     "all_to_all_rows",

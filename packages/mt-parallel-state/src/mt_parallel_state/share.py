@@ -11,6 +11,21 @@ import torch.distributed as dist
 from mt_parallel_state.collectives import Group
 
 
+def agreement_device(group: Group, device: torch.device | str) -> torch.device:
+    """Return where the ranks of a group agree on numbers that their hosts have.
+
+    A group with a backend for the CPU (`cpu:gloo,cuda:nccl`) shares them there, so that no host
+    waits for what its device still computes.
+
+    Args:
+        group: The ranks; None is one rank.
+        device: Where a group without such a backend takes tensors from.
+    """
+    if group is None or "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device(device)
+
+
 def share_json(value: Any, group: Group, *, device: torch.device | str = "cpu") -> list[Any]:
     """Give every rank the values of all; every rank of the group calls it.
 
@@ -20,7 +35,7 @@ def share_json(value: Any, group: Group, *, device: torch.device | str = "cpu") 
     Args:
         value: What JSON can hold; a tuple arrives as a list.
         group: The ranks; None is one rank.
-        device: Where the backend of the group takes tensors from.
+        device: Where a group without a backend for the CPU takes tensors from.
 
     Returns:
         The values by rank in the group.
@@ -31,6 +46,7 @@ def share_json(value: Any, group: Group, *, device: torch.device | str = "cpu") 
     text = b"" if value is None else json.dumps(value).encode()
     if group is None:
         return [json.loads(text) if text else None]
+    device = agreement_device(group, device)
     longest = torch.tensor([len(text)], device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     ranks = dist.get_world_size(group)

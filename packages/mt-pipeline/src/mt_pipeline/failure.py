@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import share_json
+from mt_parallel_state import agreement_device, share_json
 from mt_schedule import Action, Op, Schedule, simulate
 
 from mt_pipeline.stage import StageError
@@ -83,6 +83,7 @@ def share_start(
     Raises:
         TransferError: Another rank did not come.
     """
+    device = agreement_device(group, device)
     mine = torch.tensor([error is not None, microbatches, -microbatches], device=device)
     with _together(group):
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelState, agreement_device
+from torch import Tensor
 
 WORLD = "tp-cp-dp-pp"
 
@@ -12,12 +15,21 @@ WORLD = "tp-cp-dp-pp"
 def summed(state: ParallelState, *values: float, axes: str = WORLD) -> list[float]:
     """Sum numbers in fp64 over the ranks of `axes`; every one of them calls it.
 
+    It is the hosts that agree: none waits for its device, where the group has a backend for CPUs.
+
     Returns:
         The sums, with the same bits on all ranks.
     """
     group = state.group(axes)
     if group is None:
         return [float(value) for value in values]
-    shared = torch.tensor(values, dtype=torch.float64).to(state.device)
+    where = agreement_device(group, state.device)
+    shared = torch.tensor(values, dtype=torch.float64).to(where)
     dist.all_reduce(shared, group=group)
     return shared.tolist()
+
+
+def uploaded(values: Sequence[float], device: torch.device) -> Tensor:
+    """Copy numbers of the host to the device as fp64, which the host does not wait for."""
+    there = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)

@@ -77,7 +77,8 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             # Each rank has what its own stages return; tensor-parallel ranks have the same.
             if state.index("tp") == 0:
                 real = [losses for index, losses in both if _rows(chunk[index]).any()]
-                sums = [a + b for a, b in zip(sums, totals(real, names), strict=True)]
+                added = totals(real, names, state.device).tolist()
+                sums = [a + b for a, b in zip(sums, added, strict=True)]
     finally:
         trainer.train(training=True)
     found = dict(zip(names, summed(state, *sums), strict=True))

@@ -33,8 +33,10 @@ def weighed(
     return sum(means[1:], start=means[0])
 
 
-def totals(outputs: Iterable[Mapping[str, Tensor]], names: Iterable[str]) -> list[float]:
-    """Sum the values of each name in fp64 over what stages returned, waiting once for the device.
+def totals(
+    outputs: Iterable[Mapping[str, Tensor]], names: Iterable[str], device: torch.device
+) -> Tensor:
+    """Sum the values of each name in fp64 over what stages returned, on the device.
 
     A name that none of them has sums to 0.
     """
@@ -42,9 +44,8 @@ def totals(outputs: Iterable[Mapping[str, Tensor]], names: Iterable[str]) -> lis
     for output in outputs:
         for name, value in output.items():
             found.setdefault(name, []).append(value.double())
-    sums = [torch.stack(found[name]).sum() for name in names if name in found]
-    values = iter(torch.stack(sums).tolist() if sums else [])
-    return [next(values) if name in found else 0.0 for name in names]
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([torch.stack(found.get(name, [none])).sum() for name in names])
 
 
 def loss_record(means: Mapping[str, float], weights: Mapping[str, float], prefix: str) -> Record:

@@ -106,7 +106,8 @@ class Course:
 class StepMeter:
     """A clock that runs while training steps do, and not while the run evaluates or saves.
 
-    A lap ends where the ranks agree on the time, before the update: that lies in the next lap.
+    A lap ends where the ranks agree on the time: the wait for that, which on a GPU is most of a
+    step, and the update lie in the next lap.
     """
 
     def __init__(self) -> None:

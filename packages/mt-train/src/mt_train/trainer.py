@@ -18,7 +18,7 @@ from mt_parallel_state import ParallelState, StopSignals, global_shape_of, shard
 from mt_pipeline import Executor, TensorSpec
 
 from mt_train.activations import ActivationWatch
-from mt_train.agreement import summed
+from mt_train.agreement import summed, uploaded
 from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction, shard_options
@@ -211,9 +211,9 @@ class Trainer:
         self.buffer.finish()
         self.on_event("train.reduce")
         reduce_partial_grads(self.optimizer.pieces, self.state)
+        self.on_event("train.update")
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
-        self.on_event("train.update")
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here
@@ -287,11 +287,14 @@ class Trainer:
         self, outputs: list[Any], total: list[float], *, save: bool
     ) -> tuple[Record, bool, bool, float]:
         """Sum the losses over ranks, and agree on a stop, on a checkpoint and on the time."""
+        device = self.state.device
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
-        sums = totals(outputs if self.state.index("tp") == 0 else [], self.loss_weights)
-        lap = self._meter.lap()  # after the loss was waited for
+        own = totals(outputs if self.state.index("tp") == 0 else [], self.loss_weights, device)
+        lap = self._meter.lap()
         seconds = lap if self.state.rank == 0 else 0.0
-        *sums, stop, save_, seconds = summed(self.state, *sums, self._stop.requested, save, seconds)
+        flags = uploaded([self._stop.requested, save, seconds], device)
+        # With the norm, so that the host waits for the device once in a step.
+        *sums, stop, save_, seconds = self.optimizer.measure(torch.cat([own, flags]))
         divisors = dict(zip(self.counts, total, strict=True))
         pairs = zip(self.loss_weights, sums, strict=True)
         means = {name: value / divisors[self.loss_counts[name]] for name, value in pairs}
