@@ -1,5 +1,6 @@
 """Every fast function against its plain form, and against torch's own where there is one."""
 
+import operator
 from typing import get_args
 
 import pytest
@@ -370,6 +371,35 @@ def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch
 
     fast, plain = of(matmul_attention, dtype), of(plain_matmul_attention, torch.float64)
     assert_same_function(fast, plain, [rand(2, 11, 2, 4, 8)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
+    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
+
+    def of(function):
+        return lambda qkv, bias: function(qkv, None, None, pairs=pairs, bias=bias)
+
+    inputs = [rand(2, 11, 2, 4, 8), rand(4, 21)]
+    assert_same_function(of(matmul_attention), of(plain_matmul_attention), inputs, dtype)
+
+
+def test_compiled_attention_takes_blocks_too(monkeypatch):
+    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
+    keys = []
+
+    def count(graph, _):
+        found = (n for n in graph.graph.nodes if n.target is operator.matmul)
+        keys.extend(node.meta["example_value"].shape[-1] for node in found)
+        return graph.forward
+
+    given, options = (rand(2, 11, 2, 4, 8), None, None), {"pairs": PAIRS["window"]}
+    options["bias"] = rand(4, 21)
+    compiled = torch.compile(matmul_attention, backend=count, fullgraph=True)
+    expected = plain_matmul_attention(*given, **options)
+    assert torch.allclose(compiled(*given, **options), expected, rtol=1e-13, atol=1e-13)
+    assert keys == [4, 8, 6, 8, 5, 8]  # of scores and of what they weigh, in three blocks
 
 
 def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():

@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from mt_model import GPT, AlibiConfig, ModelConfig, RelativeConfig, gpt, gpt_arguments
-from mt_model.distance import bias_by_distance, buckets_of, spread, spread_in_order
+from mt_model.distance import (
+    add_in_order,
+    bias_by_distance,
+    buckets_of,
+    spread,
+    spread_in_order,
+)
 from mt_parallel_state import sharding_of
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "init_std": 0.3}
@@ -51,9 +57,34 @@ def test_a_bias_is_spread_as_in_transformers(bidirectional):
     found = bias_by_distance(bias, weight, range(4), **options)
     places = torch.arange(50)
     assert torch.equal(spread(found, places, places), theirs.compute_bias(50, 50)[0])
-    assert torch.equal(spread_in_order(found), spread(found, places, places))
+    in_order = spread_in_order(found, range(50), range(50))
+    assert torch.equal(in_order, spread(found, places, places))
     later = spread(found, places[40:45], places[:45])
     assert torch.equal(later, theirs.compute_bias(5, 45, past_seen_tokens=40)[0])
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        (range(11), range(11)),
+        (range(4, 8), range(2, 9)),
+        (range(8, 11), range(11)),
+        (range(3, 4), range(5, 6)),
+    ],
+)
+def test_blocks_of_pairs_take_and_add_what_an_index_does(queries, keys):
+    draw = torch.Generator().manual_seed(0)
+    bias = torch.randn(3, 21, generator=draw, dtype=torch.float64, requires_grad=True)
+    expected = spread(bias, torch.tensor(queries), torch.tensor(keys))
+    found = spread_in_order(bias, queries, keys)
+    assert torch.equal(found, expected)
+    by_pair = torch.randn(2, *expected.shape, generator=draw, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(expected, bias, by_pair.sum(0))
+    (grad,) = torch.autograd.grad(found, bias, by_pair.sum(0))
+    added = torch.ones_like(wanted)
+    add_in_order(added, by_pair, queries, keys)
+    assert torch.allclose(grad, wanted, rtol=1e-13, atol=1e-14)
+    assert torch.allclose(added, 1 + wanted, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("bias", [{"type": "alibi"}, RELATIVE, {**RELATIVE, "table": None}])

@@ -55,8 +55,6 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return "dropout of attention weights"
     if layer.has_sinks or layer.softcap is not None:
         return "sinks or a soft cap of the scores"
-    if layer.score_bias is not None:
-        return "a bias of the scores"
     if layer.qk_norm == "l2":
         return "norms after the rotation"
     return None
@@ -179,7 +177,9 @@ class Attention(nn.Module):
         if obstacle is None:
             is_near = self.window is not None and self.window < qkv.shape[1]
             pairs = Pairs(self.causal, self.window if is_near else None, shared.documents)
-            return matmul_attention(qkv, table, self._head_norm(), scale=self.scale, pairs=pairs)
+            bias = self.bias_by_distance(shared, qkv.shape[1])
+            how = {"scale": self.scale, "pairs": pairs, "bias": bias}
+            return matmul_attention(qkv, table, self._head_norm(), **how)
         query, key, value = self._heads(qkv, table)
         return shared.attend(self, query, key, value, shared).flatten(2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mt_model.score_bias import AlibiConfig, RelativeConfig, ScoreBias
@@ -71,10 +72,37 @@ def spread(by_distance: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     return by_distance[:, distance].movedim(0, -3)
 
 
-def spread_in_order(by_distance: Tensor) -> Tensor:
-    """`spread` of the places 0, 1, 2 and on, with themselves: rows of one tensor, without an index.
+def spread_in_order(by_distance: Tensor, queries: range, keys: range) -> Tensor:
+    """`spread` of places that follow one another, without an index.
 
     Shape:
-        by_distance: [H, 2 * S - 1]. Returns [H, S, S].
+        by_distance: [H, 2 * length - 1]; queries, keys: S and T places below the length. Returns
+        [H, S, T].
     """
-    return by_distance.flip(1).unfold(1, by_distance.shape[1] // 2 + 1, 1).flip(1)
+    own, (height, width) = _between(by_distance, queries, keys), (len(queries), len(keys))
+    # In rows of one more number than there are distances, each row begins one distance later.
+    rows = F.pad(own.flip(1), (0, 1))[:, None].expand(-1, height, -1).flatten(1)
+    skewed = rows[:, :-height].unflatten(1, (height, -1))
+    return skewed[..., height - 1 : height - 1 + width]
+
+
+def add_in_order(by_distance: Tensor, by_pair: Tensor, queries: range, keys: range) -> None:
+    """Add to each distance all pairs of it: the adjoint of `spread_in_order`, in place.
+
+    Shape:
+        by_distance: [H, 2 * length - 1]; by_pair: [B, H, S, T], of any dtype.
+    """
+    own, height = _between(by_distance, queries, keys), len(queries)
+    distances = own.shape[1]
+    skewed = by_distance.new_zeros(len(own), height * (distances + 1))
+    places = skewed[:, height - 1 :].as_strided(
+        (len(own), height, len(keys)), (skewed.stride(0), distances, 1)
+    )
+    torch.sum(by_pair, 0, dtype=by_distance.dtype, out=places)
+    own += skewed.unflatten(1, (height, -1)).sum(1)[:, :-1].flip(1)
+
+
+def _between(by_distance: Tensor, queries: range, keys: range) -> Tensor:
+    """Return the part with the distances from some queries back to some keys, as a view."""
+    least = by_distance.shape[1] // 2 + queries.start - (keys.stop - 1)
+    return by_distance[:, least : least + len(queries) + len(keys) - 1]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_model.distance import add_in_order, spread_in_order
 from mt_model.norm import rms_norm_reference
 from mt_model.reference_attention import reference_attention
 from mt_model.rotary import RotaryTable, rotate_reference, swap_pairs, turn
@@ -98,8 +99,11 @@ def plain_matmul_attention(
     *,
     scale: float | None = None,
     pairs: Pairs | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, then softmax attention, in plain operations.
+
+    Under a compiler queries are taken in blocks, with the keys that any of a block may see.
 
     Shape:
         As `matmul_attention`.
@@ -111,12 +115,18 @@ def plain_matmul_attention(
     if table is not None:
         query, key = rotate_reference(query, table), rotate_reference(key, table)
     query, key, value = (t.flatten(2, 3) for t in (query, key, value))
-    whole = range(qkv.shape[1])
-    allowed = (pairs or Pairs()).allowed(whole, whole, qkv.device)
-    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-    default = qkv.shape[-1] ** -0.5
-    scores = Scores(scale=default if scale is None else scale, allowed=allowed)
-    return reference_attention(query, key, value, scores).flatten(2)
+    pairs, length = pairs or Pairs(), qkv.shape[1]
+    factor = qkv.shape[-1] ** -0.5 if scale is None else scale
+    compiled, found = torch.compiler.is_compiling(), []
+    for queries, keys in pairs.blocks(length) if compiled else [(range(length), range(length))]:
+        allowed = pairs.allowed(queries, keys, qkv.device)
+        allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+        added = None if bias is None else spread_in_order(bias.to(qkv.dtype), queries, keys)
+        scores = Scores(scale=factor, allowed=allowed, bias=added)
+        own = slice(keys.start, keys.stop)
+        rows = query[:, queries.start : queries.stop], key[:, own], value[:, own]
+        found.append(reference_attention(*rows, scores))
+    return torch.cat(found, dim=1).flatten(2)
 
 
 def matmul_attention(
@@ -126,6 +136,7 @@ def matmul_attention(
     *,
     scale: float | None = None,
     pairs: Pairs | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`plain_matmul_attention` with a backward of its own; `torch.compile` takes the plain form.
 
@@ -137,22 +148,23 @@ def matmul_attention(
         norm: of queries and keys, or None.
         scale: of the scores; 1 / sqrt(D) where None.
         pairs: which keys a query sees; those up to its own place where None.
+        bias: added to the scores, by distance (`mt_model.distance.bias_by_distance`); or None.
 
     Shape:
-        qkv: [B, S, G, Q + 2, D]. Returns [B, S, G * Q * D].
+        qkv: [B, S, G, Q + 2, D]; bias: [G * Q, 2 * S - 1]. Returns [B, S, G * Q * D].
     """
     if torch.compiler.is_compiling():
-        return plain_matmul_attention(qkv, table, norm, scale=scale, pairs=pairs)
+        return plain_matmul_attention(qkv, table, norm, scale=scale, pairs=pairs, bias=bias)
     query, key, eps = norm or (None, None, 0.0)
     # Under autocast tables and weights are wider than the projection.
-    query, key = (None if weight is None else weight.to(qkv.dtype) for weight in (query, key))
+    query, key, bias = (None if x is None else x.to(qkv.dtype) for x in (query, key, bias))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     values, interleaved = (None, False) if table is None else table.to(qkv.dtype)
     if values is not None and values.dim() == 4:
         values = values[:, :, None, None]  # one for each row, over groups and parts
-    options = eps, scale, interleaved
+    options = eps, scale, interleaved, pairs or Pairs()
     with torch.autocast(qkv.device.type, enabled=False):
-        return _MatmulAttention.apply(qkv, values, query, key, options, pairs or Pairs())  # pyright: ignore[reportReturnType]
+        return _MatmulAttention.apply(qkv, values, query, key, bias, options)  # pyright: ignore[reportReturnType]
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -165,10 +177,10 @@ class _MatmulAttention(torch.autograd.Function):
         table: Tensor | None,
         query_weight: Tensor | None,
         key_weight: Tensor | None,
-        options: tuple[float, float, bool],
-        pairs: Pairs,
+        bias: Tensor | None,
+        options: tuple[float, float, bool, Pairs],
     ) -> Tensor:
-        eps, scale, interleaved = options
+        eps, scale, interleaved, pairs = options
         batch, length, groups, parts, width = qkv.shape
         # A copy also where the strides need none (one token): the norm below works in place.
         packed = qkv.permute(0, 2, 3, 1, 4).clone(memory_format=torch.contiguous_format)
@@ -184,7 +196,10 @@ class _MatmulAttention(torch.autograd.Function):
             block = _rows(query, queries)
             product = key[:, keys.start : keys.stop].mT
             probs = torch.baddbmm(qkv.new_zeros(()), block, product, beta=0, alpha=scale)
-            pairs.hide_(probs.view(batch, -1, len(queries), len(keys)), queries, keys)
+            scores = probs.view(batch, -1, len(queries), len(keys))
+            if bias is not None:
+                scores += spread_in_order(bias, queries, keys)
+            pairs.hide_(scores, queries, keys)
             torch.softmax(probs, dim=-1, out=probs)  # row by row, so it may be in place
             found = torch.bmm(probs, value[:, keys.start : keys.stop])
             found = found.view(batch, groups, parts - 2, len(queries), width)
@@ -192,6 +207,7 @@ class _MatmulAttention(torch.autograd.Function):
             kept.append(probs)
         ctx.save_for_backward(packed, turned, table, weight, rstd, *kept)
         ctx.scale, ctx.interleaved, ctx.pairs = scale, interleaved, pairs
+        ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[4] else None
         return out.view(batch, length, -1)
 
     @staticmethod
@@ -204,6 +220,9 @@ class _MatmulAttention(torch.autograd.Function):
         grad_query = torch.empty_like(packed[:, :, :-2])
         wide = torch.promote_types(packed.dtype, torch.float32)  # for the sums over blocks
         grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
+        grad_bias = None
+        if ctx.bias_dtype is not None:
+            grad_bias = key.new_zeros(groups * (parts - 2), 2 * length - 1, dtype=wide)
         softmax_backward = torch.ops.aten._softmax_backward_data.out
         for (queries, keys), probs in zip(ctx.pairs.blocks(length), kept, strict=True):
             own = slice(keys.start, keys.stop)
@@ -212,6 +231,9 @@ class _MatmulAttention(torch.autograd.Function):
             _add_product(grad_value[:, own], probs.mT, block)
             scores = torch.bmm(block, value[:, own].mT)
             softmax_backward(scores, probs, -1, probs.dtype, grad_input=scores)
+            if grad_bias is not None:
+                by_pair = scores.view(batch, -1, len(queries), len(keys))
+                add_in_order(grad_bias, by_pair, queries, keys)
             found = torch.bmm(scores, key[:, own])
             grad_query[..., queries.start : queries.stop, :] = found.view(
                 batch, groups, parts - 2, len(queries), width
@@ -233,8 +255,7 @@ class _MatmulAttention(torch.autograd.Function):
             grad_packed.permute(0, 3, 1, 2, 4).contiguous(),
             None,
             *grad_weights,
-            None,
-            None,
+            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
             None,
         )
 

@@ -71,4 +71,5 @@ class Scores:
         """The bias of each pair; None for none. Broadcasts to [B, N, S, T]."""
         if self.bias is None or self.allowed is not None:
             return self.bias
-        return spread_in_order(self.bias)
+        places = range(self.bias.shape[1] // 2 + 1)
+        return spread_in_order(self.bias, places, places)
