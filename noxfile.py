@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 DEV = ["uv", "run", "--frozen"]
+OLDEST_TORCH = "2.11"
 QUICK = "not gpu and not campaign"
 REPORTS = ROOT / ".nox" / "reports"
 # Seconds of tests on two cores of the machine that tools/budget.py's probe was timed on; a slower
@@ -159,6 +160,13 @@ def gpu(session: nox.Session) -> None:
         script = f"tests-integration/benchmarks/{name}.py"
         out = f"docs/benchmarks/{name}.json"
         session.run(*DEV, "--group", "bench", "python", script, "--out", out)
+
+
+@nox.session
+def operators(session: nox.Session) -> None:
+    """Ask the oldest torch for the operators that the packages call; makes the committed table."""
+    session.install(f"torch=={OLDEST_TORCH}.*", "numpy")
+    session.run("python", "tools/operator_facts.py", "--out", "tools/operators.json")
 
 
 @nox.session(python=False)
