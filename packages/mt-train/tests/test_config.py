@@ -519,6 +519,16 @@ def test_a_quickstart_takes_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.maxfiles: unknown key. Did you mean data.max_files?" in message
 
 
+def test_what_a_quickstart_says_to_try_fits_its_model(tmp_path: Path) -> None:
+    from mt_train.quickstart import load_quickstart, next_commands
+
+    (tmp_path / "config.yaml").write_text(to_yaml(load_quickstart(None).config))
+    run = next(command for command in next_commands(tmp_path) if command[:2] == ["mt-train", "run"])
+    overrides = [word for word in run if "=" in word]
+    assert "parallel.tp=2" in overrides
+    load_config(Path(run[2]), overrides).check_world(int(run[run.index("--nproc") + 1]))
+
+
 def test_the_speedup_of_bf16_is_that_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from mt_train.hardware import bf16_speedup

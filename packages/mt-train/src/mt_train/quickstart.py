@@ -89,12 +89,13 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
         say(f"\na sample, prompted with {_PROMPT.strip()!r}\n\n{_PROMPT}{sample}\n")
     say(f"\nloss curve   {out / 'loss.png'}\ncheckpoint   {out / 'checkpoints'}\n\nNext, try\n")
     uv = ["uv", "run"] if "UV" in os.environ else []
-    for command in _next_commands(out):
+    for command in next_commands(out):
         say(f"  {shlex.join([*uv, *command])}\n")
     return outcome
 
 
-def _next_commands(out: Path) -> list[list[str]]:
+def next_commands(out: Path) -> list[list[str]]:
+    """Return what is said to try next with the run in `out`."""
     run, config = str(out), str(out / "config.yaml")
     shorter = ["training.steps=200", "training.time_budget=null", "parallel.tp=2"]
     return [
