@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = 1e-5
 SHAPES = [(3, 8), (5, 1, 33), (7, 257), (0, 16), (300, 40), (16,)]
@@ -144,6 +145,35 @@ def test_under_autocast_results_have_the_dtype_of_the_input():
 
 
 X = torch.ones(2, 3)
+
+
+class Backwards(TorchDispatchMode):
+    """Notes how many numbers of the gradients of weight and bias are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.mt_fusions.norm_backward.default:
+            self.sizes.append([x.numel() for x in found[1:]])
+        return found
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("kernel", ["cpu", "triton", "reference"])
+def test_a_frozen_weight_has_no_gradient_made(kind, kernel):
+    tensors = drawn_all(kind, 5, 33)
+    _, expected = gradients(fused(kind, False, kernel), tensors)
+    x, residual = (y.clone().requires_grad_() for y in tensors[:2])
+    outs = fused(kind, False, kernel)(x, residual, *tensors[2:])
+    grads = [drawn(5, 33, dtype=torch.bfloat16, seed=7 + i).float() for i in range(2)]
+    with Backwards() as backwards:
+        torch.autograd.backward(outs, grads)
+    assert backwards.sizes == [[0, 0]]
+    for own, one in zip((x.grad, residual.grad), expected[:2], strict=True):
+        torch.testing.assert_close(own, one)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def norm_jobs():
         forward = {**form, "HAS_RESIDUAL": True, "ROUNDS_FIRST": False}
         yield {**common, "name": "_forward_kernel", "constants": forward}
         common["warps"] = min(32, tile.warps << centered)
-        yield {**common, "name": "_backward_kernel", "constants": {**form, "HAS_TOTAL": True}}
+        backward = {**form, "HAS_TOTAL": True, "SUMS_WEIGHT": True, "SUMS_BIAS": centered}
+        del backward["HAS_BIAS"]
+        yield {**common, "name": "_backward_kernel", "constants": backward}
 
 
 def gated_jobs():

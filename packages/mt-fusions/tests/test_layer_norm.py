@@ -120,8 +120,9 @@ def test_opcheck(shape, centered, adds):
     )
     stats = norm_reference(*tensors, form)[2:]
     for own in (weight, None):
-        args = (x, x if adds else None, x, own, *stats, torch.float32, *form, "auto")
-        torch.library.opcheck(_backward, args)
+        for sums in (True, False):
+            args = (x, x if adds else None, x, own, *stats, torch.float32, sums, *form, "auto")
+            torch.library.opcheck(_backward, args)
 
 
 def test_a_compiled_function_keeps_it_as_one_node_each_way():

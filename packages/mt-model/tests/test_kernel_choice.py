@@ -289,6 +289,18 @@ def test_the_choices_are_told_with_their_reasons():
     assert ("rope", "torch", told["rope"].reason) in asked
 
 
+def test_a_group_that_ranks_share_is_normed_without_a_kernel(ranks):
+    def told():
+        model = GPT(
+            config_of("shared_groups"), ParallelState(ParallelLayout(tp=2)), kernels="fused"
+        )
+        return [choice for choice in model.chosen_kernels() if choice.operation == "norm"]
+
+    reason = "ranks that share a group of channels sum its mean square between"
+    for found in ranks(2, told):
+        assert ("norm", "reference", reason) in found
+
+
 def test_what_does_not_serve_is_refused_at_once_with_what_would():
     relu = gpt(**{**SOME, "activation": "relu"})
     message = (

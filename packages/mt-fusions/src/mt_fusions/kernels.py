@@ -57,11 +57,14 @@ def triton_obstacle(x: Tensor, *_: Any) -> str | None:
 def fused_kernel(x: Tensor) -> str:
     """Name the kernel that is not the reference and is made for a tensor's device.
 
-    On a CPU it is "cpu", but "triton" in eager mode where Triton interprets kernels.
+    On a CPU it is "cpu", but for fp32 "triton" in eager mode where Triton interprets kernels; other
+    dtypes its interpreter does not round.
     """
     if x.device.type != "cpu":
         return "triton"
-    return "cpu" if torch.compiler.is_compiling() or triton_obstacle(x) else "triton"
+    if x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return "cpu"
+    return "triton" if triton_obstacle(x) is None else "cpu"
 
 
 def width_obstacle(width: int, limit: int = 16384) -> str | None:

@@ -76,6 +76,8 @@ def _reference_backward(
     weight: Tensor | None,
     stats: Stats,
     form: Form,
+    *,
+    sums: bool,
 ) -> Grads:
     wide, (mean, rstd) = wide_dtype(x.dtype), stats
     normed = x.to(wide) - mean.unsqueeze(-1) if form.centered else x.to(wide)
@@ -89,9 +91,9 @@ def _reference_backward(
     if grad_total is not None:
         grad_x = grad_x + grad_total.to(wide)
     rows = (-1, x.shape[-1])
-    none = rstd.new_empty(0)
-    grad_weight = none if weight is None else (grad * normed).reshape(rows).sum(0)
-    grad_bias = grad.reshape(rows).sum(0) if form.has_bias else none
+    has_weight, has_bias = sums and weight is not None, sums and form.has_bias
+    grad_weight = (grad * normed).reshape(rows).sum(0) if has_weight else rstd.new_empty(0)
+    grad_bias = grad.reshape(rows).sum(0) if has_bias else rstd.new_empty(0)
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
 
 
@@ -150,6 +152,8 @@ def _cpu_backward(
     weight: Tensor | None,
     stats: Stats,
     form: Form,
+    *,
+    sums: bool,
 ) -> Grads:
     """Use torch's fused backward of LayerNorm, which takes mean and inverse root from outside.
 
@@ -158,18 +162,18 @@ def _cpu_backward(
     """
     mean, rstd = stats
     factor = _ones_or_factor(x, weight, form)
-    mask = True, weight is not None, form.has_bias
+    mask = True, sums and weight is not None, sums and form.has_bias
     if form.centered and x.dtype == rstd.dtype:
-        found, *sums = _layer_norm_backward(grad, x, mean, rstd, factor, mask)
-        return found if grad_total is None else found.add_(grad_total), sums[0], sums[1]
+        found, *totals = _layer_norm_backward(grad, x, mean, rstd, factor, mask)
+        return found if grad_total is None else found.add_(grad_total), totals[0], totals[1]
     grad_x = x.new_empty(x.shape)
-    sums = [factor.new_zeros(x.shape[-1] if there else 0) for there in mask[1:]]
+    totals = [factor.new_zeros(x.shape[-1] if there else 0) for there in mask[1:]]
     mean = mean if form.centered else torch.zeros_like(rstd)
     for g, part, m, r, out, *more in _blocks(grad, x, mean, rstd, grad_x, grad_total):
         # In fp32: torch sums the gradient of the weight in the dtype of `grad`.
         g_wide, part_wide = g.to(rstd.dtype), part.to(rstd.dtype)
         found, *of_block = _layer_norm_backward(g_wide, part_wide, m, r, factor, mask)
-        for total, own in zip(sums, of_block, strict=True):
+        for total, own in zip(totals, of_block, strict=True):
             total += own
         if not form.centered:
             more.append(g_wide.mv(factor).mul_(r).div_(x.shape[-1]).unsqueeze_(1))
@@ -179,7 +183,7 @@ def _cpu_backward(
             torch.add(found, more[-1], out=out)
         else:
             out.copy_(found.add_(more[-1]) if more else found)
-    return grad_x, sums[0], sums[1]
+    return grad_x, totals[0], totals[1]
 
 
 def _layer_norm_backward(
@@ -194,8 +198,8 @@ def _layer_norm_backward(
     shape, stats = x.shape[-1:], (mean.unsqueeze(-1), rstd.unsqueeze(-1))
     shift = factor if mask[2] else None
     found = torch.ops.aten.native_layer_norm_backward(grad, x, shape, *stats, factor, shift, mask)
-    empty = rstd.new_empty(0)
-    return found[0], found[1] if mask[1] else empty, found[2] if mask[2] else empty
+    own = (x if there else rstd.new_empty(0) for x, there in zip(found, mask, strict=True))
+    return tuple(own)  # pyright: ignore[reportReturnType] - of three
 
 
 def _blocks(first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
@@ -221,10 +225,12 @@ def _triton_backward(
     weight: Tensor | None,
     stats: Stats,
     form: Form,
+    *,
+    sums: bool,
 ) -> Grads:
     from mt_fusions.gpu.norm import backward
 
-    return backward(grad, grad_total, x, weight, stats, form)
+    return backward(grad, grad_total, x, weight, stats, form, sums=sums)
 
 
 def _kernels(widest: int) -> tuple[Kernel, ...]:
@@ -272,10 +278,10 @@ def _fake(
 def _run_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor | None, *how: Any
 ) -> Grads:
-    mean, rstd, bias_dtype, *terms, name = how
+    mean, rstd, bias_dtype, sums, *terms, name = how
     form = Form(*terms)
     kernel = _kernel_of(form, name, x)
-    found = kernel.backward(grad, grad_total, x, weight, (mean, rstd), form)
+    found = kernel.backward(grad, grad_total, x, weight, (mean, rstd), form, sums=sums)
     return (
         found[0],
         found[1] if weight is None else found[1].to(weight.dtype),
@@ -286,11 +292,12 @@ def _run_backward(
 def _fake_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor | None, *how: Any
 ) -> Grads:
-    rstd, bias_dtype, size = how[1], how[2], x.shape[-1]
+    rstd, bias_dtype, sums, *terms = how[1:-1]
+    size = x.shape[-1] if sums else 0
     return (
         x.new_empty(x.shape),
         rstd.new_empty(0) if weight is None else weight.new_empty(size),
-        x.new_empty(size if Form(*how[3:-1]).has_bias else 0, dtype=bias_dtype),
+        x.new_empty(size if Form(*terms).has_bias else 0, dtype=bias_dtype),
     )
 
 
@@ -304,12 +311,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Normed) -> None:
 def _gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     x, weight, *stats = ctx.saved_tensors
     given = grads[0], grads[1] if ctx.adds else None
-    found = _backward(*given, x, weight, *stats, ctx.bias_dtype, *ctx.how)
+    of_weight, of_bias = ctx.needs_input_grad[2:4]  # not of what is frozen
+    sums = of_weight or of_bias
+    found = _backward(*given, x, weight, *stats, ctx.bias_dtype, sums, *ctx.how)
     return (
         found[0],
         found[0] if ctx.adds else None,
-        None if weight is None else found[1],
-        found[2] if Form(*ctx.how[:-1]).has_bias else None,
+        found[1] if of_weight else None,
+        found[2] if of_bias else None,
         *(None for _ in ctx.how),
     )
 
@@ -318,7 +327,7 @@ _FORM = "float eps, bool centered, bool zero_centered, bool rounds_first, bool h
 _backward = operator(
     "norm_backward",
     "(Tensor grad, Tensor? grad_total, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    f"ScalarType bias_dtype, {_FORM}) -> (Tensor, Tensor, Tensor)",
+    f"ScalarType bias_dtype, bool sums, {_FORM}) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
 )

@@ -88,7 +88,10 @@ class GatedRMSNorm(nn.Module):
         """Say what computes norm and gate."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
         yield choice_of("activation", SILU_PRODUCT_KERNELS, self.kernels.activation, wide, wide)
-        if self.shared is None:
+        if self.shared is not None:
+            reason = "ranks that share a group of channels sum its mean square between"
+            yield KernelChoice("norm", "reference", reason)
+        else:
             x, weight = wide.new_empty(0, 1), self.weight if self.weight.dim() == 1 else None
             yield choice_of("norm", RMS_NORM_KERNELS, self.kernels.norm, x, weight)
 

@@ -14,6 +14,12 @@ from mt_fusions.norm_form import Form, Grads, Normed, Stats
 
 
 @triton.jit
+def _factor(W, column, size, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
+    return w + 1 if ZERO_CENTERED else w
+
+
+@triton.jit
 def _forward_kernel(
     X, RESIDUAL, W, B, Y, TOTAL, M, R, rows, size, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -40,10 +46,7 @@ def _forward_kernel(
     if ROUNDS_FIRST:
         y = y.to(Y.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
-        w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            w += 1
-        y *= w[None, :]
+        y *= _factor(W, column, size, ZERO_CENTERED)[None, :]
     if HAS_BIAS:
         y += tl.load(B + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=here)
@@ -52,16 +55,17 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     G, G_TOTAL, X, W, M, R, DX, DW, DB, rows, size,
-    HAS_TOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # A program goes over every n-th tile, and keeps its part of the gradients of weight and bias:
     # the sum over programs has a fixed order, so two runs give the same bits.
     column = tl.arange(0, COLUMNS)
-    if HAS_WEIGHT:
+    if SUMS_WEIGHT:
         of_weight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    if HAS_BIAS:
+    if SUMS_BIAS:
         of_bias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.arange(0, ROWS).to(tl.int64) + tile * ROWS
@@ -73,14 +77,12 @@ def _backward_kernel(
             x -= tl.load(M + row, mask=row < rows, other=0.0)[:, None]
         rstd = tl.load(R + row, mask=row < rows, other=0.0)
         normed = x * rstd[:, None]
-        if HAS_BIAS:
+        if SUMS_BIAS:
             of_bias += g
-        if HAS_WEIGHT:  # w from the cache: its registers are worth more
+        if SUMS_WEIGHT:
             of_weight += g * normed
-            w = tl.load(W + column, mask=column < size, other=0.0).to(tl.float32)
-            if ZERO_CENTERED:
-                w += 1
-            g *= w[None, :]
+        if HAS_WEIGHT:  # w from the cache: its registers are worth more
+            g *= _factor(W, column, size, ZERO_CENTERED)[None, :]
         share = tl.sum(g * normed, 1) / size
         grad = g - normed * share[:, None]
         if CENTERED:
@@ -90,9 +92,9 @@ def _backward_kernel(
             grad += tl.load(G_TOTAL + at, mask=here, other=0.0).to(tl.float32)
         tl.store(DX + at, grad.to(DX.dtype.element_ty), mask=here)
     of_program = tl.program_id(0).to(tl.int64) * size + column
-    if HAS_WEIGHT:
+    if SUMS_WEIGHT:
         tl.store(DW + of_program, tl.sum(of_weight, 0), mask=column < size)
-    if HAS_BIAS:
+    if SUMS_BIAS:
         tl.store(DB + of_program, tl.sum(of_bias, 0), mask=column < size)
 
 
@@ -126,23 +128,24 @@ def backward(
     weight: Tensor | None,
     stats: Stats,
     form: Form,
+    *,
+    sums: bool,
 ) -> Grads:
-    """Return the gradients of the input and, in fp32, of weight and bias."""
+    """Return the gradients of the input and, with `sums`, in fp32, of weight and bias."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     size = x.shape[-1]
     rows = x.numel() // size
     grad_x, tile = torch.empty_like(x), row_tiles(size)
     count = programs(triton.cdiv(rows, tile.rows), x.device)
-    parts = [
-        x.new_empty(count, size if there else 0, dtype=torch.float32)
-        for there in (weight is not None, form.has_bias)
-    ]
+    has = sums and weight is not None, sums and form.has_bias
+    parts = [x.new_empty(count, size if there else 0, dtype=torch.float32) for there in has]
     if count:  # LayerNorm sums two gradients in registers, and takes twice the threads
         _backward_kernel[(count,)](
             grad, grad_total, x, weight, *stats, grad_x, *parts, rows, size,
             HAS_TOTAL=grad_total is not None, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=form.has_bias, CENTERED=form.centered, ZERO_CENTERED=form.zero_centered,
+            CENTERED=form.centered, ZERO_CENTERED=form.zero_centered,
+            SUMS_WEIGHT=has[0], SUMS_BIAS=has[1],
             ROWS=tile.rows, COLUMNS=tile.columns, num_warps=min(32, tile.warps << form.centered),
         )  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0)
