@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 from mt_model.activation import gated
+from mt_model.bias_gelu import activate_with
+from mt_model.dropout import DropoutSite
 from mt_model.kernels import kernel_for
 from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.norm import rms_norm
+from mt_model.norm import RMSNorm, rms_norm
+from mt_model.residual import RESIDUAL_KERNELS, added, normed
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rotary import rotary_table, rotate
 from mt_tensor_parallel import LossOptions, linear_cross_entropy
 from mt_testing import environment, quartiles, shown, take_turns, write_report
-from torch import Tensor
+from torch import Tensor, nn
 
 SHAPES = ((256, 256), (4096, 1024))  # tokens and width
 HEAD_DIM = 64
@@ -40,6 +43,24 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, kernel: str) -> tuple
 
 def gate(x: Tensor, *, kind: str, kernel: str) -> tuple[Tensor, ...]:
     return (gated(x, kind, kernel=kernel),)
+
+
+def gelu(x: Tensor, bias: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
+    return (activate_with(x, bias, "gelu", kernel=kernel),)
+
+
+def summed(x: Tensor, y: Tensor, weight: nn.Parameter, *, kernel: str) -> tuple[Tensor, ...]:
+    norm = RMSNorm(len(weight), eps=1e-5, dtype=weight.dtype)
+    norm.weight = weight
+    whole = DropoutSite(0.0, seed=0, layer=0, name="mixer")
+    chosen = kernel_for(RESIDUAL_KERNELS, kernel, x)
+    return normed(norm, chosen.run(x, y, whole, None, opens=True))
+
+
+def dropped(x: Tensor, y: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
+    site = DropoutSite(0.1, seed=0, layer=0, name="mixer")
+    index = torch.arange(x.numel()).view(x.shape)
+    return (added(kernel_for(RESIDUAL_KERNELS, kernel, x).run(x, y, site, index, opens=False)),)
 
 
 def turned(qkv: Tensor, *, interleaved: bool, kernel: str) -> tuple[Tensor, ...]:
@@ -60,12 +81,16 @@ def works(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict[
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype).requires_grad_()
 
+    both = rand(tokens, width), rand(tokens, width)
     groups = max(1, width // HEAD_DIM // 2)
     qkv = rand(1, tokens, groups, 4, HEAD_DIM)
     kinds = ("silu", "gelu", "gelu_quick")
     return {
         "norm": (norm, (rand(tokens, width), rand(width))),
         "layer norm": (layer_norm, (rand(tokens, width), rand(width), rand(width))),
+        "sum and norm": (summed, (*both, nn.Parameter(rand(width).detach()))),
+        "sum and dropout": (dropped, both),
+        "bias and gelu": (gelu, (rand(tokens, width), rand(width))),
         **{kind: (partial(gate, kind=kind), (rand(tokens, 2, width),)) for kind in kinds},
         "rope": (partial(turned, interleaved=False), (qkv,)),
         "rope interleaved": (partial(turned, interleaved=True), (qkv,)),
