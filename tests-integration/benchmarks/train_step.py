@@ -1,10 +1,11 @@
 """Training steps of the quickstart model against transformers' LlamaForCausalLM.
 
-    python tests-integration/benchmarks/train_step.py [--pairs 7] [--steps 4]
+    python tests-integration/benchmarks/train_step.py [--pairs 7] [--steps 4] [--dtype fp32]
 
 Same shape, weights, batch, dtype and threads; both sides first have to give the same loss. Ours
-trains as `mt-train` does (fp32 masters, gradient clipping); theirs is torch's fused AdamW on the
-bf16 weights themselves, which is less work. Sides alternate, and a ratio is made within each round.
+trains as `mt-train` does (fp32 masters, gradient clipping, layers compiled one by one); theirs is
+torch's fused AdamW on the weights themselves, which in bf16 is less work, and compiled whole. Sides
+alternate, and a ratio is made within each round.
 Prints ratios of speed; above 1 ours is faster.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from mt_data_parallel import GradBuffer
-from mt_model import GPT, ModelConfig, keep_freed_memory
+from mt_model import DTYPES, GPT, ModelConfig, keep_freed_memory
 from mt_optim import AdamW, clip_grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train.loading import build_model
@@ -28,19 +29,22 @@ from torch import Tensor
 Step = Callable[[], float]
 
 
-def ours(config: ModelConfig, batch: dict[str, Tensor], *, compiled: bool) -> tuple[Step, GPT]:
+def ours(
+    config: ModelConfig, batch: dict[str, Tensor], dtype: torch.dtype, *, compiled: bool
+) -> tuple[Step, GPT]:
     """The trainer's step: gradient buffer, clip, AdamW over fp32 masters."""
     state = ParallelState(ParallelLayout(), device="cpu")
-    model = GPT(config, state, dtype=torch.bfloat16)
+    model = GPT(config, state, dtype=dtype)
     named = list(model.named_parameters())
     buffer = GradBuffer(named, group=None)
     optimizer = AdamW(named, lr=1e-4, betas=(0.9, 0.95))
-    stage = torch.compile(model) if compiled else model
+    model.sum_weight_gradients(buffer.sink)
+    model.wrap_layers(torch.compile if compiled else None)
     count = batch["labels"].numel()
 
     def step() -> float:
         buffer.start(1)
-        loss = stage(None, batch)["lm"] / count
+        loss = model(None, batch)["lm"] / count
         loss.backward()
         buffer.finish()
         clip_grad_norm(named, state, 1.0)
@@ -71,7 +75,7 @@ def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compil
             use_cache=False,
             attn_implementation="sdpa",
         )
-    ).to(torch.bfloat16)
+    ).to(source.placement.dtype)
     copy_weights(source, llama)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     model = torch.compile(llama) if compiled else llama
@@ -130,7 +134,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled sides out")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     options = parser.parse_args()
+    dtype = DTYPES[options.dtype]
     keep_freed_memory()  # for both sides, as mt-train does
     loaded = load_quickstart(None)
     training = loaded.config.training
@@ -143,13 +149,13 @@ def main() -> None:
     rows = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
     forms = ["eager"] if options.no_compile else ["eager", "compiled"]
-    _, weights = ours(config, batch, compiled=False)
+    _, weights = ours(config, batch, dtype, compiled=False)
     sides = {
         f"transformers {form}": theirs(config, batch, weights, compiled=form == "compiled")
         for form in forms
     }
     for form in forms:
-        sides[f"mt {form}"] = ours(config, batch, compiled=form == "compiled")[0]
+        sides[f"mt {form}"] = ours(config, batch, dtype, compiled=form == "compiled")[0]
     check_equal({name: side() for name, side in sides.items()})
     for side in sides.values():
         seconds(side, 2)  # warm up
@@ -159,8 +165,8 @@ def main() -> None:
     ]
     tokens = batch["tokens"].numel() * options.steps
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, batch {list(shape)}, bf16, "
-        f"{options.pairs} rounds of {options.steps} steps"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, batch {list(shape)}, "
+        f"{options.dtype}, {options.pairs} rounds of {options.steps} steps"
     )
     for name in sides:
         print(f"{name}: {tokens / min(times[name][0] for times in rounds):,.0f} tokens/s at best")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +53,18 @@ class Runner:
         nproc: int = 1,
         on_event=None,
         kinds: tuple[type, ...] = (),
+        backend: str = "inductor",
     ) -> Path:
         """Train on pool ranks; every rank runs what the command runs.
 
-        `kinds` are of layers that a test adds: a rank knows those that reach it.
+        `kinds` are of layers that a test adds: a rank knows those that reach it. `backend` is what
+        torch.compile has in place of inductor.
         """
         config = self.config
 
         def body() -> None:
             assert all(kinds)
+            import torch
             import torch.distributed as dist
             from mt_parallel_state import DistributedEnv
             from mt_train import load_config, run
@@ -71,9 +75,11 @@ class Runner:
                 local_rank=dist.get_rank(),
                 local_world_size=dist.get_world_size(),
             )
-            run(load_config(config, list(overrides)), env, out, on_event=on_event)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+                run(load_config(config, list(overrides)), env, out, on_event=on_event)
 
-        self.ranks(nproc, body, timeout=120)
+        self.ranks(nproc, body, timeout=120 if backend == "inductor" else 300)
         return out
 
     def command(self, out: Path, *overrides: str, nproc: int = 1) -> list[str]:

@@ -144,6 +144,32 @@ def test_fused_kernels_train_like_those_of_one_process(
     assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+@pytest.mark.campaign  # the compiler takes seconds in every rank
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL, "pipeline.schedule=zb-h1"],
+        ["parallel.tp=2", "parallel.cp=2"],
+        ["parallel.dp=2", "parallel.pp=2", "training.micro_batch_size=2"],
+        ["parallel.dp=2", "data_parallel.strategy=optimizer_gradients"],
+        ["parallel.dp=2", "data_parallel.strategy=full"],
+        ["parallel.tp=2", "training.recompute=full"],
+        ["parallel.pp=2", "pipeline.schedule=dualpipe-v", "training.micro_batch_size=2"],
+    ],
+    ids="-".join,
+)
+def test_compiled_layers_train_like_one_process(
+    options, tiny, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    ranks = 2 ** sum(option.startswith("parallel.") and "=2" in option for option in options)
+    if not any("micro_batch" in option for option in options):
+        options = [*options, "training.micro_batch_size=4"]
+    options = [*options, "training.compile=true", "training.dtype=fp64", "model.tied=false"]
+    run = tiny.train(tmp_path, *options, nproc=ranks, backend="aot_eager")
+    assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_train_like_one_process(
     sequence_parallel, tiny, reference, tmp_path, losses, held_out, arrays

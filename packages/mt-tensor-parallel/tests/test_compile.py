@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +27,44 @@ class Pair(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-@pytest.mark.parametrize(("sequence_parallel", "gemm"), [(True, TorchGemm()), (False, OtherGemm())])
-def test_compiled_layers_give_the_numbers_of_eager(ranks, sequence_parallel: bool, gemm) -> None:
+class Boxed(TorchGemm):
+    """torch's products of operands that are no tensors."""
+
+    def operand(self, x: Tensor, role: str) -> tuple[Tensor]:
+        return (x,)
+
+    def saved(self, operand: tuple[Tensor]) -> tuple[Tensor, ...]:
+        return operand
+
+    def restored(self, tensors: Sequence[Tensor], role: str) -> tuple[Tensor]:
+        return (tensors[0],)
+
+    def gather(self, operand: tuple[Tensor], group: dist.ProcessGroup):
+        wait = super().gather(operand[0], group)
+        return lambda: (wait(),)
+
+    def forward(self, x: tuple[Tensor], weight: tuple[Tensor], bias: Tensor | None = None):
+        return super().forward(x[0], weight[0], bias)
+
+    def dgrad(self, grad_y: tuple[Tensor], weight: tuple[Tensor]) -> Tensor:
+        return super().dgrad(grad_y[0], weight[0])
+
+    def wgrad(self, grad_y: tuple[Tensor], x: tuple[Tensor]) -> Tensor:
+        return super().wgrad(grad_y[0], x[0])
+
+
+# A layer is a node of the graph, unless it keeps something else than tensors for backward.
+@pytest.mark.parametrize(
+    ("sequence_parallel", "gemm", "breaks"),
+    [(True, TorchGemm(), False), (False, OtherGemm(), False), (True, Boxed(), True)],
+)
+def test_compiled_layers_give_the_numbers_of_eager(
+    ranks, sequence_parallel: bool, gemm, breaks: bool
+) -> None:
     def body() -> None:
+        from torch._dynamo.utils import counters  # the rank's own: globals travel as copies
+
+        counters.clear()
         net = Pair(sequence_parallel=sequence_parallel, gemm=gemm)
         torch.manual_seed(dist.get_rank() if sequence_parallel else 5)
         data, grad = torch.randn(2, 2, 4, 6, dtype=torch.float64)
@@ -40,6 +77,7 @@ def test_compiled_layers_give_the_numbers_of_eager(ranks, sequence_parallel: boo
             results.append([y.detach(), x.grad, *(param.grad for param in net.parameters())])
         for compiled, eager in zip(*reversed(results), strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+        assert bool(counters["graph_break"]) == breaks
 
     ranks(2, body, timeout=300)
 
@@ -59,3 +97,18 @@ def test_a_compiled_layer_under_autocast_is_the_eager_one(ranks) -> None:
             torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2)
 
     ranks(2, body, timeout=300)
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_the_operators_keep_what_torch_asks_of_them(row: bool) -> None:
+    layer = (RowParallelLinear if row else ColumnParallelLinear)(4, 3, dtype=torch.float64)
+    mode, x = "row" if row else "column", torch.randn(2, 5, 4, dtype=torch.float64)
+    tensors = x.requires_grad_(), layer.weight, layer.bias
+    kind = layer._number, mode, 1, False
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    operators = torch.ops.mt_tensor_parallel
+    torch.library.opcheck(operators.linear.default, (*tensors, *kind), test_utils=checks)
+    given = torch.randn(2, 5, 3, dtype=torch.float64), x.detach(), layer.weight.detach(), *kind
+    for needs in ((True, True, True), (False, True, False), (True, False, False)):
+        args = (*given, *needs)
+        torch.library.opcheck(operators.linear_backward.default, args, test_utils=checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -192,13 +193,39 @@ def test_the_gradient_of_a_computed_weight_cannot_wait(ranks, world: int) -> Non
     ranks(world, body)
 
 
-def test_a_compiled_layer_leaves_its_gradient_to_autograd() -> None:
+@pytest.mark.parametrize("needs_input", [False, True])
+def test_a_compiled_layer_adds_to_its_sink_and_copies_to_their_own(needs_input: bool) -> None:
     layer = ColumnParallelLinear(3, 2)
     sink = Sum(layer.weight, torch.float32)
     sum_weight_gradients(layer, lambda param: sink)
-    torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(1, 3)).sum().backward()
-    assert sink.count == 0
-    assert layer.weight.grad.tolist() == [[1.0] * 3] * 2
+    run = torch.compile(lambda module, x: module(x), backend="aot_eager", fullgraph=True)
+    x = torch.ones(1, 3, requires_grad=needs_input)
+    run(layer, x).sum().backward()
+    assert sink.count == 1  # of an input without a gradient too, where nothing reads a result
+    assert sink.total.tolist() == [[1.0] * 3] * 2
+    assert layer.weight.grad is None
+    assert layer.bias.grad.tolist() == [1.0] * 2
+    other = copy.deepcopy(layer)
+    run(other, x).sum().backward()
+    assert sink.count == 1
+    assert other.grad_sink.count == 2  # it was copied with the layer
+
+
+def test_a_compiled_layer_waits_with_its_sink() -> None:
+    layer = ColumnParallelLinear(3, 2, bias=False)
+    sink = Sum(layer.weight, torch.float32)
+    sum_weight_gradients(layer, lambda param: sink)
+    defer_weight_gradients(layer, store := WgradStore())
+    run = torch.compile(lambda x: layer(x.sin()).cos(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 3, requires_grad=True)
+    layer(x.sin()).cos().sum().backward()
+    expected, sink.count = sink.total.clone(), 0
+    with store.deferring() as compute:
+        run(x).sum().backward()
+        assert sink.count == 0
+    compute()
+    assert sink.count == 1
+    torch.testing.assert_close(sink.total, expected)
 
 
 @pytest.mark.gpu

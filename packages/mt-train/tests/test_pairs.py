@@ -28,11 +28,6 @@ PAIRS = {
         ),
     ],
     "data_parallel.strategy": [
-        (
-            ["data_parallel.strategy=full", "training.compile=true"],
-            "full does not go with training.compile, as its parameters are whole only while a "
-            "layer runs; use strategy optimizer_gradients, or compile: false",
-        ),
         *(
             (
                 ["data_parallel.strategy=full", f"pipeline.schedule={name}", "parallel.pp=2"],
@@ -50,9 +45,11 @@ PAIRS = {
                 "data_parallel.prefetch=1",
                 "data_parallel.strategy=optimizer",
                 "training.compile=true",
+                "pipeline.schedule=dualpipe-v",
+                "parallel.pp=2",
             ],
-            "1 has forwards wait for parameters, which does not go with training.compile; use "
-            "prefetch 0, or compile: false",
+            "1 has modules wait for their parameters, which the compiled parts of layers in "
+            "pipeline.schedule dualpipe-v do not; use prefetch 0, or compile: false",
         ),
     ],
     "data_parallel.shard_dtype": [

@@ -50,6 +50,8 @@ def arrive_in_forwards(
 
 
 def _arrive(buckets: list[Bucket], *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # what runs the graph of a part waited for all of the part
     for bucket in buckets:
         if bucket.is_coming:
             bucket.arrive()

@@ -78,7 +78,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
         recompute: what backward computes again instead of keeping it: with "full" each layer
             keeps its input only (each tensor-parallel rank a share of it), with "selective" the
             outputs of norms and activations are freed, which costs far less; a plan says it for
-            each layer, and what is offloaded. torch.compile makes its own choice, so use "none".
+            each layer, and what is offloaded. torch.compile chooses within a layer, so use "none"
+            or "full" there.
         seed: of initial values and dropout; None leaves the values undefined, for weights that are
             loaded.
         gemm: computes the linear layers.

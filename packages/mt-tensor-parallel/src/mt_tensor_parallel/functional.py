@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,12 @@ from mt_tensor_parallel.overlap import (
 )
 from mt_tensor_parallel.wgrad import defer
 
+Mode: TypeAlias = Literal["column", "row"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class _How:
-    """What the two functions below share.
+class How:
+    """How a layer computes and communicates.
 
     Attributes:
         weight: As it was given: a parameter, or a view of one, before any cast.
@@ -104,85 +106,123 @@ class _How:
         self.gemm.wgrad_into(grad_y, whole, out, accumulate=accumulate)
         sink.end()
 
-
-class _Column(torch.autograd.Function):
-    """Input whole (or gathered along the sequence), output features split, or not on one rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        gemm = how.gemm
-        own, matrix = gemm.operand(x, "input"), gemm.operand(weight, "weight")
-        how.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
-        if not how.sequence_parallel:
-            return gemm.forward(own, matrix, bias)
-        product = Product(gemm, matrix, bias)
-        return gather_and(product, own, how.ranks, how.overlap, keep=False)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        how: _How = ctx.how
-        (x, weight), gemm = how.restore(ctx), how.gemm
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        arrive = None
-        if how.sequence_parallel and need_w and not how.waits:
-            arrive = gemm.gather(x, how.ranks)  # runs while dgrad computes
-
-        def whole() -> Operand:
-            if not how.sequence_parallel:
-                return x
-            return (arrive or gemm.gather(x, how.ranks))()
-
-        grad_y = gemm.operand(grads[0], "grad") if need_x or need_w else None
-        reduced = None
-        if need_x:
-            reduced = _start_reduction(gemm.dgrad(grad_y, weight), how)
-        # The reduction of dgrad runs while wgrad computes.
-        grad_w = how.wgrad(grad_y, whole) if need_w else None
-        grad_b = grads[0].flatten(0, -2).sum(0) if need_b else None
-        return None if reduced is None else reduced(), grad_w, grad_b, None
-
-
-def _start_reduction(grad_x: Tensor, how: _How) -> Callable[[], Tensor]:
-    if how.group is None:
-        return lambda: grad_x
-    if how.sequence_parallel:
-        return start_reduce_scatter(grad_x, how.group, SEQUENCE_DIM).wait
-    return start_all_reduce(grad_x, how.group).wait
-
-
-class _Row(torch.autograd.Function):
-    """Input features split, output summed over the group (and split along the sequence)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        gemm = how.gemm
-        own, matrix = gemm.operand(x, "input"), gemm.operand(weight, "weight")
-        how.save(ctx, own, matrix)
-        if how.sequence_parallel:
-            y = scatter_after(Product(gemm, matrix), own, how.ranks, how.overlap)
+    def forward(self, mode: Mode, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+        """Return the layer's output."""
+        if mode == "column":
+            if not self.sequence_parallel:
+                return self.gemm.forward(x, weight, bias)
+            product = Product(self.gemm, weight, bias)
+            return gather_and(product, x, self.ranks, self.overlap, keep=False)[0]
+        if self.sequence_parallel:
+            y = scatter_after(Product(self.gemm, weight), x, self.ranks, self.overlap)
         else:
-            y = start_all_reduce(gemm.forward(own, matrix), how.ranks).wait()
+            y = start_all_reduce(self.gemm.forward(x, weight), self.ranks).wait()
         return y if bias is None else y.add_(bias)
 
+    def backward(
+        self, mode: Mode, x: Operand, weight: Operand, grad: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of input, weight and bias, where they are needed and not in a sink.
+
+        Args:
+            mode: As in forward.
+            x: The input, if its weight needs a gradient.
+            weight: The weight, if the input needs one.
+            grad: Of the output.
+            needs: Which of the three need one.
+        """
+        need_x, need_w, need_b = needs
+        grad_y = self.gemm.operand(grad, "grad") if need_x or need_w else None
+        grad_b = grad.flatten(0, -2).sum(0) if need_b else None
+        of = self._column_gradients if mode == "column" else self._row_gradients
+        return *of(x, weight, grad_y, need_x=need_x, need_w=need_w), grad_b
+
+    def _column_gradients(
+        self, x: Operand, weight: Operand, grad_y: Operand, *, need_x: bool, need_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        gemm, arrive = self.gemm, None
+        if self.sequence_parallel and need_w and not self.waits:
+            arrive = gemm.gather(x, self.ranks)  # runs while dgrad computes
+
+        def whole() -> Operand:
+            if not self.sequence_parallel:
+                return x
+            return (arrive or gemm.gather(x, self.ranks))()
+
+        reduced = self._start_reduction(gemm.dgrad(grad_y, weight)) if need_x else None
+        # The reduction of dgrad runs while wgrad computes.
+        grad_w = self.wgrad(grad_y, whole) if need_w else None
+        return None if reduced is None else reduced(), grad_w
+
+    def _start_reduction(self, grad_x: Tensor) -> Callable[[], Tensor]:
+        if self.group is None:
+            return lambda: grad_x
+        if self.sequence_parallel:
+            return start_reduce_scatter(grad_x, self.group, SEQUENCE_DIM).wait
+        return start_all_reduce(grad_x, self.group).wait
+
+    def _row_gradients(
+        self, x: Operand, weight: Operand, grad_y: Operand, *, need_x: bool, need_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_x = None
+        if self.sequence_parallel and need_x:
+            product = Product(self.gemm, weight, is_dgrad=True)
+            grad_x, grad_y = gather_and(product, grad_y, self.ranks, self.overlap, keep=need_w)
+        elif self.sequence_parallel and need_w:
+            grad_y = self.gemm.gather(grad_y, self.ranks)()
+        elif need_x:
+            grad_x = self.gemm.dgrad(grad_y, weight)
+        return grad_x, self.wgrad(grad_y, lambda: x) if need_w else None
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer by its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, mode: Mode
+    ) -> Tensor:
+        own, matrix = how.gemm.operand(x, "input"), how.gemm.operand(weight, "weight")
+        how.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
+        ctx.mode = mode
+        return how.forward(mode, own, matrix, bias)
+
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        how: _How = ctx.how
-        (x, weight), gemm = how.restore(ctx), how.gemm
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        grad_b = grads[0].flatten(0, -2).sum(0) if need_b else None
-        grad_y = gemm.operand(grads[0], "grad") if need_x or need_w else None
-        grad_x = None
-        if how.sequence_parallel and need_x:
-            product = Product(gemm, weight, is_dgrad=True)
-            grad_x, grad_y = gather_and(product, grad_y, how.ranks, how.overlap, keep=need_w)
-        elif how.sequence_parallel and need_w:
-            grad_y = gemm.gather(grad_y, how.ranks)()
-        elif need_x:
-            grad_x = gemm.dgrad(grad_y, weight)
-        grad_w = how.wgrad(grad_y, lambda: x) if need_w else None
-        return grad_x, grad_w, grad_b, None
+        how: How = ctx.how
+        needs = ctx.needs_input_grad[:3]
+        return *how.backward(ctx.mode, *how.restore(ctx), grads[0], needs), None, None
+
+
+def how_to(
+    weight: Tensor,
+    *,
+    gemm: Gemm,
+    group: Group,
+    sequence_parallel: bool,
+    wgrad_store: WgradStore | None,
+    grad_sink: GradSink | None,
+    overlap: Overlap | None,
+) -> How:
+    """Bring a layer's settings together, and pick how its communication is hidden."""
+    alone = group is None or group_size(group) == 1
+    sequence_parallel = sequence_parallel and not alone
+    if overlap is None:
+        overlap = pick_overlap(
+            group, sequence_parallel=sequence_parallel, device=weight.device, gemm=gemm
+        )
+    elif group is not None and not alone:
+        check_overlap(overlap, group, weight.device, gemm)
+    return How(
+        weight=weight,
+        gemm=gemm,
+        group=None if alone else group,
+        sequence_parallel=sequence_parallel,
+        store=wgrad_store,
+        sink=grad_sink,
+        overlap=overlap,
+    )
 
 
 def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
@@ -190,7 +230,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    mode: Literal["column", "row"],
+    mode: Mode,
     group: Group = None,
     gemm: Gemm | None = None,
     sequence_parallel: bool = False,
@@ -223,7 +263,8 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         wgrad_store: Takes the computation of the weight's gradient if it is active in backward.
             Compiled graphs do not ask. A weight that was computed cannot wait in one.
         grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
-            none. Compiled graphs leave it to autograd.
+            none. Compiled graphs leave it to autograd; a layer in one (`ColumnParallelLinear`)
+            uses store and sink.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
             `None` is `pick_overlap`.
 
@@ -250,33 +291,28 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if alone and wgrad_store is None and grad_sink is None and gemm.is_autograd:
         return F.linear(x, weight, bias)
     sequence_parallel = sequence_parallel and not alone
-    if overlap is None:
-        overlap = pick_overlap(
-            group, sequence_parallel=sequence_parallel, device=x.device, gemm=gemm
-        )
-    elif group is not None and not alone:
-        check_overlap(overlap, group, x.device, gemm)
     if sequence_parallel:
-        _check_sequence(x, mode, group)
-    how = _How(
-        weight=weight,
+        check_sequence(x, mode, group)
+    how = how_to(
+        weight,
         gemm=gemm,
-        group=None if alone else group,
+        group=group,
         sequence_parallel=sequence_parallel,
-        store=wgrad_store,
-        sink=grad_sink,
+        wgrad_store=wgrad_store,
+        grad_sink=grad_sink,
         overlap=overlap,
     )
     rows = as_autocast(x if x.dim() > 1 else x.unsqueeze(0))
     operands = rows, as_autocast(weight), None if bias is None else as_autocast(bias)
-    if alone:
-        y = cast(Tensor, _Column.apply(*operands, how))
+    if alone:  # where rows are columns
+        y = cast(Tensor, _Linear.apply(*operands, how, "column"))
     else:
-        y = apply_outside_graph(_Column if mode == "column" else _Row, *operands, how)
+        y = apply_outside_graph(_Linear, *operands, how, mode)
     return y if x.dim() > 1 else y.squeeze(0)
 
 
-def _check_sequence(x: Tensor, mode: str, group: Group) -> None:
+def check_sequence(x: Tensor, mode: Mode, group: Group) -> None:
+    """Refuse an input that has no sequence to split, or one that the ranks can't share."""
     if x.dim() < 3:
         raise ValueError(
             f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"

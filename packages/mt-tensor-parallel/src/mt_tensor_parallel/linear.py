@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod, sqrt
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from mt_files import check_type
@@ -23,8 +23,9 @@ from mt_parallel_state import (
 from torch import Tensor, nn
 
 from mt_tensor_parallel.arguments import positive_int
-from mt_tensor_parallel.functional import parallel_linear
+from mt_tensor_parallel.functional import Mode, parallel_linear
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
+from mt_tensor_parallel.graph import graph_linear, number_of
 from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.shards import draw_part, take_part
 
@@ -82,6 +83,7 @@ class _ParallelLinear(nn.Module):
         self.gemm: Gemm = checked_gemm(gemm)
         self.wgrad_store: WgradStore | None = None
         self.grad_sink: GradSink | None = None
+        self._number = number_of(self)
         sizes = _features(out_features if column else in_features, self._split)
         whole = in_features if column else out_features
         whole = positive_int(whole, "in_features" if column else "out_features")
@@ -165,12 +167,16 @@ class _ParallelLinear(nn.Module):
 
     def _apply_linear(self, x: Tensor, given: Tensor | None, bias: Tensor | None) -> Tensor:
         column = self._split == "out_features"
+        mode: Mode = "column" if column else "row"
         weight = self.weight if given is None else given
+        weight = weight.flatten(0, -2) if column else weight.flatten(1)
+        if torch.compiler.is_compiling() and given is None and self._is_node:
+            return graph_linear(self, self._number, (x, weight, bias), mode)
         return parallel_linear(
             x,
-            weight.flatten(0, -2) if column else weight.flatten(1),
+            weight,
             bias,
-            mode="column" if column else "row",
+            mode=mode,
             group=self.group if self.communicate else None,
             gemm=self.gemm,
             sequence_parallel=self.sequence_parallel,
@@ -178,6 +184,20 @@ class _ParallelLinear(nn.Module):
             grad_sink=self.grad_sink if given is None else None,
             overlap=self.overlap,
         )
+
+    @property
+    def _is_node(self) -> bool:
+        """Whether a compiled graph has the layer as a node: it adds to a sink, or communicates.
+
+        Operands that are no tensors leave the graph, whose nodes keep tensors for backward.
+        """
+        sends = self.communicate and group_size(self.group) > 1
+        return self.gemm.keeps_tensors and (sends or self.grad_sink is not None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy a number of its own."""
+        super().__setstate__(state)
+        self._number = number_of(self)
 
     def extra_repr(self) -> str:
         """The shapes and settings that torch prints."""

@@ -332,12 +332,26 @@ class RunConfig:
             )
         if own.strategy == "full":
             errors |= self._full_errors()
-        elif own.prefetch and self.training.compile:
+        elif own.prefetch and self.waits_for_whole_parameters:
             errors["prefetch"] = (
-                f"{own.prefetch} has forwards wait for parameters, which does not go with "
-                "training.compile; use prefetch 0, or compile: false"
+                f"{own.prefetch} has modules wait for their parameters, which the compiled parts "
+                f"of layers in pipeline.schedule {self.pipeline.schedule} do not; use prefetch 0, "
+                "or compile: false"
             )
         return {f"data_parallel.{name}": text for name, text in errors.items()}
+
+    @property
+    def _runs_parts(self) -> bool:
+        """Whether the schedule runs parts of two layers in turn."""
+        return self.pipeline.schedule in ("dualpipe", "dualpipe-v")
+
+    @property
+    def waits_for_whole_parameters(self) -> bool:
+        """Whether forwards can't begin while parameters are on their way.
+
+        Modules of a layer wait for them each, but not in the graph of a part of the layer.
+        """
+        return self.training.compile and self._runs_parts
 
     def _full_errors(self) -> dict[str, str]:
         """Say what does not go with parameters that are whole only while a layer runs."""
@@ -345,9 +359,7 @@ class RunConfig:
             "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
         )
         schedule = self.pipeline.schedule
-        if self.training.compile:
-            return {"strategy": f"full does not go with training.compile, {why}, or compile: false"}
-        if schedule in ("dualpipe", "dualpipe-v"):
+        if self._runs_parts:
             return {
                 "strategy": f"full does not go with pipeline.schedule {schedule}, which runs parts "
                 f"of two layers in turn, {why}, or schedule zb-v"

@@ -35,7 +35,7 @@ def shard_options(config: RunConfig) -> dict[str, Any]:
     return {
         "bucket_size": config.parallel.bucket_size,
         "overlap": section.overlap,
-        "prefetch": int(not config.training.compile) if prefetch is None else prefetch,
+        "prefetch": int(not config.waits_for_whole_parameters) if prefetch is None else prefetch,
         "grad_dtype": None if grad_dtype is None else DTYPES[grad_dtype],
         "pad_for_bandwidth": section.pad_for_bandwidth,
         "shard_dtype": None if shard_dtype is None else DTYPES[shard_dtype],
