@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from mt_testing.calls import Call, Message, recorded_calls, recorded_ranks, replay
     from mt_testing.covering import pairwise
+    from mt_testing.device_work import DeviceWork
     from mt_testing.errors import CommunicationError, PoolError, RankDied, RankFailure, RankTimeout
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
@@ -28,6 +29,7 @@ __all__ = [
     "FACTORS",
     "Call",
     "CommunicationError",
+    "DeviceWork",
     "HostSync",
     "HostSyncs",
     "KillAt",
@@ -60,6 +62,7 @@ _HOMES = {
     "benchmark": "environment quartiles ratios shown take_turns write_report",
     "calls": "Call Message recorded_calls recorded_ranks replay",
     "covering": "pairwise",
+    "device_work": "DeviceWork",
     "errors": "CommunicationError PoolError RankDied RankFailure RankTimeout",
     "fake": "fake_world",
     "faults": "KillAt expect_kill",
