@@ -67,6 +67,13 @@ def test_compiled_training_gives_the_losses_of_eager(train, tmp_path) -> None:
     assert compiled == pytest.approx(eager, rel=1e-4)
 
 
+@pytest.mark.parametrize("graphs", ["layer", "step"])
+def test_captured_training_gives_the_losses_of_eager(graphs, train, tmp_path) -> None:
+    eager = train(tmp_path / "eager", "training.steps=5", gpu=True)
+    options = ("training.steps=5", f"training.cuda_graphs={graphs}")
+    assert train(tmp_path / "captured", *options, gpu=True) == pytest.approx(eager, rel=1e-5)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["gpu-to-cpu", "cpu-to-gpu"])
 def test_a_checkpoint_moves_between_devices(first, train, tmp_path) -> None:
     whole = train(tmp_path / "whole", gpu=False)

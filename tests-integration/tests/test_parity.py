@@ -170,6 +170,35 @@ def test_compiled_layers_train_like_one_process(
     assert_same_run(run, reference("fp64", False), "fp64", losses, held_out, arrays)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["layer", "parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL],
+        ["step", "parallel.pp=2", "pipeline.schedule=interleaved", "pipeline.chunks=2"],
+        ["step", "data_parallel.strategy=optimizer", "dp=2"],
+        pytest.param(["layer", "parallel.pp=2", "dp=2"], marks=pytest.mark.campaign),
+        pytest.param(["step", "parallel.tp=2", "parallel.pp=2"], marks=pytest.mark.campaign),
+        pytest.param(["layer", "parallel.tp=2", "dp=2"], marks=pytest.mark.campaign),
+    ],
+    ids="-".join,
+)
+def test_graphs_have_the_bits_of_the_same_layout_without(
+    options, tiny, tmp_path, losses, held_out, arrays
+) -> None:
+    graphs, *options = options
+    ranks = 2 ** sum(option.endswith("p=2") for option in options)
+    options = [option for option in options if option != "dp=2"]
+    options += ["training.dtype=fp32", "training.micro_batch_size=2", "training.steps=3"]
+    run = tiny.train(tmp_path / "run", *options, f"training.cuda_graphs={graphs}", nproc=ranks)
+    plain = tiny.train(tmp_path / "plain", *options, nproc=ranks)
+    assert losses(run) == losses(plain)
+    assert held_out(run) == held_out(plain)
+    found, expected = arrays(run, 3), arrays(plain, 3)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_ranks_than_key_value_heads_train_like_one_process(
     sequence_parallel, tiny, reference, tmp_path, losses, held_out, arrays

@@ -16,6 +16,50 @@ UNSHARED = (
 
 # By the field that is blamed: the overrides, and the words of the message.
 PAIRS = {
+    "training.cuda_graphs": [
+        (
+            ["training.cuda_graphs=step", "training.compile=true"],
+            "step does not go with training.compile, whose code launches few kernels; use none, or "
+            "compile: false",
+        ),
+        *(
+            (
+                ["training.cuda_graphs=layer", *others],
+                f"layer does not go with {words}, or cuda_graphs: none",
+            )
+            for others, words in (
+                (
+                    ["data_parallel.strategy=optimizer_gradients"],
+                    "data_parallel.strategy optimizer_gradients, where gradients have no memory "
+                    "that stays; use strategy none or optimizer",
+                ),
+                (
+                    ["data_parallel.strategy=optimizer", "data_parallel.prefetch=1"],
+                    "data_parallel.prefetch 1, as forwards wait for parameters then; use prefetch "
+                    "0",
+                ),
+                (
+                    ["data_parallel.strategy=optimizer", "data_parallel.offload=true"],
+                    "data_parallel.offload, which has the host wait for gradients; use offload: "
+                    "false",
+                ),
+                (
+                    ["pipeline.schedule=zb-h1", "parallel.pp=2"],
+                    "pipeline.schedule zb-h1, whose backwards go in parts; use gpipe, 1f1b, "
+                    "interleaved or bfs",
+                ),
+                (
+                    ["parallel.cp=2"],
+                    "parallel.cp 2, whose exchanges the host waits for; use cp 1",
+                ),
+                (
+                    ["training.recompute=selective"],
+                    "training.recompute, which saves no memory inside of a graph; use recompute: "
+                    "none",
+                ),
+            )
+        ),
+    ],
     "data_parallel.replicas": [
         (
             ["data_parallel.replicas=2"],

@@ -168,7 +168,7 @@ class _Slot:
         self.is_free, self.turn = True, 0
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._kept: list[Any] = []  # outputs with their graph
-        self._made: dict[int, str] = {}  # by the forward
+        self._tape_before: Tape | None = None  # of the forward
         self._form: TreeSpec | None = None
         self._outputs: list[Any] = []
         self._grads: list[Tensor | None] = []  # of outputs
@@ -196,11 +196,10 @@ class _Slot:
         is_first = not owner.forward.operations
         if is_first:
             owner.held.note()
-        self._made = {}
         tape = self._tape(owner.forward, checks=not is_first)
         with owner.pool.aside(self.inputs.device), torch.enable_grad(), tape.running():
             output = owner.call(self.inputs)
-        self._made = tape.made
+        self._tape_before = tape
         self._keep(output)
         if is_first and owner.forward.obstacle is not None:
             owner.refuse(owner.forward.obstacle)
@@ -232,6 +231,8 @@ class _Slot:
         owner = self.owner
         is_first = not owner.backward.operations
         tape = self._tape(owner.backward, checks=not is_first)
+        if self._tape_before is not None:
+            tape.follow(self._tape_before)
         with owner.pool.aside(self.inputs.device), tape.running():
             found = self._differentiate(self._kept, self._grads)
         self._hold(found)
@@ -250,8 +251,7 @@ class _Slot:
         return [*leaves, *self.owner.parameters()]
 
     def _tape(self, script: Script, *, checks: bool) -> Tape:
-        sources = {start: f"forward's {what}" for start, what in self._made.items()}
-        sources |= self.owner.held.names() | self.inputs.names()
+        sources = self.owner.held.names() | self.inputs.names()
         grads = ((i, x) for i, x in enumerate(self._grads) if x is not None)
         sources |= {x.data_ptr(): f"the gradient of output {i}" for i, x in grads}
         device = self.inputs.device.type

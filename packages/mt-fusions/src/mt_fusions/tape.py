@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from mt_files import UserError
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,9 +79,6 @@ class Tape(TorchDispatchMode):
         sources: What to call memory that was there before.
         device: The type of the device for which the host must not wait.
         checks: Whether the script is complete.
-
-    Attributes:
-        made: What to call memory that was allocated, by address; the last one there.
     """
 
     def __init__(
@@ -89,8 +87,9 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._name = name
         self._script, self._sources, self._device, self._checks = script, sources, device, checks
-        self.made: dict[int, str] = {}
+        self._made: dict[int, tuple[str, StorageWeakRef]] = {}
         self._number = 0
+        self._communicates = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -112,7 +111,16 @@ class Tape(TorchDispatchMode):
 
     def has_made(self, x: Tensor) -> bool:
         """Tell whether the memory of a tensor was allocated by the operations."""
-        return address(x) in self.made
+        return self._maker(address(x)) is not None
+
+    def follow(self, before: Tape) -> None:
+        """Know the memory that a forward's operations allocated, as long as it is there."""
+        self._made = {start: (f"forward's {name}", s) for start, (name, s) in before._made.items()}
+
+    def _maker(self, start: int) -> str | None:
+        """What made the memory at an address; None where that was freed, and others may be."""
+        name, storage = self._made.get(start, ("", None))
+        return None if storage is None or storage.expired() else name
 
     def __torch_dispatch__(
         self,
@@ -124,6 +132,7 @@ class Tape(TorchDispatchMode):
         """Note an operation, and run it."""
         kwargs, name = dict(kwargs or {}), func._schema.name
         leaves = tree_leaves((args, kwargs))
+        self._communicates |= func.namespace == "c10d"
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         why = _obstacle(func, args, kwargs, tensors, self._device)
         if why is not None:
@@ -135,11 +144,12 @@ class Tape(TorchDispatchMode):
             self._compare(operation)
         else:
             self._script.operations.append(operation)
-            self._script.outside |= used - set(self.made)
+            self._script.outside |= {start for start in used if self._maker(start) is None}
         result = func(*args, **kwargs)
         for index, x in enumerate(tree_leaves(result)):
             if isinstance(x, Tensor) and address(x) not in used:
-                self.made[address(x)] = f"result {index} of operation {self._number}"
+                name = f"result {index} of operation {self._number}"
+                self._made[address(x)] = name, StorageWeakRef(x.untyped_storage())
         self._number += 1
         return result
 
@@ -151,10 +161,13 @@ class Tape(TorchDispatchMode):
     def _described(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             start = address(x)
-            where = self.made.get(start)
+            where = self._maker(start)
             if where is None and start:
                 name = self._sources.get(x.data_ptr()) or self._sources.get(start)
-                where = name or f"memory at {start:#x}, that is not named in state"
+                # gloo has buffers of its own, which the host copies from when it waits.
+                unknown = f"memory at {start:#x}, that is not named in state"
+                buffer = self._communicates and self._device == "cpu"
+                where = name or ("memory of a collective" if buffer else unknown)
             return where, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.device
         return repr(x) if isinstance(x, _PLAIN) else type(x).__name__
 

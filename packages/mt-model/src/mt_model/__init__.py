@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from mt_model.losses import Losses
     from mt_model.saved_activations import KeptBytes
     from mt_model.stack import Stack
+    from mt_model.stage_graph import GraphOptions, graph_stage
     from mt_model.vision import VisionEncoder
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "Family",
     "FeedForwardConfig",
     "GatedDeltaNetConfig",
+    "GraphOptions",
     "ImageInputConfig",
     "KVCache",
     "KeptBytes",
@@ -153,6 +155,7 @@ __all__ = [
     "from_pretrained",
     "gpt",
     "gpt_arguments",
+    "graph_stage",
     "import_pretrained",
     "initializer",
     "keep_freed_memory",
@@ -192,5 +195,6 @@ __getattr__ = resolve_later(
     },
     saved_activations="KeptBytes",
     stack="Stack",
+    stage_graph="GraphOptions graph_stage",
     vision="VisionEncoder",
 )

@@ -53,8 +53,34 @@ class RotaryTable(NamedTuple):
         return [cos, sin.chunk(2, dim=-1)[1].repeat(*(1,) * (sin.dim() - 1), 2)]
 
 
+class AngleStore:
+    """The angles of each rotary embedding on its device, the last ones that were asked for.
+
+    Their copy to a device is made once: in a CUDA graph none can be, as it is of Python's values.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Rotary, tuple[tuple[float, ...], Tensor]] = {}
+
+    def __call__(self, rotary: Rotary, length: int, device: torch.device) -> Tensor:
+        """Return the angles for sequences of a length, in fp64."""
+        values = tuple(rotary.angles(length))
+        held = self._held.get(rotary)
+        if held is None or held[0] != values or held[1].device != device:
+            with torch.inference_mode(mode=False):
+                made = torch.tensor(values, dtype=torch.float64)
+                # Waiting for the copy would wait for all work before it on an accelerator.
+                held = self._held[rotary] = values, made.to(device, non_blocking=True)
+        return held[1]
+
+
 def rotary_table(
-    positions: Tensor, rotary: Rotary, *, length: int, dtype: torch.dtype
+    positions: Tensor,
+    rotary: Rotary,
+    *,
+    length: int,
+    dtype: torch.dtype,
+    angles: AngleStore | None = None,
 ) -> RotaryTable:
     """Cosine and sine of `position * angle`, computed in fp64 and rounded once.
 
@@ -63,6 +89,7 @@ def rotary_table(
         rotary: What is turned, and how.
         length: Of the whole sequence, for scalings that depend on it.
         dtype: Of the table.
+        angles: Keeps what does not change from pass to pass.
 
     Shape:
         positions: [S], [B, S] where rows differ, or [3, B, S] for a rope with sections.
@@ -80,9 +107,7 @@ def rotary_table(
         )
     else:
         by_pair = torch.stack([positions[axis] for axis in axes], dim=-1).double()
-    angles = torch.tensor(rotary.angles(length), dtype=torch.float64)
-    # Waiting for the copy would wait for all work before it on an accelerator.
-    angle = by_pair * angles.to(positions.device, non_blocking=True)
+    angle = by_pair * (angles or AngleStore())(rotary, length, positions.device)
     cos, sin = angle.cos() * rotary.magnitude, angle.sin() * rotary.magnitude
     pairs = (cos, cos), (-sin, sin)
     if rotary.rope.interleaved:

@@ -41,7 +41,7 @@ from mt_model.placement import Placement
 from mt_model.recompute_plan import WORDS, RecomputePlan
 from mt_model.residual import RESIDUAL_KERNELS
 from mt_model.rope import Rotary
-from mt_model.rotary import RotaryTable, rotary_table
+from mt_model.rotary import AngleStore, RotaryTable, rotary_table
 from mt_model.saved_activations import KeptBytes, SavedActivations
 from mt_model.score_table import ScoreTable
 from mt_model.stack_config import MixerConfig, StackConfig
@@ -149,6 +149,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self.plan = RecomputePlan.of(recompute)
         self.plan.check(len(config.all_layers))
         self._kept: dict[int, KeptBytes] | None = None
+        self._angles = AngleStore()
         context = self.placement.context
         inner = context_inner_size or 1
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
@@ -472,7 +473,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
         """Rotary tables of this stage's layers; equal ones are made once."""
         mixers = (layer.config.mixer for layer in self.built_layers())
         kinds = {mixer.rotary for mixer in mixers if mixer is not None}
-        make = partial(rotary_table, positions, length=length, dtype=self.placement.dtype)
+        how = {"dtype": self.placement.dtype, "angles": self._angles}
+        make = partial(rotary_table, positions, length=length, **how)
         return {kind: make(kind) for kind in kinds if kind}
 
 

@@ -20,6 +20,7 @@ from mt_train.parallel_section import DataParallelSection, ParallelSection, Pipe
 
 _MAX_BATCH = 10**7
 _MAX_TOKENS = 1 << 32  # of one micro-batch
+_IN_PARTS = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v")
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -46,6 +47,9 @@ class TrainingSection:
             learning rate follows whichever of steps and time is further, so that a slow machine
             anneals too.
         compile: Compile layers with torch.compile, like ones once.
+        cuda_graphs: Replay CUDA graphs in place of launching kernels: of each `layer`, or of all
+            that a micro-batch's forward and backward do in a `step` on this rank's stage. On a CPU
+            they run eagerly, and what a graph would compute wrong is an error.
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
             and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
@@ -62,6 +66,7 @@ class TrainingSection:
     seed: int = 1234
     time_budget: float | None = None
     compile: bool = False
+    cuda_graphs: Literal["none", "layer", "step"] = "none"
     recompute: Recompute | RecomputePlan = "none"
 
     def __post_init__(self) -> None:
@@ -73,6 +78,8 @@ class TrainingSection:
                 f"{shown} does not go with training.compile, whose compiler decides itself what "
                 'of a layer to compute again; use "none" or "full", or compile: false',
             )
+        if self.cuda_graphs != "none":
+            self._check_graphs(checks)
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
         checks.at_most(MAX_STEPS, "steps")
         checks.at_most(_MAX_BATCH, "global_batch_size", "micro_batch_size")
@@ -86,6 +93,15 @@ class TrainingSection:
                 f"{_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less",
             )
         checks.done()
+
+    def _check_graphs(self, checks: Checks) -> None:
+        graphs = self.cuda_graphs
+        if self.compile:
+            text = f"{graphs} does not go with training.compile, whose code launches few kernels; "
+            checks.add("cuda_graphs", f"{text}use none, or compile: false")
+        elif self.recompute != "none":
+            text = f"{graphs} does not go with training.recompute, which saves no memory inside of "
+            checks.add("cuda_graphs", f"{text}a graph; use recompute: none, or cuda_graphs: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +295,7 @@ class RunConfig:
         errors |= self._precision_errors()
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
+        errors |= self._graph_errors()
         if errors:
             raise FieldError(errors)
 
@@ -365,6 +382,30 @@ class RunConfig:
                 f"of two layers in turn, {why}, or schedule zb-v"
             }
         return {}
+
+    def _graph_errors(self) -> dict[str, str]:
+        """Say what can't be captured in CUDA graphs."""
+        if self.training.cuda_graphs == "none":
+            return {}
+        own, why = self.data_parallel, ""
+        if own.strategy in ("full", "optimizer_gradients"):
+            why = f"data_parallel.strategy {own.strategy}, where gradients have no memory that "
+            why += "stays; use strategy none or optimizer"
+        elif own.offload:
+            why = "data_parallel.offload, which has the host wait for gradients; use offload: false"
+        elif own.prefetch:
+            why = f"data_parallel.prefetch {own.prefetch}, as forwards wait for parameters then; "
+            why += "use prefetch 0"
+        elif self.pipeline.schedule in _IN_PARTS:
+            why = f"pipeline.schedule {self.pipeline.schedule}, whose backwards go in parts; use "
+            why += "gpipe, 1f1b, interleaved or bfs"
+        elif self.parallel.cp > 1:
+            why = f"parallel.cp {self.parallel.cp}, whose exchanges the host waits for; use cp 1"
+        if not why:
+            return {}
+        graphs = self.training.cuda_graphs
+        text = f"{graphs} does not go with {why}, or cuda_graphs: none"
+        return {"training.cuda_graphs": text}
 
     def _evaluation_errors(self) -> dict[str, str]:
         length, batch = self.training.sequence_length, self.evaluation.micro_batch_size

@@ -31,11 +31,12 @@ def reduction(section: DataParallelSection, state: ParallelState) -> Reduction:
 def shard_options(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of `mt_data_parallel.shard` that the configuration names."""
     section, prefetch = config.data_parallel, config.data_parallel.prefetch
+    is_whole = config.waits_for_whole_parameters or config.training.cuda_graphs != "none"
     grad_dtype, shard_dtype = section.grad_dtype, section.shard_dtype
     return {
         "bucket_size": config.parallel.bucket_size,
         "overlap": section.overlap,
-        "prefetch": int(not config.waits_for_whole_parameters) if prefetch is None else prefetch,
+        "prefetch": int(not is_whole) if prefetch is None else prefetch,
         "grad_dtype": None if grad_dtype is None else DTYPES[grad_dtype],
         "pad_for_bandwidth": section.pad_for_bandwidth,
         "shard_dtype": None if shard_dtype is None else DTYPES[shard_dtype],

@@ -93,7 +93,7 @@ class DataParallelSection:
         prefetch: With strategy `full`, layers whose parameters are fetched while the one before
             them runs. With `optimizer` and `optimizer_gradients`, 0 waits for the parameters after
             a step; above 0 each layer's forward waits for its own. By default 1, or 0 with
-            `training.compile` and a schedule of dualpipe.
+            `training.compile` and a schedule of dualpipe, or `training.cuda_graphs`.
         grad_dtype: What gradients are added up in on each rank; by default fp32 (fp64 for fp64).
         reduce_dtype: What they are sent as between ranks; by default `grad_dtype`.
         local_sum: Send each rank the addends of its part, which it adds in fp32, rather than have

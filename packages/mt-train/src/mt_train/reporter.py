@@ -54,6 +54,13 @@ class Reporter:
         if not self._show(lambda: self._console.say(text)):
             self._console.say(text)  # the same words, where they can still be read
 
+    def say_of_rank(self, rank: int, text: str) -> None:
+        """Tell a sentence about one rank, on any rank; those behind the first one use stderr."""
+        if rank == 0:
+            self.say(text)
+        else:
+            _Stderr().say(f"rank {rank}: {text}")
+
     def sync(self) -> None:
         """Wait until the logs are on the disk."""
         for name, log in list(self._logs.items()):

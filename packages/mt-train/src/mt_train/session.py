@@ -198,6 +198,7 @@ class _Session:
             stopped = step.stop
             reporter.step(step.record)
             self._say_found(reporter, step.record)
+            self._say_reasons(reporter)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:
@@ -221,6 +222,12 @@ class _Session:
                 "the same command continues"
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _say_reasons(self, reporter: Reporter) -> None:
+        """Say why something is not captured, on whichever rank that is."""
+        for reason in self.trainer.reasons:
+            reporter.say_of_rank(self.state.rank, f"cuda_graphs: {reason}")
+        self.trainer.reasons.clear()
 
     def _export(self, reporter: Reporter) -> None:
         """Write the last checkpoint for other programs, on the first rank; the others wait."""
@@ -350,6 +357,8 @@ class _Session:
         )
         compiled = self.config.training.compile
         for line in kernel_lines(self.trainer.stages, self.state, compiled=compiled):
+            reporter.say(line)
+        for line in wrapping.graph_lines(self.config.training, self.state.device):
             reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):
             reporter.say(line)

@@ -36,7 +36,7 @@ from mt_train.pipeline import (
     plan_pipeline,
 )
 from mt_train.progress import Course, Progress, StepMeter
-from mt_train.wrapping import wrap_layers
+from mt_train.wrapping import wrap_stages
 
 # From its start a dynamic loss scale takes some 30 steps to fit; more than this is no accident.
 _MOST_SKIPPED = 100
@@ -131,12 +131,17 @@ class Trainer:
             **shard_options(config),
         )
         self.named_parameters = list(named_parameters(*here).items())
-        for stage in self.stages:
-            stage.sum_weight_gradients(self.buffer.sink)
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
-        wrap_layers(self.stages, training)
+        self.reasons: list[str] = []  # why something is not captured; who tells them empties it
+        runs = wrap_stages(
+            self.stages,
+            training,
+            self.buffer,
+            microbatches=sampler.num_microbatches,
+            on_eager=self.reasons.append,
+        )
         self._clip: LogitClip | None = None
         if config.optimizer.qk_clip is not None:
             self._clip = LogitClip(
@@ -145,7 +150,7 @@ class Trainer:
             self.optimizer.inner.rescale = self._clip.factors
         self.executor = Executor(
             plan.schedule,
-            self.stages,
+            runs,
             group=state.group("pp"),
             activation=self._activation,
             device=state.device,

@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from mt_model import GPT
+from mt_data_parallel import GradBuffer
+from mt_model import GPT, GraphOptions, graph_stage
 
 from mt_train.config import TrainingSection
+from mt_train.graph_sinks import GraphSinks
 from mt_train.metrics import Record
 
 
-def wrap_layers(stages: Sequence[GPT], training: TrainingSection) -> None:
-    """Put around what each layer computes what the configuration asks for."""
+def wrap_stages(
+    stages: Sequence[GPT],
+    training: TrainingSection,
+    buffer: GradBuffer,
+    *,
+    microbatches: int,
+    on_eager: Callable[[str], object],
+) -> list[Callable[..., Any]]:
+    """Put around what each layer or stage computes what the configuration asks for.
+
+    Linear layers are told where their weights' gradients go.
+
+    Args:
+        stages: Of this rank.
+        training: Says what.
+        buffer: Where gradients go.
+        microbatches: Of a step; as many passes run before graphs are captured.
+        on_eager: Told of each reason why something is not captured.
+
+    Returns:
+        What the pipeline calls in place of the stages.
+    """
     if training.compile:
         for stage in stages:
             stage.wrap_layers(torch.compile)
+    if training.cuda_graphs == "none":
+        for stage in stages:
+            stage.sum_weight_gradients(buffer.sink)
+        return [*stages]
+    sinks = GraphSinks(buffer.sink)
+    for stage in stages:
+        stage.sum_weight_gradients(sinks.sink)
+    options = GraphOptions(
+        warmup=microbatches, slots=microbatches, around=sinks.around, on_eager=on_eager
+    )
+    unit = "layer" if training.cuda_graphs == "layer" else "stage"
+    return [graph_stage(stage, unit, options) for stage in stages]
+
+
+def graph_lines(training: TrainingSection, device: torch.device) -> list[str]:
+    """Say what is captured, where that was asked for."""
+    if training.cuda_graphs == "none":
+        return []
+    what = "each layer" if training.cuda_graphs == "layer" else "each stage"
+    first = f"cuda_graphs: forward and backward of {what}, from the second step on"
+    if device.type != "cuda":
+        first += f"; on a {device.type.upper()} they run eagerly, held to the rules of a graph"
+    return [first, "cuda_graphs: the optimizer runs eagerly, as the host decides on each step"]
 
 
 def describe(record: Record) -> str | None:
