@@ -27,14 +27,14 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
             "0 <= rank < size"
         )
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend known
 
     if dist.is_initialized():
         raise RuntimeError(
             f"this process already has a process group of {dist.get_world_size()} ranks; "
             "call torch.distributed.destroy_process_group() before fake_world"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
