@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mt_model import GPT, AttentionConfig, LayerConfig, MLPConfig, gpt
+from mt_model import GPT, AttentionConfig, Kernels, LayerConfig, MLPConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 
 # Dynamo itself looks at .grad of what enters a graph.
@@ -115,3 +115,13 @@ def test_layers_of_several_ranks_are_one_graph_with_their_sinks(ranks, sequence_
         assert difference < 1e-12
         assert counts == (1, 0)
         assert same
+
+
+def test_layers_that_hand_on_their_last_branch_are_compiled_by_their_place() -> None:
+    graphs(anew=True)
+    config = gpt(**SIZES, num_layers=3, num_heads=4, ffn_size=24)
+    model = GPT(config, kernels=Kernels(residual="fused"), dtype=torch.float64)
+    expected = results(model)
+    model.wrap_layers(compiled)
+    torch.testing.assert_close(results(model), expected, rtol=1e-11, atol=1e-12)
+    assert graphs() == (3, 0)  # the first, the one between and the last
