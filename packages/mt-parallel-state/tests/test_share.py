@@ -40,13 +40,15 @@ def test_what_json_cannot_hold_is_a_type_error():
         share_json(object(), None)
 
 
-@pytest.mark.parametrize(
-    ("backends", "expected"),
-    [("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3")],
-)
-def test_hosts_agree_without_their_devices_where_they_can(monkeypatch, backends, expected):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert agreement_device(object(), "cuda:3") == torch.device(expected)
+def test_a_group_without_a_backend_for_cpus_agrees_on_its_device():
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert agreement_device(group, "cuda:3") == torch.device("cuda:3")
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, _gloo())
+    assert agreement_device(group, "cuda:3") == torch.device("cpu")
+
+
+def _gloo():
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
 
 
 def test_hosts_of_a_gloo_group_agree_on_cpus(ranks):

@@ -62,8 +62,9 @@ def random_uniform(
     check_type("index", index, Tensor)
     if dtype not in _BITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    if index.dtype != torch.int64:
-        raise TypeError(f"index must be int64, got {index.dtype}")
+    for name, tensor in (("key", key), ("index", index)):
+        if isinstance(tensor, Tensor) and tensor.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, got {tensor.dtype}")
     if torch.compiler.is_compiling():  # which fuses all of it, and needs no blocks
         return _uniform_bits(key, index, _BITS[dtype]).to(dtype) * 2.0 ** -_BITS[dtype]
     out = torch.empty(index.shape, dtype=dtype, device=index.device)

@@ -21,9 +21,12 @@ def agreement_device(group: Group, device: torch.device | str) -> torch.device:
         group: The ranks; None is one rank.
         device: Where a group without such a backend takes tensors from.
     """
-    if group is None or "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device(device)
+    here = torch.device("cpu")
+    try:  # torch knows the configuration of its own groups only, and not of one that checks another
+        _ = None if group is None else group._get_backend(here)
+    except RuntimeError:
+        return torch.device(device)
+    return here
 
 
 def share_json(value: Any, group: Group, *, device: torch.device | str = "cpu") -> list[Any]:
