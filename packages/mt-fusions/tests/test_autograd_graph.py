@@ -24,8 +24,8 @@ def make_layers(device="cpu"):
     return nn.ModuleList(Layer() for _ in range(3)).to(device)
 
 
-def graphed(layers, **options):
-    pool = GraphPool()
+def graphed(layers, *, slots=16, **options):
+    pool = GraphPool(slots=slots)
     return [AutogradGraph(layer, state=layer, pool=pool, **options) for layer in layers]
 
 
@@ -189,9 +189,8 @@ def test_gradients_that_the_callable_adds_itself_are_replayed():
             return grad, None
 
     weight = torch.ones(3, requires_grad=True)
-    step = AutogradGraph(
-        lambda x: Sunk.apply(x, weight), state={"weight": weight}, warmup=1, around=calls.append
-    )
+    step = AutogradGraph(lambda x: Sunk.apply(x, weight), state={"weight": weight}, warmup=1)
+    step.around = calls.append
     for n in range(5):
         step(torch.full((3,), float(n), requires_grad=True)).sum().backward()
     assert total.tolist() == [10.0] * 3
@@ -201,7 +200,7 @@ def test_gradients_that_the_callable_adds_itself_are_replayed():
 
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="slots=0"):
-        AutogradGraph(torch.exp, slots=0)
+        GraphPool(slots=0)
     with pytest.raises(TypeError, match="warmup"):
         AutogradGraph(torch.exp, warmup=None)  # pyright: ignore[reportArgumentType]
 

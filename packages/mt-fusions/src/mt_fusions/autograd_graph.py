@@ -42,13 +42,13 @@ class AutogradGraph(Generic[P, R]):
         name: Of the callable, for messages.
         pool: Shared with other graphs.
         warmup: Calls with gradients before one is watched, 1 or more.
-        slots: The most passes that wait for their backward at a time; others run the callable.
-        around: Called with True in front of each replayed backward and with False behind it.
         on_eager: As for `Graph`.
 
     Attributes:
         reason: Why calls run the callable from now on; None where nothing is in the way.
         replays: Forwards that were replayed, or stood in for a replay.
+        around: Called with True in front of each replayed backward and with False behind it; to be
+            set where there is something to do.
 
     Raises:
         GraphError: As for `Graph`; or a backward comes twice, or after its slot had another pass.
@@ -62,7 +62,7 @@ class AutogradGraph(Generic[P, R]):
         ([4.0, 4.0], 2)
     """
 
-    def __init__(  # noqa: PLR0913 - settings, all by keyword
+    def __init__(
         self,
         function: Callable[P, R],
         *,
@@ -70,19 +70,16 @@ class AutogradGraph(Generic[P, R]):
         name: str = "the callable",
         pool: GraphPool | None = None,
         warmup: int = 2,
-        slots: int = 16,
-        around: Callable[[bool], object] | None = None,
         on_eager: Callable[[str], object] | None = None,
     ) -> None:
-        for what, number in (("warmup", warmup), ("slots", slots)):
-            check_type(what, number, int)
-            if number < 1:
-                raise ValueError(f"{what}={number}: use 1 or more")
+        check_type("warmup", warmup, int)
+        if warmup < 1:
+            raise ValueError(f"warmup={warmup}: use 1 or more")
         self.reason: str | None = None
         self.replays = 0
         self._function, self._state, self.name = function, state, name
-        self.pool, self._warmup, self._most = pool or GraphPool(), warmup, slots
-        self.around = around or (lambda _: None)
+        self.pool, self._warmup = pool or GraphPool(), warmup
+        self.around: Callable[[bool], object] = lambda _: None
         self._report = EagerReport(name, on_eager)
         self.held = Held(state, gradients=False)
         self.forward, self.backward = Script(), Script()
@@ -110,9 +107,8 @@ class AutogradGraph(Generic[P, R]):
                 return self._function(*args, **kwargs)
         slot = self._slot(leaves, form, device)
         if slot is None:
-            self._report(
-                f"more than slots={self._most} passes wait for their backward; use more slots"
-            )
+            most = self.pool.slots
+            self._report(f"more than slots={most} passes wait for their backward; use more slots")
             return self._function(*args, **kwargs)
         return slot.run(leaves)
 
@@ -132,7 +128,7 @@ class AutogradGraph(Generic[P, R]):
 
     def _slot(self, leaves: Sequence[Any], form: TreeSpec, device: torch.device) -> _Slot | None:
         found = next((slot for slot in self._slots if slot.is_free), None)
-        if found is None and len(self._slots) < self._most:
+        if found is None and len(self._slots) < self.pool.slots:
             found = _Slot(self, StaticTensors(leaves, form, device))
             self._slots.append(found)
         return found

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from mt_files import check_type
 
 
 class GraphPool:
@@ -14,9 +15,17 @@ class GraphPool:
 
     Graphs of a pool may be replayed in any order, one after the other: what one of them returns,
     or keeps for its backward, is no other's. What is made on the way is shared.
+
+    Args:
+        slots: The most passes of an `AutogradGraph` that wait for their backward at a time, 1 or
+            more: each has memory of its own, and others run the callable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, slots: int = 16) -> None:
+        check_type("slots", slots, int)
+        if slots < 1:
+            raise ValueError(f"slots={slots}: use 1 or more")
+        self.slots = slots
         self._handle: Any = None
         self._stream: Any = None
 

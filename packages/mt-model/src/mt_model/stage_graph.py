@@ -38,14 +38,17 @@ class GraphOptions:
         around: Makes of the parameters of a layer or stage what is called around its backward:
             for gradients that its linear layers add to a buffer themselves.
         on_eager: Told once of each reason why something runs eagerly; None raises it.
-        pool: Shared by all graphs.
+        pool: Shared by all graphs; made of the slots.
     """
 
     warmup: int = 2
     slots: int = 16
     around: Callable[[Iterable[nn.Parameter]], Callable[[bool], object]] = _no_sinks
     on_eager: Callable[[str], object] | None = None
-    pool: GraphPool = field(default_factory=GraphPool)
+    pool: GraphPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pool", GraphPool(slots=self.slots))
 
 
 def graph_stage(
@@ -129,13 +132,13 @@ def _own_losses(output: Any) -> Any:
 def _graph(
     function: Callable[..., Any], module: nn.Module, name: str, options: GraphOptions
 ) -> AutogradGraph[..., Any]:
-    return AutogradGraph(
+    graph = AutogradGraph(
         function,
         state=module,
         name=name,
         pool=options.pool,
         warmup=options.warmup,
-        slots=options.slots,
-        around=options.around(list(module.parameters())),
         on_eager=options.on_eager,
     )
+    graph.around = options.around(list(module.parameters()))
+    return graph
