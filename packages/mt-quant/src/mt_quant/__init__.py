@@ -1,0 +1,48 @@
+"""Low-bit weights and activations for linear layers, whole or split over ranks."""
+
+from __future__ import annotations
+
+from mt_quant.config import Explanation, QuantizationConfig
+from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.format import InputFormat, WeightFormat
+from mt_quant.grid import Grid, find_grid, round_to_grid
+from mt_quant.linear import QuantizedLinear
+from mt_quant.matmul import MATMULS, Matmul, Operands
+from mt_quant.method import METHODS, Method
+from mt_quant.quantize import Progress, quantize
+from mt_quant.recipes import RECIPES
+from mt_quant.rule import Decision, Rule, ShapeCondition
+from mt_quant.shape import LinearShape, SplitLinear
+from mt_quant.statistics import Statistics
+from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_weight
+
+__all__ = [
+    "MATMULS",
+    "METHODS",
+    "RECIPES",
+    "CalibrationError",
+    "Decision",
+    "Explanation",
+    "Grid",
+    "InputFormat",
+    "LinearShape",
+    "Matmul",
+    "Method",
+    "Operands",
+    "Progress",
+    "QuantizationConfig",
+    "QuantizationError",
+    "QuantizedLinear",
+    "QuantizedMatrix",
+    "QuantizedWeight",
+    "Rule",
+    "ShapeCondition",
+    "SplitLinear",
+    "Statistics",
+    "WeightFormat",
+    "encode",
+    "find_grid",
+    "quantize",
+    "quantize_weight",
+    "round_to_grid",
+]

@@ -1,0 +1,182 @@
+"""Products with a weight in low precision, as candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from mt_files import AUTO as AUTO
+from mt_files import kernel_for
+from torch import Tensor
+
+from mt_quant.activation import input_codes, round_input
+from mt_quant.format import InputFormat
+from mt_quant.weight import QuantizedWeight
+
+_FEW_ROWS = 4  # above it, one product with dequantised weights is faster on a CPU
+_INT4_GROUPS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """What is multiplied.
+
+    Attributes:
+        x: The activation, before rounding.
+        weight: In low precision.
+        input: How `x` is rounded; None leaves it.
+        scale: The scale of `x`, where it is rounded.
+        prepared: What `Matmul.prepare` returned for the weight.
+
+    Shape:
+        x: [tokens, in]. scale: [tokens, 1] or [1, 1].
+    """
+
+    x: Tensor
+    weight: QuantizedWeight
+    input: InputFormat | None = None
+    scale: Tensor | None = None
+    prepared: tuple[Tensor, ...] = ()
+
+    @property
+    def rounded(self) -> Tensor:
+        """The activation with the values that are multiplied."""
+        if self.input is None:
+            return self.x
+        input, scale = self.rounding
+        return round_input(self.x, scale, input)
+
+    @property
+    def rounding(self) -> tuple[InputFormat, Tensor]:
+        """Format and scale of the activation, which has them."""
+        if self.input is None or self.scale is None:
+            raise ValueError(f"the input is not rounded: input={self.input}, scale={self.scale}")
+        return self.input, self.scale
+
+
+def _no_preparation(weight: QuantizedWeight) -> tuple[Tensor, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """One way to multiply by a weight in low precision.
+
+    Attributes:
+        name: In messages, and to ask for it.
+        run: Returns `x @ weight.T`, [tokens, out] in the dtype of `x`.
+        obstacle: Why it can't serve some operands; None where it serves.
+        prepare: Makes of the weight, once, the tensors that `run` reads in place of its own.
+    """
+
+    name: str
+    run: Callable[[Operands], Tensor]
+    obstacle: Callable[[Operands], str | None]
+    prepare: Callable[[QuantizedWeight], tuple[Tensor, ...]] = _no_preparation
+
+
+def _reference(operands: Operands) -> Tensor:
+    x = operands.rounded
+    return F.linear(x, operands.weight.dequantize(x.dtype))
+
+
+def _serves(operands: Operands) -> None:
+    """Have no obstacle."""
+
+
+def _cpu_obstacle(operands: Operands) -> str | None:
+    """Refuse what torch's kernels for weights alone do not compute fast on a CPU."""
+    x, weight = operands.x, operands.weight
+    if x.device.type != "cpu":
+        return f"it is for the CPU, and the input on {x.device}"
+    if x.dtype != torch.bfloat16:
+        return f"it is fast for bf16, and the input is {x.dtype}"
+    if operands.input is not None:
+        return f"the input is rounded to {operands.input}"
+    if not weight.format.symmetric and weight.format.bits == 8:
+        return "its codes have no zero point"
+    if x.shape[0] > _FEW_ROWS:
+        return f"above {_FEW_ROWS} rows a dequantised weight is faster, and there are {x.shape[0]}"
+    return None
+
+
+def _torch_int8_obstacle(operands: Operands) -> str | None:
+    format = operands.weight.format
+    if format.type != "int8" or isinstance(format.group, int):
+        return f"it is for int8 with a scale an output, and the weight is {format}"
+    return _cpu_obstacle(operands)
+
+
+def _torch_int8(operands: Operands) -> Tensor:
+    weight = operands.weight
+    return torch.ops.aten._weight_int8pack_mm(operands.x, weight.data, *operands.prepared)
+
+
+def _row_scales(weight: QuantizedWeight) -> tuple[Tensor, ...]:
+    return (weight.scale[:, 0].expand(weight.shape[0]).contiguous(),)
+
+
+def _torch_int4_obstacle(operands: Operands) -> str | None:
+    weight = operands.weight
+    if weight.format.type != "int4" or weight.format.group not in _INT4_GROUPS:
+        return f"it is for int4 in groups of {_INT4_GROUPS}, and the weight is {weight.format}"
+    if weight.shape[0] % 16:
+        return f"it is for multiples of 16 outputs, and there are {weight.shape[0]}"
+    return _cpu_obstacle(operands)
+
+
+def _torch_int4_pack(weight: QuantizedWeight) -> tuple[Tensor, ...]:
+    """Lay out as torch wants it: codes from 0 to 15, of which 8 is zero, and added offsets."""
+    codes = weight.codes().to(torch.int32)
+    codes = codes + 8 if weight.format.symmetric else codes
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    offset = torch.zeros_like(weight.scale)
+    if weight.zero is not None:
+        offset = (8 - weight.zero.float()) * weight.scale.float()
+    both = torch.stack((weight.scale.float(), offset.float()), dim=-1)
+    return packed, both.transpose(0, 1).contiguous().to(torch.bfloat16)
+
+
+def _torch_int4(operands: Operands) -> Tensor:
+    packed, scales = operands.prepared
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(
+        operands.x, packed, operands.weight.grid.group_size, scales
+    )
+
+
+def _integers_obstacle(operands: Operands) -> str | None:
+    x, weight = operands.x, operands.weight
+    if operands.input is None:
+        return "the input is not rounded"
+    if weight.format.type != "int8" or isinstance(weight.format.group, int):
+        return f"it is for int8 with a scale an output, and the weight is {weight.format}"
+    if not weight.format.symmetric:
+        return "its codes have no zero point"
+    if x.device.type == "cuda" and (x.shape[0] <= 16 or x.shape[1] % 8 or weight.shape[0] % 8):
+        return "CUDA's product needs above 16 rows and multiples of 8"
+    return None if x.device.type in ("cpu", "cuda") else f"the input is on {x.device}"
+
+
+def _integers(operands: Operands) -> Tensor:
+    """Sum products of integers exactly, in int32, and scale once."""
+    x, weight = operands.x, operands.weight
+    input, scale = operands.rounding
+    total = torch.ops.aten._int_mm(input_codes(x, scale, input), weight.data.t())
+    return (total.float() * scale * weight.scale.float().t()).to(x.dtype)
+
+
+MATMULS: tuple[Matmul, ...] = (
+    Matmul(name="integers", run=_integers, obstacle=_integers_obstacle),
+    Matmul(name="torch_int8", run=_torch_int8, obstacle=_torch_int8_obstacle, prepare=_row_scales),
+    Matmul(
+        name="torch_int4", run=_torch_int4, obstacle=_torch_int4_obstacle, prepare=_torch_int4_pack
+    ),
+    Matmul(name="reference", run=_reference, obstacle=_serves),
+)
+
+
+def matmul_for(name: str, operands: Operands) -> Matmul:
+    """Return the way of a name, or for "auto" the first that serves; see `mt_files.kernel_for`."""
+    return kernel_for(MATMULS, name, operands)

@@ -1,0 +1,37 @@
+"""Named recipes: rules without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mt_files import did_you_mean
+
+from mt_quant.error import QuantizationError
+from mt_quant.rule import Rule
+
+_KEPT = Rule(
+    name=r"re:(.*\.)?(lm_head|head|output_layer|router|gate|classifier|score)(\..*)?",
+    optional=True,
+)
+"""Heads and routers: few weights, and the most sensitive ones."""
+
+_LAYERS: Mapping[str, Rule] = {
+    "int8": Rule(weight="int8"),
+    "int8-dynamic": Rule(weight="int8", input="int8"),
+    "int4-rtn": Rule(weight="int4-g128"),
+    "int4-rtn-asym": Rule(weight="int4-g128-asym"),
+    "w4a8": Rule(weight="int4-g128", input="int8"),
+}
+
+RECIPES: tuple[str, ...] = tuple(_LAYERS)
+
+
+def recipe(name: str) -> tuple[Rule, ...]:
+    """Return the rules of a named recipe; heads and routers stay as they are.
+
+    Raises:
+        QuantizationError: There is none of this name.
+    """
+    if name not in _LAYERS:
+        raise QuantizationError(f"unknown recipe {name!r}. {did_you_mean(name, _LAYERS)}")
+    return _KEPT, _LAYERS[name]
