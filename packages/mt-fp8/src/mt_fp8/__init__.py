@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mt_fp8.delayed import DelayedState
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import Both, amax_of, quantize, quantize_both
 from mt_fp8.recipe import Recipe, recipe
@@ -9,6 +10,7 @@ from mt_fp8.scaling import Scaling
 
 __all__ = [
     "Both",
+    "DelayedState",
     "QTensor",
     "Recipe",
     "Scaling",

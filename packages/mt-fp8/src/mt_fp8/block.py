@@ -48,7 +48,8 @@ def in_blocks(x: Tensor, scaling: Scaling) -> Tensor:
     right, below = -x.shape[-1] % columns, -x.shape[-2] % rows
     if right or below:
         x = torch.nn.functional.pad(x, (0, right, 0, below))
-    return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    x = x.unflatten(-1, (x.shape[-1] // columns, columns))
+    return x.unflatten(-3, (x.shape[-3] // rows, rows))
 
 
 def out_of_blocks(x: Tensor, shape: Sequence[int], scaling: Scaling) -> Tensor:

@@ -110,6 +110,7 @@ def quantize_both(
     role: Role = "input",
     *,
     amax: Tensor | None = None,
+    factor: Tensor | None = None,
     seed: int | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Both:
@@ -122,7 +123,8 @@ def quantize_both(
         x: As in `quantize`; flatten the batch of activations first.
         how: A scaling for both; or a recipe, or its name, and then what it says of `role`.
         role: What the tensor is to a linear layer: input, weight or grad.
-        amax: As in `quantize`, for scales that are of the whole tensor.
+        amax: As in `quantize`, where scales are of the whole tensor.
+        factor: As in `quantize`, where scales are of the whole tensor.
         seed: As in `quantize`. The transpose has random bits of its own.
         group: As in `quantize`.
 
@@ -138,13 +140,13 @@ def quantize_both(
     if x.dim() < 2:
         raise ValueError(f"x must have rows and columns, got the shape {tuple(x.shape)}")
     if along == across and along.is_square:
-        row = quantize(x, along, amax=amax, seed=seed, group=group)
+        row = quantize(x, along, amax=amax, factor=factor, seed=seed, group=group)
         return Both(row, row.transposed())
     if along.scale == across.scale == "nvfp4" and along.hadamard == across.hadamard:
         amax, group = _tensor_amax(_values(x, along), amax, group), None
-    row = quantize(x, along, amax=amax, seed=seed, group=group)
+    row = quantize(x, along, amax=amax, factor=factor, seed=seed, group=group)
     other = None if seed is None else seed ^ _COLUMN_SEED
-    return Both(row, quantize(x.mT, across, amax=amax, seed=other, group=group))
+    return Both(row, quantize(x.mT, across, amax=amax, factor=factor, seed=other, group=group))
 
 
 def amax_of(x: Tensor, how: Recipe | Scaling | str) -> Tensor:

@@ -13,6 +13,7 @@ from mt_files import Checks, did_you_mean, shorten
 from mt_fp8.scaling import Scaling
 
 Role = Literal["input", "weight", "grad"]
+ROLES: tuple[Role, ...] = ("input", "weight", "grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,10 @@ class Recipe:
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(0, "history", "margin")
-        checks.at_most(64, "margin")
+        checks.at_most(32, "margin")
         if "margin" not in checks.errors and self.margin and not self.history:
             checks.add("margin", "it is that of delayed scaling, and history is 0")
-        for role in ("input", "weight", "grad"):
+        for role in ROLES:
             scaling = getattr(self, role)
             if role in checks.errors or scaling is None:
                 continue
@@ -65,7 +66,7 @@ class Recipe:
         Raises:
             ValueError: There is no such role.
         """
-        if role not in ("input", "weight", "grad"):
+        if role not in ROLES:
             raise ValueError(f"role must be input, weight or grad; got {shorten(role)}")
         found: Scaling | None = getattr(self, role)
         if found is None or not (column and self.hadamard and role != "weight"):

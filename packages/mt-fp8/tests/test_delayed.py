@@ -1,0 +1,120 @@
+"""Delayed scaling does what a plain reimplementation does, step by step."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from mt_fp8 import DelayedState, Scaling, amax_of, quantize, recipe
+
+ROLES = ("input", "weight", "grad")
+LIMITS = {"input": 448.0, "weight": 448.0, "grad": 57344.0}
+
+
+class Plain:
+    """A list of magnitudes and a factor for each tensor, in numbers of Python."""
+
+    def __init__(self, how):
+        self.how = how
+        self.seen = {role: [] for role in ROLES}  # of this step
+        self.past = {role: [0.0] * (how.history - 1) for role in ROLES}
+        self.factor = dict.fromkeys(ROLES, 1.0)
+
+    def update(self):
+        for role in ROLES:
+            if not self.seen[role]:
+                continue
+            window = [*self.past[role], max(self.seen[role])]
+            amax = window[-1] if self.how.largest == "most_recent" else max(window)
+            if 0 < amax < math.inf:
+                self.factor[role] = LIMITS[role] / amax / 2**self.how.margin
+            self.past[role] = window[1:]
+            self.seen[role] = []
+
+
+@pytest.mark.parametrize("largest", ["most_recent", "max"])
+@pytest.mark.parametrize("history", [1, 2, 7])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_200_steps_with_skips_recomputation_and_evaluation(history, largest, margin):
+    how = recipe("delayed", history=history, largest=largest, margin=margin)
+    draws = random.Random(history)
+    plain, state = Plain(how), DelayedState.new(how)
+    for step in range(200):
+        for role in ROLES:
+            if draws.random() < 0.2:
+                continue  # a layer that did not run: an expert without tokens
+            for _ in range(draws.choice([1, 1, 3])):  # micro-batches
+                size = draws.choice([0.0, 1e-3, 1.0, 50.0, math.inf]) * draws.uniform(0.5, 2)
+                amax = torch.tensor(size)
+                plain.seen[role].append(amax.item())
+                state = state.recorded(role, amax)
+                if draws.random() < 0.5:  # recomputed for the backward
+                    state = state.recorded(role, amax)
+        if step % 5 == 0:  # evaluation quantises with the factors and records nothing
+            before = state.factor.clone()
+            quantize(torch.ones(3), Scaling(), factor=state.factor_of("input"))
+            assert torch.equal(before, state.factor)
+        old = state
+        state = state.updated(how)
+        plain.update()
+        assert state is not old
+        for place, role in enumerate(ROLES):
+            expected = torch.tensor(plain.factor[role]).item()
+            assert math.isclose(state.factor[place].item(), expected, rel_tol=2e-7), (step, role)
+
+
+def test_many_layers_are_updated_at_once():
+    how = recipe("delayed", history=3, largest="max")
+    states = [DelayedState.new(how) for _ in range(4)]
+    for step in range(5):
+        for layer, state in enumerate(states):
+            if (layer + step) % 3:
+                states[layer] = state.recorded("weight", torch.tensor(1.0 + layer * step))
+        many = DelayedState(
+            history=torch.stack([s.history for s in states], 1),
+            factor=torch.stack([s.factor for s in states]),
+        ).updated(how)
+        states = [state.updated(how) for state in states]
+        assert torch.equal(many.factor, torch.stack([s.factor for s in states]))
+        assert torch.equal(many.history, torch.stack([s.history for s in states], 1))
+
+
+def test_the_first_step_quantises_with_a_factor_of_one_and_the_second_with_that_of_the_first():
+    how = recipe("delayed")
+    state = DelayedState.new(how)
+    x = torch.tensor([0.5, 900.0, -3.0])
+    first = quantize(x, how, factor=state.factor_of("input"))
+    assert first.dequantize().tolist() == [0.5, 448.0, -3.0]
+    state = state.recorded("input", amax_of(x, how)).updated(how)
+    second = quantize(x, how, factor=state.factor_of("input"))
+    assert torch.equal(second.dequantize(), quantize(x, Scaling()).dequantize())
+
+
+def test_ranks_that_did_not_run_take_the_factor_of_those_that_did(ranks):
+    ranks(2, _update_over_ranks)
+
+
+def _update_over_ranks():
+    rank = dist.get_rank()
+    how = recipe("delayed", history=2)
+    state = DelayedState.new(how)
+    if rank:
+        state = state.recorded("grad", torch.tensor(7.0))
+    state = state.updated(how, group=dist.group.WORLD)
+    assert state.factor.tolist() == [1.0, 1.0, 57344 / 7]
+    assert state.history.tolist() == [[-1.0, -1.0, -1.0], [0.0, 0.0, 7.0]]
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="has no history"):
+        DelayedState.new(recipe("mxfp8"))
+    state = DelayedState.new(recipe("delayed"))
+    with pytest.raises(ValueError, match="role must be"):
+        state.recorded("bias", torch.tensor(1.0))
+    with pytest.raises(ValueError, match="amax must have the shape"):
+        state.recorded("input", torch.ones(2))
+    with pytest.raises(ValueError, match="a history of 3, and the state one of 1"):
+        state.updated(recipe("delayed", history=3))
+    with pytest.raises(ValueError, match="history must be"):
+        DelayedState(history=torch.ones(2, 2), factor=torch.ones(2))
