@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drawing import hard, same_bits
-from mt_fp8 import Scaling, quantize, quantize_both
+from mt_fp8 import Scaling, amax_of, quantize, quantize_both
 
 ROTATED = Scaling(format="e2m1", block=(1, 16), scale="nvfp4", hadamard=True)
 PLAIN = Scaling(format="e2m1", block=(1, 16), scale="nvfp4")
@@ -40,12 +40,11 @@ def test_it_cancels_in_a_product(scaling):
     assert ((turned - a.double() @ b.double().T).abs() <= 0.4 * size).all()
 
 
-def test_an_outlier_costs_its_neighbours_less():
+def test_an_outlier_is_spread_over_its_sixteen():
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
-    x[:, 5] *= 20
-    others = [column for column in range(16) if column != 5]
-    errors = [(quantize(x, s).dequantize() - x)[:, others].norm().item() for s in (ROTATED, PLAIN)]
-    assert errors[0] < 0.8 * errors[1]
+    x[:, 5] *= 100
+    sizes = [amax_of(x, s).item() for s in (ROTATED, PLAIN)]
+    assert sizes[1] / 4 <= sizes[0] < sizes[1] / 3
 
 
 def test_a_weight_gradient_is_computed_from_both_rotated_operands():
