@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from mt_quant.awq import awq, awq_scale, clipped_grid
 from mt_quant.config import Explanation, QuantizationConfig
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
+from mt_quant.gptq import gptq
 from mt_quant.grid import Grid, find_grid, round_to_grid
+from mt_quant.hessian import output_error
 from mt_quant.linear import QuantizedLinear
 from mt_quant.matmul import MATMULS, Matmul, Operands
-from mt_quant.method import METHODS, Method
+from mt_quant.method import METHODS, Method, rtn
 from mt_quant.quantize import Progress, quantize
 from mt_quant.recipes import RECIPES
 from mt_quant.rule import Decision, Rule, ShapeCondition
 from mt_quant.shape import LinearShape, SplitLinear
+from mt_quant.smoothquant import smoothquant, smoothquant_scale
 from mt_quant.statistics import Statistics
+from mt_quant.svdquant import svdquant
 from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_weight
 
 __all__ = [
@@ -40,9 +45,18 @@ __all__ = [
     "SplitLinear",
     "Statistics",
     "WeightFormat",
+    "awq",
+    "awq_scale",
+    "clipped_grid",
     "encode",
     "find_grid",
+    "gptq",
+    "output_error",
     "quantize",
     "quantize_weight",
     "round_to_grid",
+    "rtn",
+    "smoothquant",
+    "smoothquant_scale",
+    "svdquant",
 ]

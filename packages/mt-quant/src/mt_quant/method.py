@@ -10,9 +10,13 @@ from typing import Any, TypeAlias
 from mt_files import did_you_mean, shorten
 from torch import Tensor
 
+from mt_quant.awq import awq
 from mt_quant.error import QuantizationError
 from mt_quant.format import WeightFormat
+from mt_quant.gptq import gptq
+from mt_quant.smoothquant import smoothquant
 from mt_quant.statistics import Statistics
+from mt_quant.svdquant import svdquant
 from mt_quant.weight import QuantizedMatrix, quantize_weight
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -57,7 +61,14 @@ def rtn(
 
 
 METHODS: Mapping[str, Method] = {
-    method.name: method for method in (Method(name="rtn", function=rtn),)
+    method.name: method
+    for method in (
+        Method(name="rtn", function=rtn),
+        Method(name="gptq", function=gptq, needs=frozenset({"hessian"})),
+        Method(name="awq", function=awq, needs=frozenset({"hessian"})),
+        Method(name="smoothquant", function=smoothquant, needs=frozenset({"abs_max"})),
+        Method(name="svdquant", function=svdquant, needs=frozenset({"abs_max"})),
+    )
 }
 
 
