@@ -82,7 +82,7 @@ def quantize(
         total = factor_of(_tensor_amax(values, amax, group), scaling)
         of_blocks = _amax(blocks, scaling, x.shape)
         scales, factors = nvfp4_scales(of_blocks, total, scaling)
-        global_scale = 1.0 / total
+        global_scale = scale_of(total, scaling)
     else:
         shape = scales_shape(x.shape, scaling)
         if factor is None:

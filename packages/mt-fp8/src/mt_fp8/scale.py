@@ -28,9 +28,9 @@ def factor_of(amax: Tensor, scaling: Scaling) -> Tensor:
     if scaling.scale == "e8m0":
         return _e8m0_factor(_e8m0_exponent(amax, scaling))
     if scaling.scale == "nvfp4":
-        factor = (scaling.elements.max * _BLOCK_SCALE.max / amax).clamp_max(_LARGEST_OF_TWO)
+        factor = _over(scaling.elements.max * _BLOCK_SCALE.max, amax).clamp_max(_LARGEST_OF_TWO)
     else:
-        factor = (scaling.elements.max / amax).clamp_max(_LARGEST)
+        factor = _over(scaling.elements.max, amax).clamp_max(_LARGEST)
         if scaling.scale == "pow2":  # rounded down: the bits of the mantissa go
             factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
         factor = (factor * 2.0**-scaling.margin).clamp_min(1 / _LARGEST)
@@ -40,7 +40,7 @@ def factor_of(amax: Tensor, scaling: Scaling) -> Tensor:
 def scale_of(factor: Tensor, scaling: Scaling) -> Tensor:
     """Return what codes are multiplied by, in the dtype it is kept in: the inverse of a factor."""
     if scaling.scale != "e8m0":
-        return 1.0 / factor
+        return _over(1.0, factor)
     exponent = 254 - (factor.view(torch.int32) >> 23)
     return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
 
@@ -53,15 +53,21 @@ def nvfp4_scales(amax: Tensor, total: Tensor, scaling: Scaling) -> tuple[Tensor,
         total: The tensor's factor.
         scaling: Of the tensor.
     """
-    share = amax.clamp_min(scaling.eps) / scaling.elements.max * total
+    amax = amax.clamp_min(scaling.eps)
+    share = amax / torch.full_like(amax, scaling.elements.max) * total
     scales = share.clamp_max(_BLOCK_SCALE.max).to(_BLOCK_SCALE.dtype)
-    step = scales.to(torch.float32) * (1.0 / total)
-    return scales, torch.where(step > 0, 1.0 / step, 0.0)
+    step = scales.to(torch.float32) * _over(1.0, total)
+    return scales, torch.where(step > 0, _over(1.0, step), 0.0)
 
 
 def known(amax: Tensor) -> Tensor:
     """Return largest magnitudes with 0 for what is not finite."""
     return torch.nan_to_num(amax.to(torch.float32), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """Divide with one rounding; torch multiplies a number of Python with the inverse instead."""
+    return torch.full_like(x, number) / x
 
 
 def _e8m0_exponent(amax: Tensor, scaling: Scaling) -> Tensor:
