@@ -30,6 +30,7 @@ from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 
 if TYPE_CHECKING:
     from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
+    from mt_tensor_parallel.quantized import QuantizedGemm, quantize_gemms
 
 __all__ = [
     "IGNORE_INDEX",
@@ -42,6 +43,7 @@ __all__ = [
     "LossOptions",
     "Operand",
     "Overlap",
+    "QuantizedGemm",
     "Role",
     "RowParallelLinear",
     "TorchGemm",
@@ -56,14 +58,16 @@ __all__ = [
     "lora_state",
     "parallel_linear",
     "pick_overlap",
+    "quantize_gemms",
     "recompute",
     "save_lora",
     "sum_weight_gradients",
     "vocab_parallel_cross_entropy",
 ]
 
-# Adapters are resolved at first use, to keep the import of a model short.
+# Adapters and quantised products are resolved at first use, to keep the import of a model short.
 __getattr__ = resolve_later(
     __name__,
     lora="LoraLinear add_lora lora_state save_lora",
+    quantized="QuantizedGemm quantize_gemms",
 )

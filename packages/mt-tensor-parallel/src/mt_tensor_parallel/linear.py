@@ -43,7 +43,7 @@ def _spec(dim: int, axis: str, group: Group) -> PartitionSpec:
     return PartitionSpec() if group is None else PartitionSpec(*(None,) * dim, axis)
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """What the two layers share: they differ in which of their features are split."""
 
     weight: nn.Parameter
@@ -208,7 +208,7 @@ class _ParallelLinear(nn.Module):
         )
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """A linear layer whose output features are split over a group.
 
     The output may have several dims, one of which is split; a fused projection keeps a dim per
@@ -256,7 +256,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return y.unflatten(-1, self._local) if len(self._local) > 1 else y
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """A linear layer whose input features are split over a group.
 
     The mirror of `ColumnParallelLinear`: the input may have several feature dims, one of
@@ -301,9 +301,10 @@ class RowParallelLinear(_ParallelLinear):
         return self._apply_linear(flat, weight, self.bias)
 
 
-def _linears(module: nn.Module) -> list[tuple[str, _ParallelLinear]]:
+def linears(module: nn.Module) -> list[tuple[str, ParallelLinear]]:
+    """Return the parallel linear layers inside a module with their dotted names."""
     check_type("module", module, nn.Module)
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, _ParallelLinear)]
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, ParallelLinear)]
 
 
 def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
@@ -312,7 +313,7 @@ def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
     Once, when the model is built: what switches it on and off is `store.deferring()`, also between
     a forward and its backward.
     """
-    for _, layer in _linears(module):
+    for _, layer in linears(module):
         layer.wgrad_store = store
 
 
@@ -321,7 +322,7 @@ def choose_gemms(module: nn.Module, gemm_for: Callable[[str], Gemm]) -> None:
 
     A strategy that is an `nn.Module` becomes the layer's submodule `gemm`, with its state.
     """
-    for name, layer in _linears(module):
+    for name, layer in linears(module):
         del layer.gemm  # a module does not give way to a plain attribute
         layer.gemm = gemm_for(name)
 
@@ -336,5 +337,5 @@ def sum_weight_gradients(
     ends it. A weight with a sink must be used once per forward, by its own layer: autograd no
     longer sums its uses.
     """
-    for _, layer in _linears(module):
+    for _, layer in linears(module):
         layer.grad_sink = sink_of(layer.weight) if layer.weight.requires_grad else None

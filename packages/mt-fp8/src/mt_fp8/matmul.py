@@ -1,0 +1,167 @@
+"""The product of two quantised matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from mt_files import AUTO, check_type, kernel_for
+from torch import Tensor
+
+from mt_fp8.qtensor import QTensor
+
+_HALF = (torch.bfloat16, torch.float16)
+_FP8 = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class MatmulKernel:
+    """One way to multiply quantised matrices.
+
+    Attributes:
+        name: In messages, and to ask for it.
+        run: Takes the two, a bias or None, and the dtype of the result.
+        obstacle: Takes the same and says why it can't serve; None where it serves.
+    """
+
+    name: str
+    run: Callable[[QTensor, QTensor, Tensor | None, torch.dtype], Tensor]
+    obstacle: Callable[[QTensor, QTensor, Tensor | None, torch.dtype], str | None]
+
+
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str = AUTO,
+) -> Tensor:
+    """Return `a @ b.T + bias` for two quantised matrices, summed in fp32 and rounded once.
+
+    `emulation` multiplies in fp32 (fp64 for an fp64 result) what the codes stand for: the
+    definition. The others differ from it by the order of the sum. Where both are rotated the
+    rotation cancels, and is left in.
+
+    Args:
+        a: The left matrix.
+        b: The right one, transposed.
+        bias: Added to each row.
+        out_dtype: Of the result; None for that of what `a` was made of.
+        kernel: `scaled_mm` (torch's), `triton` or `emulation`; `auto` is the first that serves.
+
+    Shape:
+        a: [M, K]. b: [N, K]. bias: [N]. Returns [M, N].
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: Shapes don't fit, or the named kernel does not serve; the message says why.
+
+    Example:
+        >>> from mt_fp8 import matmul, quantize
+        >>> a = quantize(torch.eye(2), "tensorwise")
+        >>> matmul(a, a).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    check_type("a", a, QTensor)
+    check_type("b", b, QTensor)
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [M, K] and [N, K]: matmul "
+            "multiplies a with the transpose of b"
+        )
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} must have one for each of b's {b.shape[0]} rows"
+        )
+    dtype = a.dtype if out_dtype is None else out_dtype
+    kernels = MATMUL_KERNELS
+    if kernel == AUTO and a.device.type == "cpu":  # where Triton's interpreter is for tests
+        kernels = tuple(each for each in kernels if each.name != "triton")
+    return kernel_for(kernels, kernel, a, b, bias, dtype).run(a, b, bias, dtype)
+
+
+def _emulated(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    rotated = a.scaling.hadamard and b.scaling.hadamard
+    left, right = (x.dequantize(wide, rotated=rotated) for x in (a, b))
+    return F.linear(left, right, None if bias is None else bias.to(wide)).to(dtype)
+
+
+def _scaled_mm(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    with_bias = bias is not None and dtype in _HALF
+    y = torch._scaled_mm(
+        a.data.contiguous(),
+        b.data.contiguous().t(),
+        scale_a=a.scales,
+        scale_b=b.scales if b.scales.dim() == 0 else b.scales.t(),
+        bias=bias.to(dtype) if with_bias and bias is not None else None,
+        out_dtype=dtype,
+    )
+    return y if with_bias or bias is None else y.add_(bias)
+
+
+def _scaled_mm_obstacle(
+    a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype
+) -> str | None:
+    del bias
+    blocks = {a.scaling.block, b.scaling.block}
+    formats = [a.scaling.format, b.scaling.format]
+    if a.scaling.hadamard or b.scaling.hadamard:
+        return "a rotated operand"
+    if not set(formats) <= set(_FP8) or formats == ["e5m2", "e5m2"]:
+        return f"{' x '.join(formats)}; it takes e4m3, and e5m2 on one side"
+    if blocks not in ({"tensor"}, {"row"}) or {a.scales.dtype, b.scales.dtype} != {torch.float32}:
+        return f"scales of {a.scaling.block} and {b.scaling.block}; it takes fp32 of tensor or row"
+    if 0 in (*a.shape, *b.shape):
+        return "an operand without elements"
+    of_device = _cuda_obstacle if a.device.type == "cuda" else _cpu_obstacle
+    return of_device(a, b, dtype)
+
+
+def _cuda_obstacle(a: QTensor, b: QTensor, dtype: torch.dtype) -> str | None:
+    major, minor = torch.cuda.get_device_capability(a.device)
+    is_row, least = a.scaling.block == "row", (9, 0) if a.scaling.block == "row" else (8, 9)
+    if (major, minor) < least:
+        return f"compute capability {major}.{minor}, and it needs {least[0]}.{least[1]}"
+    if a.shape[1] % 16 or b.shape[0] % 16:
+        return f"{a.shape[1]} columns and {b.shape[0]} rows of b; it takes multiples of 16"
+    allowed = (torch.bfloat16,) if is_row else (*_HALF, torch.float32)
+    return None if dtype in allowed else f"a result of {dtype}"
+
+
+def _cpu_obstacle(a: QTensor, b: QTensor, dtype: torch.dtype) -> str | None:
+    del b
+    if a.device.type != "cpu":
+        return f"device {a.device.type}"
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if a.scaling.block == "row" and version < (2, 15):
+        return f"rows on a CPU in torch {torch.__version__}"
+    return None if dtype in (*_HALF, torch.float32) else f"a result of {dtype}"
+
+
+def _triton(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    from mt_fp8.block_matmul import block_matmul
+
+    y = block_matmul(a, b, torch.float32 if bias is not None else dtype)
+    return y if bias is None else y.add_(bias).to(dtype)
+
+
+def _triton_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
+    del bias
+    from mt_fp8.block_matmul import block_obstacle
+
+    return block_obstacle(a, b, dtype)
+
+
+def _serves(*_: object) -> None:
+    return None
+
+
+MATMUL_KERNELS: tuple[MatmulKernel, ...] = (
+    MatmulKernel("scaled_mm", _scaled_mm, _scaled_mm_obstacle),
+    MatmulKernel("triton", _triton, _triton_obstacle),
+    MatmulKernel("emulation", _emulated, _serves),
+)

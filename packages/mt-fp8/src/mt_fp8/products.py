@@ -1,0 +1,268 @@
+"""The three products of a linear layer, of quantised tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mt_files import check_type
+from torch import Tensor, nn
+
+from mt_fp8.delayed_scales import DelayedScales
+from mt_fp8.matmul import matmul
+from mt_fp8.operand import Form, Operand
+from mt_fp8.qtensor import QTensor
+from mt_fp8.quantize import amax_of, quantize, scaling_of
+from mt_fp8.recipe import Recipe, Role
+from mt_fp8.scaling import Scaling
+
+Group: TypeAlias = dist.ProcessGroup | None
+_STEPS, _SEED = 1 << 31, 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Which ranks hold the rest of a matrix of which this rank has a part.
+
+    A scale that spans a cut is made of the magnitudes of all parts, so that it is that of the whole
+    matrix (an all-reduce, MAX); ranks that hold the same part may be among them.
+
+    Attributes:
+        rows: Ranks with the other rows: tokens, of a weight the output features.
+        columns: Ranks with the other columns: features, of a weight the input features.
+        both: Ranks with anything of the matrix.
+    """
+
+    rows: Group = None
+    columns: Group = None
+    both: Group = None
+
+
+class Products(nn.Module):
+    """How one linear layer multiplies by a recipe, with the state that its scales need.
+
+    Input and weight are quantised along their features for the product of forward. The weight's
+    gradient multiplies over the tokens, and the input's over the output features, so for these
+    they are quantised along those: once more from the tensor itself, or transposed where that is
+    exact (one scale, square blocks). The second form of the input is all that backward needs, and
+    all that is kept of it. A weight is quantised once until it changes, which is seen by its memory
+    and torch's version counter; who writes past that counter (through `.data`, a flat buffer or a
+    collective) calls `forget_weight`.
+
+    Delayed scaling takes note of magnitudes in training mode only, and `end_step` of all layers
+    ends a step of it.
+
+    Args:
+        recipe: How input, weight and gradient are quantised.
+        splits: By role, which ranks hold the rest of the tensor; what is not named is whole.
+        keeps_weight: Keep the quantised weight until it changes; False quantises it in every
+            forward, for weights that are whole only while a layer runs.
+        seed: Of the layer, for stochastic rounding.
+        device: Of the state.
+
+    Attributes:
+        delayed: The state of delayed scaling; None for other recipes.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        splits: Mapping[Role, Split] | None = None,
+        keeps_weight: bool = True,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_type("recipe", recipe, Recipe)
+        self.recipe, self.splits = recipe, dict(splits or {})
+        self.keeps_weight, self.seed = keeps_weight, seed
+        self.delayed: DelayedScales | None = None
+        if recipe.history:
+            self.delayed = DelayedScales(recipe, device=device)
+        self._weight: tuple[object, Tensor, Operand] | None = None
+        self._step = self._drawn = 0
+
+    def operand(self, x: Tensor, role: Role) -> Operand:
+        """Quantise a tensor.
+
+        Shape:
+            x: [..., in] for the input, [out, in] for the weight, [..., out] for the gradient.
+        """
+        made = self._weight_operand(x) if role == "weight" else self._made(x, role)
+        if made.amax is not None and self.delayed is not None and self.training:
+            self.delayed.note(role, made.amax)
+        return made
+
+    def saved(self, operand: Operand) -> tuple[Tensor, ...]:
+        """Return the tensors to keep for backward, of an input or a weight."""
+        if _turns(self.recipe.scaling(operand.role)):
+            return operand.kept()
+        # Only a weight's second form has more uses; an input that has it would gather it too.
+        of = self._columns if operand.role == "weight" else self._turned
+        return dataclasses.replace(operand, rows=None, columns=of(operand)).kept()
+
+    def restored(self, tensors: Sequence[Tensor], role: Role) -> Operand:
+        """Make the operand again of what `saved` returned."""
+        turned = not _turns(self.recipe.scaling(role))
+        scaling = self.recipe.scaling(role, column=turned)
+        return Operand.from_kept(tensors, role, scaling, turned=turned)
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ weight.T + bias`, in the dtype of the input.
+
+        Shape:
+            x: [..., in]. weight: [out, in]. bias: [out]. Returns [..., out].
+        """
+        y = _product(x.rows, weight.rows, x.dtype, bias)
+        return y.unflatten(0, x.shape[:-1])
+
+    def dgrad(self, grad_y: Operand, weight: Operand) -> Tensor:
+        """Return the gradient of the input, `grad_y @ weight`.
+
+        Shape:
+            grad_y: [..., out]. weight: [out, in]. Returns [..., in].
+        """
+        grad_x = _product(grad_y.rows, self._columns(weight), grad_y.dtype)
+        return grad_x.unflatten(0, grad_y.shape[:-1])
+
+    def wgrad(self, grad_y: Operand, x: Operand) -> Tensor:
+        """Return the gradient of the weight, `grad_y.T @ x` over all leading dims.
+
+        Shape:
+            grad_y: [..., out]. x: [..., in]. Returns [out, in].
+        """
+        return _product(self._columns(grad_y), self._columns(x), grad_y.dtype)
+
+    def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
+        """Set `out` to the weight's gradient, or add it, rounded to nothing else but its dtype.
+
+        Shape:
+            grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
+        """
+        grad = _product(self._columns(grad_y), self._columns(x), out.dtype).view_as(out)
+        out.add_(grad) if accumulate else out.copy_(grad)
+
+    def forget_weight(self) -> None:
+        """Quantise the weight again at its next use."""
+        self._weight = None
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step comes, on which the random numbers of its rounding depend."""
+        self._step, self._drawn = step, 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe.name!r})"
+
+    def _weight_operand(self, weight: Tensor) -> Operand:
+        if not self.keeps_weight:
+            return self._made(weight, "weight")
+        key = (weight.data_ptr(), _version(weight), weight.shape, weight.dtype)
+        if self._weight is None or self._weight[0] != key:
+            # The tensor is held, so that no other one gets its address meanwhile.
+            self._weight = key, weight.detach(), self._made(weight, "weight")
+        return self._weight[2]
+
+    @torch.no_grad()
+    def _made(self, x: Tensor, role: Role) -> Operand:
+        matrix, scaling = x.detach().flatten(0, -2), self.recipe.scaling(role)
+        made = Operand(role=role, dtype=x.dtype, shape=tuple(x.shape), source=matrix)
+        if scaling is None:
+            made.rows = matrix
+            return made
+        if self.delayed is not None:
+            made.amax = amax_of(matrix, scaling)
+        made.rows = self._quantized(matrix, role, made.amax)
+        if role == "grad":  # both are wanted, now or after the tensor is gone
+            made.columns = self._columns(made)
+            made.source = None
+        return made
+
+    def _columns(self, operand: Operand) -> Form:
+        if operand.columns is None:
+            operand.columns = self._turned(operand)
+        return operand.columns
+
+    @torch.no_grad()
+    def _turned(self, operand: Operand) -> Form:
+        rows = operand.rows
+        if isinstance(rows, QTensor) and _turns(rows.scaling):
+            return rows.transposed()
+        if isinstance(rows, Tensor):
+            return rows.t()
+        if operand.source is None:
+            raise ValueError(
+                f"this operand has no second form of the {operand.role}: it was gathered, or "
+                "restored, for other products"
+            )
+        return self._quantized(operand.source.t(), operand.role, operand.amax, column=True)
+
+    def _quantized(
+        self, matrix: Tensor, role: Role, amax: Tensor | None, *, column: bool = False
+    ) -> QTensor:
+        """Quantise a matrix along its rows, with scales of the whole of which it is a part."""
+        scaling, split = scaling_of(self.recipe, role, column=column), self.splits.get(role)
+        if self.delayed is not None:
+            if (factor := self.delayed.of(role)) is not None:
+                return quantize(matrix, scaling, factor=factor)
+            margin = scaling.margin + self.recipe.margin
+            scaling = dataclasses.replace(scaling, margin=margin)
+        if split is None:
+            return quantize(matrix, scaling, amax=amax, seed=self._next_seed(scaling))
+        if scaling.block == "row":
+            across = split.rows if column else split.columns
+            amax = None if across is None else _agreed(amax_of(matrix, scaling), across)
+        elif amax is not None and split.both is not None:
+            amax = _agreed(amax.clone(), split.both)
+        group = split.both if amax is None else None
+        return quantize(
+            matrix, scaling, amax=amax, seed=self._next_seed(scaling, split.both), group=group
+        )
+
+    def _next_seed(self, scaling: Scaling, group: Group = None) -> int | None:
+        """Return a seed of its own for each tensor of a step, and for each part of a tensor."""
+        if not scaling.stochastic:
+            return None
+        self._drawn += 1
+        rank = 0 if group is None else dist.get_rank(group)
+        words = (self.seed, self._step, self._drawn, rank)
+        mixed = 0
+        for word in words:
+            mixed = (mixed * 6364136223846793005 + word + 1442695040888963407) % _SEED
+        return mixed
+
+
+def _turns(scaling: Scaling | None) -> bool:
+    """Whether one form serves along rows and along columns."""
+    return scaling is None or scaling.is_square
+
+
+def _version(weight: Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+def _agreed(amax: Tensor, group: Group) -> Tensor:
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _product(
+    a: Form | None, b: Form | None, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Return `a @ b.T + bias`; what one of them leaves as it is, both are multiplied as."""
+    if a is None or b is None:
+        raise ValueError("an operand lacks the form that is multiplied; make it by `operand`")
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        return matmul(a, b, bias=bias, out_dtype=dtype)
+    left, right = (x.dequantize(dtype) if isinstance(x, QTensor) else x.to(dtype) for x in (a, b))
+    return F.linear(left, right, bias)
+
+
+def products_of(module: nn.Module) -> list[Products]:
+    """Return the strategies inside a module, in the order of its modules."""
+    return [each for each in module.modules() if isinstance(each, Products)]
