@@ -35,7 +35,7 @@ class PlainMLP(nn.Module):
 class FusedMLP(PlainMLP):
     """Dims on both sides of the split one."""
 
-    ffn, dim = (4, 2, FFN // 8), 1
+    ffn, dim = (2, 2, FFN // 4), 1
 
 
 def _config(weight: str, input: str | None) -> QuantizationConfig:
@@ -66,6 +66,10 @@ def _run(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         ("int4-g8-asym", None),
         ("int8", "int8"),
         ("int8", "int8-tensor"),
+        ("int8", "int8-static"),
+        ("fp8", "fp8"),
+        ("fp8", "fp8-static"),
+        ("nvfp4", "nvfp4"),
     ],
 )
 def test_split_layers_hold_the_parts_of_what_one_rank_holds(
@@ -74,14 +78,19 @@ def test_split_layers_hold_the_parts_of_what_one_rank_holds(
     def body() -> None:
         group = dist.group.WORLD
         config = _config(weight, input)
-        whole = quantize(_made(kind, None, sequence=False), config)
-        split = quantize(_made(kind, group, sequence=sequence), config)
+        batches = list(torch.randn(2, 3, 4, HIDDEN))
+        whole = quantize(_made(kind, None, sequence=False), config, batches)
+        if sequence:
+            batches = [scatter_to_group(batch, group, dim=1) for batch in batches]
+        split = quantize(_made(kind, group, sequence=sequence), config, batches)
         for name in ("up", "down"):
             one, part = getattr(whole, name), getattr(split, name)
             assert isinstance(part, QuantizedLinear)
             own = one.quantized_weight.take(*part.shape.own(torch.device("cpu")))
             assert torch.equal(part.quantized_weight.data, own.data)
             assert torch.equal(part.quantized_weight.scale, own.scale)
+            if one.input_step is not None:
+                torch.testing.assert_close(part.input_step, one.input_step)
             for key, record in shardings(part).items():
                 dims = [dim for dim, axes in enumerate(record.spec.dims) if axes]
                 if key.startswith("weight_") and dims:
@@ -105,11 +114,11 @@ def test_fused_weights_keep_a_dim_for_each_part(ranks) -> None:
         split = quantize(
             _made(FusedMLP, dist.group.WORLD, sequence=False), _config("int4-g8", None)
         )
-        assert split.up.weight_data.shape == (2, 4, 1, FFN // 8, HIDDEN // 2)
-        assert split.up.weight_scale.shape == (2, 4, 1, FFN // 8, HIDDEN // 8)
+        assert split.up.weight_data.shape == (2, 2, 1, FFN // 4, HIDDEN // 2)
+        assert split.up.weight_scale.shape == (2, 2, 1, FFN // 4, HIDDEN // 8)
         assert sharding_of(split.up.weight_scale).spec.dims == ((), (), ("tp",))
-        assert split.down.weight_data.shape == (HIDDEN, 4, FFN // 8 // 2)
-        assert split.down.weight_scale.shape == (HIDDEN, 4, 1)
+        assert split.down.weight_data.shape == (HIDDEN, 2, FFN // 4 // 2)
+        assert split.down.weight_scale.shape == (HIDDEN, 2, 2)
         assert sharding_of(split.down.weight_data).spec.dims == ((), (), ("tp",))
 
     ranks(2, body)
@@ -134,8 +143,10 @@ def test_a_split_copy_keeps_its_shape_and_its_collectives(ranks) -> None:
 def test_groups_that_the_ranks_cut_are_refused_before_anything_changes(ranks) -> None:
     def body() -> None:
         model = _made(FusedMLP, dist.group.WORLD, sequence=False)
-        with pytest.raises(QuantizationError, match="down: groups of 16 inputs are cut"):
-            quantize(model, _config("int4-g16", None))
+        with pytest.raises(QuantizationError, match="down: groups of 32 inputs are cut"):
+            quantize(model, _config("int4-g32", None))
+        with pytest.raises(QuantizationError, match="down: blocks of 32 of an input are cut"):
+            quantize(model, _config("int8", "mxfp8"))
         assert isinstance(model.up, ColumnParallelLinear)
 
     ranks(2, body)

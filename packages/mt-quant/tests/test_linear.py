@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import mt_fp8
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from mt_quant import (
     quantize,
     quantize_weight,
 )
+from mt_quant.linear import tensors_of
 from torch import nn
 
 
@@ -30,7 +32,9 @@ def _quantized(
     return quantize(model, QuantizationConfig(rules=(Rule(weight=weight, input=input),)))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int8-asym", "int4-g32", "int4-g32-asym"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int8-tensor", "int8-asym", "int4-g32-asym", "fp8", "mxfp4", "nvfp4"]
+)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_multiplies_by_the_dequantised_weight(
@@ -54,6 +58,22 @@ def test_products_of_integers_are_exact(weight: str, input: str) -> None:
     rounded = (x / scale).round().double() * scale.double()
     expected = rounded @ layer.quantized_weight.dequantize(torch.float64).T + layer.bias.double()
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("input", ["fp8", "fp8-tensor", "mxfp8", "mxfp4", "nvfp4"])
+def test_a_float_input_is_rounded_as_mt_fp8_does(input: str) -> None:
+    layer = _quantized("fp8", input=input)[0]
+    x = torch.randn(5, 64)
+    rounded = mt_fp8.quantize(x, layer.input.scaling).dequantize()
+    expected = F.linear(rounded, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+def test_bytes_of_floats_survive_a_change_of_dtype(name: str) -> None:
+    model = _quantized(name)
+    before = model[0].weight
+    assert torch.equal(model.bfloat16()[0].quantized_weight.dequantize(), before)
 
 
 def test_every_kernel_that_serves_gives_the_same_product() -> None:
@@ -97,7 +117,8 @@ def test_a_low_rank_part_and_a_scale_of_the_input_are_applied() -> None:
         low_rank=(torch.randn(3, 64), torch.randn(48, 3)),
     )
     shape = LinearShape.of(linear)
-    layer = QuantizedLinear.from_layer(linear, shape, matrix)
+    tensors = tensors_of(matrix, shape, torch.float32)
+    layer = QuantizedLinear.from_layer(linear, shape, tensors, format=matrix.weight.format)
     x = torch.randn(5, 64)
     torch.testing.assert_close(layer(x), x @ matrix.dequantize().T, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.weight, matrix.dequantize())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mt_fp8
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from mt_quant import (
     round_to_grid,
 )
 
+FLOATS = ("fp8", "fp8-tensor", "fp8-g32", "mxfp8", "mxfp4", "nvfp4")
 NAMES = (
     "int8",
     "int8-tensor",
@@ -60,6 +62,25 @@ def test_bytes_are_those_of_codes_and_bf16_scales(name: str, data: int, scales: 
     assert quantize_weight(_weight(), name).nbytes == data + 2 * scales
 
 
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_have_the_bits_of_mt_fp8(name: str) -> None:
+    weight = _weight()
+    quantized = quantize_weight(weight, name)
+    expected = mt_fp8.quantize(weight, quantized.format.scaling)
+    assert torch.equal(quantized.dequantize(), expected.dequantize(torch.float32))
+    assert quantized.nbytes == expected.nbytes
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_values_are_quantized_without_loss(name: str) -> None:
+    once = quantize_weight(_weight(), name)
+    again = encode(once.dequantize(), once.grid)
+    assert torch.equal(again.dequantize(), once.dequantize())
+    assert torch.equal(again.scale, once.scale)
+    columns = [round_to_grid(_weight()[:, j : j + 1], once.grid, start=j) for j in range(96)]
+    assert torch.equal(torch.cat(columns, dim=1), round_to_grid(_weight(), once.grid))
+
+
 def test_int4_codes_are_two_to_a_byte_the_even_column_low() -> None:
     weight = torch.tensor([[7.0, -7.0, 0.0, 3.0]])
     quantized = quantize_weight(weight, "int4-channel")
@@ -96,7 +117,9 @@ def test_a_grid_put_together_of_parts_is_that_of_the_whole() -> None:
         grid.with_columns(8, whole)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int4-g16", "int4-g16-asym"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int8-tensor", "int4-g16", "int4-g16-asym", "fp8", "fp8-tensor", "nvfp4"]
+)
 def test_a_part_of_the_codes_is_the_part_of_the_values(name: str) -> None:
     quantized = quantize_weight(_weight(), name)
     rows, columns = (
@@ -129,13 +152,15 @@ def test_groups_that_do_not_divide_and_odd_inputs_are_refused() -> None:
         quantize_weight(_weight()[:, :5], "int4-channel")
 
 
-@pytest.mark.parametrize("name", ["int5", "int8-g", "int4-big", "int8-g1"])
+@pytest.mark.parametrize("name", ["int5", "int8-g", "int4-big", "int8-g1", "fp8-asym", "nvfp4-g32"])
 def test_an_unknown_format_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown weight format|is none of|2 or more"):
+    with pytest.raises(
+        ValueError, match=r"unknown weight format|is none of|2 or more|no zero points|blocks of 16"
+    ):
         quantize_weight(_weight(), name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + FLOATS)
 def test_a_format_is_what_its_text_names(name: str) -> None:
     format = WeightFormat.named(name)
     assert WeightFormat.named(str(format)) == format

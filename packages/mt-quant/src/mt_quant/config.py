@@ -13,6 +13,7 @@ from torch import nn
 
 from mt_quant.document import read_document
 from mt_quant.error import QuantizationError
+from mt_quant.format import BLOCKS
 from mt_quant.recipes import recipe
 from mt_quant.rule import Decision, Rule
 from mt_quant.shape import LinearShape
@@ -162,9 +163,12 @@ def _misfits(name: str, decision: Decision, shape: LinearShape | None) -> list[s
         return [f"{name}: {error}"]
     if format.bits == 4 and shape.columns % 2:
         return [f"{name}: {shape.columns} inputs can't be stored two to a byte; use int8"]
-    if isinstance(format.group, int) and shape.split == "inputs" and shape.run % size:
-        return [
-            f"{name}: groups of {size} inputs are cut where the ranks split {columns} inputs, "
-            f"{shape.run} next to each other on each; use a divisor of {shape.run}"
-        ]
+    if shape.split != "inputs":
+        return []
+    where = f"where the ranks split {columns} inputs, {shape.run} next to each other on each"
+    if isinstance(format.group, int) and shape.run % size:
+        return [f"{name}: groups of {size} inputs are cut {where}; use a divisor of {shape.run}"]
+    block = 1 if decision.input is None else BLOCKS.get(decision.input.type, 1)
+    if shape.run % block:
+        return [f"{name}: blocks of {block} of an input are cut {where}; use another format"]
     return []

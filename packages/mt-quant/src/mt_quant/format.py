@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self, get_args
 
 from mt_files import Checks, did_you_mean
+from mt_fp8 import Scaling
 
 from mt_quant.error import QuantizationError
 
-WeightType = Literal["int8", "int4"]
-InputType = Literal["int8"]
-WEIGHT_TYPES: tuple[WeightType, ...] = ("int8", "int4")
-INPUT_TYPES: tuple[InputType, ...] = ("int8",)
+WeightType = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+InputType = Literal["int8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
+INPUT_TYPES: tuple[InputType, ...] = get_args(InputType)
+BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "mxfp4": 32, "nvfp4": 16})
+"""Neighbouring inputs that share a scale, where the format says so."""
+_INTEGERS = ("int8", "int4")
+_FP4 = ("mxfp4", "nvfp4")
 _GROUP = re.compile(r"g(\d{1,6})")
 
 
@@ -22,9 +29,10 @@ class WeightFormat:
     """How the elements of a weight are stored.
 
     Attributes:
-        type: Of an element.
+        type: Of an element: an integer, or a float of mt-fp8: `fp8` is e4m3 with fp32 scales,
+            the others are blocks of e4m3 and e2m1 (`mxfp4`, `nvfp4`).
         group: What shares a scale: the whole `tensor`, one output `channel`, or so many
-            neighbouring inputs of one output.
+            neighbouring inputs of one output; 32 for mxfp8 and mxfp4, 16 for nvfp4.
         symmetric: Whether zero is the middle of the codes; else each group has a zero point.
 
     Example:
@@ -41,13 +49,18 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
+        block = BLOCKS.get(self.type)
         if isinstance(self.group, int) and self.group < 2:
             checks.add("group", f"must be 2 or more inputs, got {self.group}")
+        elif block is not None and self.group != block:
+            checks.add("group", f"{self.type} has blocks of {block}, got {self.group!r}")
+        if not self.symmetric and not self.is_integer:
+            checks.add("symmetric", f"{self.type} has signs, no zero points; use true")
         checks.done()
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the format of a name such as `int8`, `int8-tensor`, `int4-g128` or `int4-asym`.
+        """Return the format of a name such as `int8`, `int8-tensor`, `int4-g128-asym` or `mxfp4`.
 
         An int4 without a group has groups of 128.
 
@@ -57,7 +70,8 @@ class WeightFormat:
         kind, *words = name.split("-")
         if kind not in WEIGHT_TYPES:
             raise QuantizationError(_unknown("weight format", name, WEIGHT_TYPES))
-        group: int | Literal["tensor", "channel"] = 128 if kind == "int4" else "channel"
+        group: int | Literal["tensor", "channel"] = BLOCKS.get(kind, "channel")
+        group = 128 if kind == "int4" else group
         symmetric = True
         for word in words:
             size = _GROUP.fullmatch(word)
@@ -73,20 +87,34 @@ class WeightFormat:
         return cls(type=kind, group=group, symmetric=symmetric)
 
     def __str__(self) -> str:
+        if self.type in BLOCKS:
+            return self.type
         group = f"g{self.group}" if isinstance(self.group, int) else self.group
         return f"{self.type}-{group}{'' if self.symmetric else '-asym'}"
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes are whole numbers."""
+        return self.type in _INTEGERS
+
+    @property
     def bits(self) -> int:
         """Bits of one element."""
-        return 4 if self.type == "int4" else 8
+        return 4 if self.type == "int4" or self.type in _FP4 else 8
 
     @property
     def codes(self) -> tuple[int, int]:
-        """The least and the greatest code."""
+        """The least and the greatest code of integers."""
         if not self.symmetric:
             return 0, (1 << self.bits) - 1
         return (-8, 7) if self.type == "int4" else (-127, 127)
+
+    @property
+    def scaling(self) -> Scaling:
+        """How mt-fp8 quantises a matrix to this format, which is no integer one."""
+        group = self.group
+        block = (1, group) if isinstance(group, int) else {"channel": "row"}.get(group, "tensor")
+        return _scaling(self.type, block)
 
     def group_size(self, columns: int) -> int:
         """Return how many inputs of one output share a scale.
@@ -110,7 +138,8 @@ class InputFormat:
 
     Attributes:
         type: Of an element.
-        group: What shares a scale: the whole `tensor`, or one `token`.
+        group: What shares a scale: the whole `tensor`, one `token`, or the `block` of mxfp8, mxfp4
+            and nvfp4.
         dynamic: Whether the scale is made for each input; else it is one number, from calibration,
             and the group is the tensor.
 
@@ -119,33 +148,60 @@ class InputFormat:
     """
 
     type: InputType
-    group: Literal["tensor", "token"] = "token"
+    group: Literal["tensor", "token", "block"] = "token"
     dynamic: bool = True
-
-    limit: ClassVar[float] = 127.0
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        if not self.dynamic and self.group != "tensor":
+        if (self.type in BLOCKS) != (self.group == "block"):
+            allowed = "block" if self.type in BLOCKS else "tensor or token"
+            checks.add("group", f"{self.type} has scales by {allowed}, got {self.group!r}")
+        elif not self.dynamic and self.group != "tensor":
             checks.add("group", "a static scale is one number: use `group: tensor`")
         checks.done()
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the format of a name: `int8` (one scale a token), `int8-tensor`, `int8-static`.
+        """Return the format of a name: `int8` (one scale a token), `fp8-tensor`, `int8-static`.
 
         Raises:
             QuantizationError: There is none of this name.
         """
         kind, _, word = name.partition("-")
-        if kind not in INPUT_TYPES or word not in ("", "token", "tensor", "static"):
-            known = [f"{kind}{end}" for kind in INPUT_TYPES for end in ("", "-tensor", "-static")]
+        ends = ("",) if kind in BLOCKS else ("", "token", "tensor", "static")
+        if kind not in INPUT_TYPES or word not in ends:
+            known = [
+                *BLOCKS,
+                *(f"{k}{e}" for k in ("int8", "fp8") for e in ("", "-tensor", "-static")),
+            ]
             raise QuantizationError(_unknown("format of activations", name, known))
+        if kind in BLOCKS:
+            return cls(type=kind, group="block")
         group = "token" if word in ("", "token") else "tensor"
         return cls(type=kind, group=group, dynamic=word != "static")
 
     def __str__(self) -> str:
+        if self.type in BLOCKS:
+            return self.type
         return f"{self.type}-{self.group if self.dynamic else 'static'}"
+
+    @property
+    def limit(self) -> float:
+        """The largest value of an element."""
+        return 127.0 if self.type == "int8" else self.scaling.elements.max
+
+    @property
+    def scaling(self) -> Scaling:
+        """How mt-fp8 quantises rows to this format, which is no integer one."""
+        named = {"token": "row", "tensor": "tensor"}
+        return _scaling(self.type, named.get(self.group) or (1, BLOCKS[self.type]))
+
+
+def _scaling(kind: str, block: Any) -> Scaling:
+    if kind == "fp8":
+        return Scaling(block=block)
+    element = "e2m1" if kind in _FP4 else "e4m3"
+    return Scaling(format=element, block=block, scale="nvfp4" if kind == "nvfp4" else "e8m0")
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...] | list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from mt_fp8 import QTensor, Scaling, quantize
 from torch import Tensor
 
 from mt_quant.error import QuantizationError
@@ -17,9 +18,11 @@ class Grid:
 
     Attributes:
         format: Whose codes.
-        scale: fp32, rounded up to bf16 so that every kernel multiplies by the same number.
+        scale: fp32. Of integers rounded up to bf16, so that every kernel multiplies by the same
+            number.
         zero: Whole numbers in fp32; None for a symmetric format.
         columns: Inputs of the weight.
+        level: Of nvfp4 the part of `scale` that its groups share, fp32 [1, 1]; else None.
 
     Shape:
         scale, zero: [out, groups]; [1, 1] where the tensor shares them.
@@ -29,6 +32,7 @@ class Grid:
     scale: Tensor
     zero: Tensor | None
     columns: int
+    level: Tensor | None = None
 
     @property
     def group_size(self) -> int:
@@ -49,10 +53,11 @@ class Grid:
             ValueError: The part begins inside a group.
         """
         first, inside = divmod(start, self.group_size)
-        if inside or part.format != self.format:
+        if inside or part.format != self.format or self.level is not None:
             raise ValueError(
                 f"columns from {start} with {part.format} can't replace groups of "
-                f"{self.group_size} with {self.format}; start at a multiple, with the same format"
+                f"{self.group_size} with {self.format}; start at a multiple, with the same format, "
+                "and not with nvfp4, whose groups share a level"
             )
         scale, zero = self.scale.clone(), None if self.zero is None else self.zero.clone()
         scale[:, first : first + part.scale.shape[1]] = part.scale
@@ -67,7 +72,7 @@ def find_grid(
     """Return the grid that round-to-nearest uses: it covers each group's range.
 
     Symmetric formats scale by the largest magnitude, so that the error of an element is at most
-    half a scale. Asymmetric ones cover the range from the least to the greatest value and zero.
+    half a step. Asymmetric ones cover the range from the least to the greatest value and zero.
 
     Args:
         weight: Any floating dtype.
@@ -83,6 +88,8 @@ def find_grid(
     check_weight(weight)
     groups = _groups(weight.float(), format)
     keep = 1.0 if shrink is None else shrink
+    if not format.is_integer:
+        return _float_grid(groups, weight, format, shrink)
     low, high = format.codes
     if format.symmetric:
         scale = _as_scale(groups.abs().amax(-1) * keep / high)
@@ -95,8 +102,10 @@ def find_grid(
 
 
 def to_codes(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
-    """Return the nearest codes for columns from `start` on, as whole numbers in fp32."""
+    """Return the nearest codes for columns from `start` on: the numbers they stand for, in fp32."""
     scale, zero = grid.of_columns(start, values.shape[1])
+    if not grid.format.is_integer:
+        return nearest(values.float() * inverse(scale), grid.format).dequantize()
     codes = (values.float() / scale).round()
     return (codes if zero is None else codes + zero).clamp(*grid.format.codes)
 
@@ -115,6 +124,36 @@ def round_to_grid(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
         values: [out, n]. Returns the same.
     """
     return from_codes(to_codes(values, grid, start=start), grid, start=start)
+
+
+def nearest(values: Tensor, format: WeightFormat) -> QTensor:
+    """Round numbers to elements of a float format, without a scale."""
+    plain = Scaling(format=format.scaling.format)
+    return quantize(values, plain, factor=torch.ones((), device=values.device))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return what makes codes of values; 0 for a scale of 0, whose values are all 0."""
+    return torch.where(scale > 0, 1 / scale, 0.0)
+
+
+def grid_of(made: QTensor, format: WeightFormat) -> Grid:
+    """Return the grid on which mt-fp8 rounded a matrix."""
+    rows, columns = made.shape
+    level = None if made.global_scale is None else made.global_scale.view(1, 1)
+    scale = made.steps()
+    scale = scale.view(1, 1) if format.group == "tensor" else scale.view(rows, -1)
+    return Grid(format=format, scale=scale, zero=None, columns=columns, level=level)
+
+
+def _float_grid(
+    groups: Tensor, weight: Tensor, format: WeightFormat, shrink: Tensor | float | None
+) -> Grid:
+    values = weight.float()
+    if shrink is not None:
+        most = (groups.abs().amax(-1) * shrink)[..., None]
+        values = groups.clamp(-most, most).view_as(weight)
+    return grid_of(quantize(values, format.scaling), format)
 
 
 def check_weight(weight: Tensor) -> None:

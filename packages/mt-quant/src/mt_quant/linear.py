@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -10,14 +11,19 @@ import torch.nn.functional as F
 from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
-from mt_quant.activation import input_scale_of, round_input
+from mt_quant.activation import round_activation
 from mt_quant.error import QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
 from mt_quant.matmul import AUTO, Operands, matmul_for
 from mt_quant.shape import LinearShape
 from mt_quant.weight import QuantizedMatrix, QuantizedWeight
 
-_KEPT = ("weight_scale", "input_scale", "input_step", "output_step")  # dtypes that `to` leaves
+_STEPS = {"input_step": "11", "output_step": "11"}
+_KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # dtypes that `to` leaves
+_NAMES = (
+    *("weight_data", "weight_scale", "weight_zero", "weight_level", "bias", "input_scale"),
+    *("low_rank_down", "low_rank_up", *_STEPS),
+)
 
 
 class QuantizedLinear(nn.Module):
@@ -28,8 +34,8 @@ class QuantizedLinear(nn.Module):
     and keep a dim for each of the weight's that a split makes boxes of, with its sharding record.
     Gradients flow to the input; rounding passes them on.
 
-    State: `weight_data`, `weight_scale`, and where there are any `weight_zero`, `bias`,
-    `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
+    State: `weight_data`, `weight_scale`, and where there are any `weight_zero`, `weight_level`,
+    `bias`, `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
 
     Args:
         shape: Of the weight on this rank.
@@ -45,6 +51,7 @@ class QuantizedLinear(nn.Module):
     weight_data: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
+    weight_level: nn.Parameter | None
     bias: nn.Parameter | None
     input_scale: nn.Parameter | None
     input_step: nn.Parameter | None
@@ -65,9 +72,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.shape, self.format, self.kernel = shape, format, kernel
         self.input, self.output = input, output
-        for name in ("weight_data", "weight_scale", "weight_zero", "bias", "input_scale"):
-            self.register_parameter(name, None)
-        for name in ("input_step", "output_step", "low_rank_down", "low_rank_up"):
+        for name in _NAMES:
             self.register_parameter(name, None)
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
         self._prepared: dict[str, tuple[Tensor, ...]] = {}
@@ -77,29 +82,34 @@ class QuantizedLinear(nn.Module):
         cls,
         layer: nn.Module,
         shape: LinearShape,
-        matrix: QuantizedMatrix,
+        tensors: Mapping[str, Tensor],
         *,
+        format: WeightFormat,
         input: InputFormat | None = None,
         output: InputFormat | None = None,
     ) -> Self:
-        """Take the place of a layer, with this rank's part of what a method made of its weight.
+        """Take the place of a layer, with what `tensors_of` returned.
 
         Args:
-            layer: Its bias, dtype and mode are taken over.
+            layer: Its bias, dtype, device and mode are taken over.
             shape: `LinearShape.of(layer)`.
-            matrix: Of the whole weight.
+            tensors: This rank's codes and scales by name.
+            format: As for the constructor.
             input: As for the constructor.
             output: As for the constructor.
 
         Raises:
-            QuantizationError: This rank's inputs cut groups that share a scale.
+            QuantizationError: A tensor is missing, too many, or does not fit the weight.
         """
-        own = cls(shape, matrix.weight.format, input=input, output=output)
+        own = cls(shape, format, input=input, output=output)
         weight = cast("nn.Parameter", layer.weight)
         own._like = weight.detach().new_empty(0)
-        part = matrix.take(*shape.own(matrix.weight.data.device))
-        for name, tensor in _tensors_of(part, weight.dtype).items():
-            own._put(name, tensor.to(weight.device))
+        check_tensors(tensors, shape, format, input, output)
+        for name, tensor in tensors.items():
+            letters = dims_of(name, format)
+            boxed = shape.box(tensor.to(weight.device), letters)
+            param = nn.Parameter(boxed, requires_grad=False)
+            own.register_parameter(name, shard_param(param, shape.spec(letters)))
         if layer.bias is not None:
             bias = cast("nn.Parameter", layer.bias)
             record = sharding_of(bias)
@@ -107,41 +117,39 @@ class QuantizedLinear(nn.Module):
             shard_param(own.bias, record.spec, partial_grad=record.partial_grad)
         return own.train(layer.training)
 
-    def _put(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor of the weight, with its record."""
-        shape, group = self.shape, self.format.group
-        if not name.startswith("weight_"):
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-            return
-        is_data = name == "weight_data"
-        each = {
-            "by_row": is_data or group != "tensor",
-            "by_column": is_data or isinstance(group, int),
-        }
-        param = nn.Parameter(shape.boxed(tensor, **each), requires_grad=False)
-        shard_param(param, shape.spec(**each))
-        self.register_parameter(name, param)
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's codes and scales by name, as `from_layer` takes them."""
+        params = {name: getattr(self, name) for name in _NAMES if name != "bias"}
+        found = {name: param.detach() for name, param in params.items() if param is not None}
+        return {name: self._flat(name, tensor) for name, tensor in found.items()}
+
+    def _flat(self, name: str, tensor: Tensor) -> Tensor:
+        return self.shape.unbox(tensor, dims_of(name, self.format))
+
+    def _own(self, name: str) -> Tensor | None:
+        param = getattr(self, name)
+        return None if param is None else self._flat(name, param)
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
         """This rank's codes and scales; the tensors are the layer's own."""
-        matrix = self.shape.matrix
         return QuantizedWeight(
-            data=matrix(self.weight_data),
-            scale=matrix(self.weight_scale),
-            zero=None if self.weight_zero is None else matrix(self.weight_zero),
+            data=self._flat("weight_data", self.weight_data),
+            scale=self._flat("weight_scale", self.weight_scale),
+            zero=self._own("weight_zero"),
             format=self.format,
             columns=self.shape.columns,
+            level=self.weight_level,
         )
 
     @property
     def quantized_matrix(self) -> QuantizedMatrix:
         """This rank's weight with the scales of its input and what is added."""
-        low_rank = None
-        if self.low_rank_down is not None and self.low_rank_up is not None:
-            low_rank = self.low_rank_down, self.low_rank_up
+        down, up = self._own("low_rank_down"), self._own("low_rank_up")
         return QuantizedMatrix(
-            weight=self.quantized_weight, input_scale=self.input_scale, low_rank=low_rank
+            weight=self.quantized_weight,
+            input_scale=self._own("input_scale"),
+            low_rank=None if down is None or up is None else (down, up),
         )
 
     @property
@@ -165,7 +173,11 @@ class QuantizedLinear(nn.Module):
         shape = self.shape
         x = shape.enter(_as_autocast(x))
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        y = self._multiply(rows) if weight is None else F.linear(rows, shape.matrix(weight))
+        y = (
+            self._multiply(rows)
+            if weight is None
+            else F.linear(rows, weight.flatten(0, len(shape.outputs) - 1).flatten(1))
+        )
         y = shape.leave(y.view(*x.shape[:-1], shape.rows))
         if self.bias is not None and with_bias:
             y = y + self.bias.flatten().to(y.dtype)
@@ -174,20 +186,20 @@ class QuantizedLinear(nn.Module):
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        if self.input_scale is not None:
-            x = x * self.input_scale.to(x.dtype)
-        scale = None
-        if self.input is not None:
-            group = self.shape.group if self.shape.split == "inputs" else None
-            scale = input_scale_of(x, self.input, step=self.input_step, group=group)
-        operands = Operands(x=x, weight=self.quantized_weight, input=self.input, scale=scale)
+        matrix = self.quantized_matrix
+        if matrix.input_scale is not None:
+            x = x * matrix.input_scale.to(x.dtype)
+        group = self.shape.group if self.shape.split == "inputs" else None
+        operands = Operands(
+            x=x, weight=matrix.weight, input=self.input, step=self.input_step, group=group
+        )
         if torch.is_grad_enabled() and x.requires_grad:
             y = cast(Tensor, _Product.apply(x, self, operands))
         else:
             y = self._product(operands)
-        if self.low_rank_down is not None and self.low_rank_up is not None:
-            low = F.linear(x, self.low_rank_down.to(x.dtype))
-            y = y + F.linear(low, self.low_rank_up.to(x.dtype))
+        if matrix.low_rank is not None:
+            down, up = (part.to(x.dtype) for part in matrix.low_rank)
+            y = y + F.linear(F.linear(x, down), up)
         return y
 
     def _product(self, operands: Operands) -> Tensor:
@@ -195,21 +207,12 @@ class QuantizedLinear(nn.Module):
         if chosen.name not in self._prepared:
             self._prepared[chosen.name] = chosen.prepare(operands.weight)
         ready = self._prepared[chosen.name]
-        return chosen.run(
-            Operands(
-                x=operands.x,
-                weight=operands.weight,
-                input=operands.input,
-                scale=operands.scale,
-                prepared=ready,
-            )
-        )
+        return chosen.run(replace(operands, prepared=ready))
 
     def _round_output(self, y: Tensor, format: InputFormat) -> Tensor:
         group = self.shape.group if self.shape.split == "outputs" else None
         rows = y.flatten(0, -2) if y.dim() > 1 else y[None]
-        scale = input_scale_of(rows, format, step=self.output_step, group=group)
-        rounded = round_input(rows.detach(), scale, format).view_as(y)
+        rounded = round_activation(rows, format, step=self.output_step, group=group).view_as(y)
         return y + (rounded - y.detach()) if y.requires_grad else rounded
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own
@@ -270,16 +273,68 @@ def _as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _tensors_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a matrix by their names in a layer's state."""
-    weight = matrix.weight
-    tensors: dict[str, Tensor | None] = {
+def dims_of(name: str, format: WeightFormat) -> str:
+    """Return what the dims of a tensor of the state are; see `LinearShape.box`."""
+    group = format.group
+    scale = "oi" if isinstance(group, int) else {"channel": "o1"}.get(group, "11")
+    dims = {"weight_data": "oi", "weight_scale": scale, "weight_zero": scale}
+    dims |= {"weight_level": "11", "input_scale": "i", "low_rank_down": "ri", "low_rank_up": "or"}
+    return (dims | _STEPS)[name]
+
+
+def tensors_of(
+    matrix: QuantizedMatrix, shape: LinearShape, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return this rank's part of what a method made of a whole weight, by name.
+
+    Args:
+        matrix: Of the whole weight.
+        shape: Of this rank's.
+        dtype: Of what is kept in full precision.
+
+    Raises:
+        QuantizationError: This rank's inputs cut groups that share a scale.
+    """
+    matrix = matrix.take(*shape.own(matrix.weight.data.device))
+    weight, down, up = matrix.weight, *(matrix.low_rank or (None, None))
+    found: dict[str, Tensor | None] = {
         "weight_data": weight.data,
         "weight_scale": weight.scale,
         "weight_zero": weight.zero,
+        "weight_level": weight.level,
         "input_scale": None if matrix.input_scale is None else matrix.input_scale.float(),
+        "low_rank_down": None if down is None else down.to(dtype),
+        "low_rank_up": None if up is None else up.to(dtype),
     }
-    if matrix.low_rank is not None:
-        down, up = matrix.low_rank
-        tensors |= {"low_rank_down": down.to(dtype), "low_rank_up": up.to(dtype)}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: x.contiguous() for name, x in found.items() if x is not None}
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shape: LinearShape,
+    format: WeightFormat,
+    input: InputFormat | None,
+    output: InputFormat | None,
+) -> None:
+    """Refuse codes without their scales, or of another weight."""
+    needed = {"weight_data", "weight_scale"}
+    needed |= set() if format.symmetric else {"weight_zero"}
+    needed |= {"weight_level"} if format.type == "nvfp4" else set()
+    needed |= {"input_step"} if input is not None and not input.dynamic else set()
+    needed |= {"output_step"} if output is not None and not output.dynamic else set()
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(_NAMES))
+    if missing or unknown:
+        raise QuantizationError(
+            f"{format} codes need {', '.join(sorted(needed))}; missing: "
+            f"{', '.join(missing) or 'none'}, unknown: {', '.join(unknown) or 'none'}"
+        )
+    groups = shape.columns // format.group_size(shape.columns)
+    rows = 1 if format.group == "tensor" else shape.rows
+    sizes = {"weight_data": (shape.rows, shape.columns * format.bits // 8)}
+    sizes |= dict.fromkeys(("weight_scale", "weight_zero"), (rows, groups))
+    for name, size in sizes.items():
+        if name in tensors and tuple(tensors[name].shape) != size:
+            raise QuantizationError(
+                f"{name} of {format} for {shape.rows} outputs and {shape.columns} inputs has the "
+                f"shape {size}, got {tuple(tensors[name].shape)}"
+            )

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from mt_files import AUTO as AUTO
 from mt_files import kernel_for
+from mt_parallel_state import Group
 from torch import Tensor
 
-from mt_quant.activation import input_codes, round_input
+from mt_quant.activation import input_codes, input_scale_of, round_activation
 from mt_quant.format import InputFormat
 from mt_quant.weight import QuantizedWeight
 
@@ -27,33 +28,20 @@ class Operands:
         x: The activation, before rounding.
         weight: In low precision.
         input: How `x` is rounded; None leaves it.
-        scale: The scale of `x`, where it is rounded.
+        step: The static scale of `x`, of an `input` that is not dynamic.
+        group: Ranks that split the features of `x`, whose scales are made of all.
         prepared: What `Matmul.prepare` returned for the weight.
 
     Shape:
-        x: [tokens, in]. scale: [tokens, 1] or [1, 1].
+        x: [tokens, in]. step: [1, 1].
     """
 
     x: Tensor
     weight: QuantizedWeight
     input: InputFormat | None = None
-    scale: Tensor | None = None
+    step: Tensor | None = None
+    group: Group = None
     prepared: tuple[Tensor, ...] = ()
-
-    @property
-    def rounded(self) -> Tensor:
-        """The activation with the values that are multiplied."""
-        if self.input is None:
-            return self.x
-        input, scale = self.rounding
-        return round_input(self.x, scale, input)
-
-    @property
-    def rounding(self) -> tuple[InputFormat, Tensor]:
-        """Format and scale of the activation, which has them."""
-        if self.input is None or self.scale is None:
-            raise ValueError(f"the input is not rounded: input={self.input}, scale={self.scale}")
-        return self.input, self.scale
 
 
 def _no_preparation(weight: QuantizedWeight) -> tuple[Tensor, ...]:
@@ -78,7 +66,9 @@ class Matmul:
 
 
 def _reference(operands: Operands) -> Tensor:
-    x = operands.rounded
+    x = operands.x
+    if operands.input is not None:
+        x = round_activation(x, operands.input, step=operands.step, group=operands.group)
     return F.linear(x, operands.weight.dequantize(x.dtype))
 
 
@@ -148,8 +138,8 @@ def _torch_int4(operands: Operands) -> Tensor:
 
 def _integers_obstacle(operands: Operands) -> str | None:
     x, weight = operands.x, operands.weight
-    if operands.input is None:
-        return "the input is not rounded"
+    if operands.input is None or operands.input.type != "int8":
+        return f"the input is not rounded to int8 but {operands.input}"
     if weight.format.type != "int8" or isinstance(weight.format.group, int):
         return f"it is for int8 with a scale an output, and the weight is {weight.format}"
     if not weight.format.symmetric:
@@ -162,7 +152,10 @@ def _integers_obstacle(operands: Operands) -> str | None:
 def _integers(operands: Operands) -> Tensor:
     """Sum products of integers exactly, in int32, and scale once."""
     x, weight = operands.x, operands.weight
-    input, scale = operands.rounding
+    input = operands.input
+    if input is None:
+        raise ValueError("the input is not rounded; give `input`")
+    scale = input_scale_of(x, input, step=operands.step, group=operands.group)
     total = torch.ops.aten._int_mm(input_codes(x, scale, input), weight.data.t())
     return (total.float() * scale * weight.scale.float().t()).to(x.dtype)
 

@@ -20,7 +20,14 @@ _LAYERS: Mapping[str, Rule] = {
     "int8-dynamic": Rule(weight="int8", input="int8"),
     "int4-rtn": Rule(weight="int4-g128"),
     "int4-rtn-asym": Rule(weight="int4-g128-asym"),
+    "fp8": Rule(weight="fp8", input="fp8"),
+    "fp8-weight": Rule(weight="fp8"),
+    "mxfp8": Rule(weight="mxfp8", input="mxfp8"),
+    "mxfp4": Rule(weight="mxfp4"),
+    "nvfp4": Rule(weight="nvfp4", input="nvfp4"),
+    "nvfp4-weight": Rule(weight="nvfp4"),
     "w4a8": Rule(weight="int4-g128", input="int8"),
+    "w4a8-fp8": Rule(weight="int4-g128", input="fp8"),
 }
 
 RECIPES: tuple[str, ...] = tuple(_LAYERS)

@@ -153,32 +153,44 @@ class LinearShape:
         index = index.narrow(self.dim, rank * local[self.dim], local[self.dim]).flatten()
         return (index, None) if self.split == "outputs" else (None, index)
 
-    def boxed(self, matrix: Tensor, *, by_row: bool = True, by_column: bool = True) -> Tensor:
-        """View what belongs to a weight with a dim for each of which a split makes boxes.
+    def box(self, x: Tensor, dims: str) -> Tensor:
+        """View a tensor with a dim for each of which a split makes boxes.
 
         Args:
-            matrix: Codes or scales of this rank.
-            by_row: Whether each output has its own.
-            by_column: Whether inputs, or groups of them, have their own.
+            x: Of this rank.
+            dims: A letter for each of its dims: `o` the outputs, `i` the inputs, a packed part of
+                them or their groups, and anything else for what the layer does not split.
 
         Shape:
-            matrix: [out or 1, n], where n is the inputs, a packed part of them, or their groups.
-            Returns [*outputs, *inputs before the split one, rest].
+            Returns, in place of `o`, all outputs' dims; of `i`, the inputs' before the split one,
+            and the rest in one.
         """
-        rows = self.outputs if by_row else (1,) * len(self.outputs)
-        before = self.inputs[: self.dim] if self.split == "inputs" else ()
-        return matrix.view(*rows, *(before if by_column else (1,) * len(before)), -1)
+        sizes: list[int] = []
+        for letter, size in zip(dims, x.shape, strict=True):
+            before = self._before
+            own = {"o": self.outputs, "i": (*before, size // prod(before))}
+            sizes += own.get(letter, (size,))
+        return x.view(sizes)
 
-    def matrix(self, boxed: Tensor) -> Tensor:
-        """Undo `boxed`."""
-        return boxed.flatten(0, len(self.outputs) - 1).flatten(1)
+    def unbox(self, x: Tensor, dims: str) -> Tensor:
+        """Undo `box`."""
+        for dim, letter in enumerate(dims):
+            count = {"o": len(self.outputs), "i": len(self._before) + 1}.get(letter, 1)
+            x = x.flatten(dim, dim + count - 1)
+        return x
 
-    def spec(self, *, by_row: bool = True, by_column: bool = True) -> PartitionSpec:
-        """Return the record of what `boxed` returned."""
-        if self.split is None or not (by_row if self.split == "outputs" else by_column):
+    def spec(self, dims: str) -> PartitionSpec:
+        """Return the record of what `box` returned."""
+        letter = "-" if self.split is None else self.split[0]
+        if letter not in dims:
             return PartitionSpec()
-        dim = self.dim + (len(self.outputs) if self.split == "inputs" else 0)
-        return PartitionSpec(*(None,) * dim, self.axis)
+        first = sum(len(self.outputs) if d == "o" else 1 for d in dims[: dims.index(letter)])
+        return PartitionSpec(*(None,) * (first + self.dim), self.axis)
+
+    @property
+    def _before(self) -> tuple[int, ...]:
+        """The inputs' dims before the split one."""
+        return self.inputs[: self.dim] if self.split == "inputs" else ()
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of the product: flat, and gathered along the sequence if it is split.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from mt_files import check_type
+from mt_fp8 import QTensor, quantize
 from torch import Tensor
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import WeightFormat
-from mt_quant.grid import Grid, find_grid, from_codes, to_codes
+from mt_quant.grid import Grid, find_grid, from_codes, grid_of, inverse, nearest, to_codes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,15 +19,16 @@ class QuantizedWeight:
     """Codes of a weight with what makes values of them.
 
     Attributes:
-        data: int8 codes; uint8 without symmetry; two int4 codes a byte, the even column in the low
-            bits (those of a symmetric format plus 8).
-        scale: bf16.
+        data: int8 codes; uint8 without symmetry; the bytes of floats as uint8; two codes of 4 bits
+            a byte, the even column in the low bits (of a symmetric int4 plus 8).
+        scale: bf16 of integers; of floats fp32, or bytes of e8m0 and of nvfp4's e4m3 as uint8.
         zero: uint8 zero points of an asymmetric format, else None.
         format: Of the codes.
         columns: Inputs of the weight.
+        level: Of nvfp4 what its scales are multiplied by, fp32 [1, 1]; else None.
 
     Shape:
-        data: [out, in], or [out, in / 2] for int4. scale, zero: [out, groups], [1, 1] for a scale
+        data: [out, in], or [out, in / 2] for 4 bits. scale, zero: [out, groups], [1, 1] for a scale
         of the whole tensor.
     """
 
@@ -35,6 +37,7 @@ class QuantizedWeight:
     zero: Tensor | None
     format: WeightFormat
     columns: int
+    level: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,22 +47,35 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        zeros = 0 if self.zero is None else self.zero.nbytes
-        return self.data.nbytes + self.scale.nbytes + zeros
+        tensors = (self.data, self.scale, self.zero, self.level)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def grid(self) -> Grid:
         """Scales and zero points as fp32."""
+        if not self.format.is_integer:
+            return grid_of(self.as_qtensor(), self.format)
         zero = None if self.zero is None else self.zero.float()
         return Grid(format=self.format, scale=self.scale.float(), zero=zero, columns=self.columns)
 
+    def as_qtensor(self) -> QTensor:
+        """Return the same codes and scales as mt-fp8 has them, of a float format."""
+        scaling = self.format.scaling
+        tensors = {"data": self.data, "scales": self.scale}
+        if self.format.group == "tensor":
+            tensors["scales"] = self.scale.view(())
+        if self.level is not None:
+            tensors["global_scale"] = self.level.view(())
+        return QTensor.from_tensors(tensors, scaling=scaling, dtype=torch.float32, shape=self.shape)
+
     def codes(self) -> Tensor:
-        """Return the codes one by one, of the format's range.
+        """Return the codes one by one: integers of the format's range, or bits of floats.
 
         Shape:
             Returns [out, in], int8 or uint8.
         """
-        return self.data if self.format.bits == 8 else _unpack(self.data, self.format)
+        codes = self.data if self.format.bits == 8 else _unpack(self.data)
+        return codes.to(torch.int8) - 8 if _has_offset(self.format) else codes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values; they are computed in fp32 and rounded once.
@@ -67,6 +83,8 @@ class QuantizedWeight:
         Shape:
             Returns [out, in].
         """
+        if not self.format.is_integer:
+            return self.as_qtensor().dequantize(dtype)
         return from_codes(self.codes(), self.grid).to(dtype)
 
     def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedWeight:
@@ -83,7 +101,7 @@ class QuantizedWeight:
         if columns is not None:
             codes = codes[:, columns]
             if isinstance(self.format.group, int):
-                index = _whole_groups(columns, self.grid.group_size)
+                index = _whole_groups(columns, self.format.group_size(self.columns))
                 scale, zero = scale[:, index], None if zero is None else zero[:, index]
         return replace(
             self,
@@ -142,6 +160,18 @@ def encode(values: Tensor, grid: Grid) -> QuantizedWeight:
         values: [out, in].
     """
     format = grid.format
+    if not format.is_integer:
+        data = nearest(
+            values.float() * inverse(grid.of_columns(0, values.shape[1])[0]), format
+        ).data
+        return QuantizedWeight(
+            data=data.view(torch.uint8),
+            scale=_stored_scale(grid),
+            zero=None,
+            format=format,
+            columns=values.shape[1],
+            level=grid.level,
+        )
     codes = to_codes(values, grid).to(torch.int8 if format.symmetric else torch.uint8)
     return QuantizedWeight(
         data=_pack(codes, format),
@@ -179,19 +209,37 @@ def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeig
         raise QuantizationError(
             f"{weight.shape[1]} inputs can't be stored two to a byte ({chosen}); use int8"
         )
-    return encode(weight, find_grid(weight, chosen))
+    grid = find_grid(weight, chosen)
+    if chosen.is_integer:
+        return encode(weight, grid)
+    made = quantize(weight.float(), chosen.scaling)  # the bits of mt-fp8, also where it is a tie
+    return replace(encode(weight, grid), data=made.data.view(torch.uint8))
+
+
+def _has_offset(format: WeightFormat) -> bool:
+    """Whether codes of both signs are stored from 0 on."""
+    return format.type == "int4" and format.symmetric
 
 
 def _pack(codes: Tensor, format: WeightFormat) -> Tensor:
     if format.bits == 8:
         return codes
-    codes = (codes + 8 if format.symmetric else codes).to(torch.uint8)
+    codes = (codes + 8 if _has_offset(format) else codes).to(torch.uint8)
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
-def _unpack(data: Tensor, format: WeightFormat) -> Tensor:
-    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
-    return codes.to(torch.int8) - 8 if format.symmetric else codes
+def _unpack(data: Tensor) -> Tensor:
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def _stored_scale(grid: Grid) -> Tensor:
+    """Return the scales of a float format as they are kept."""
+    kind = grid.format.scaling.scale
+    if kind == "fp32":
+        return grid.scale
+    scale = grid.scale if grid.level is None else grid.scale / grid.level
+    dtype = torch.float8_e8m0fnu if kind == "e8m0" else torch.float8_e4m3fn
+    return scale.to(dtype).view(torch.uint8)
 
 
 def _whole_groups(columns: Tensor, size: int) -> Tensor:

@@ -1,0 +1,187 @@
+"""The forwards of several batches, which wait for each other in front of every stage of a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mt_quant.error import CalibrationError
+
+
+class _CancelledError(BaseException):
+    """Ends the forward of a batch from within; nothing else catches it."""
+
+
+class _Forward(threading.Thread):
+    """The forward of one batch. It runs while the walk waits, and waits while the walk runs."""
+
+    def __init__(self, run: Callable[[], object], settings: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self.at: str | None = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self._run, self._settings = run, settings
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self) -> None:
+        self._go.acquire()
+        try:
+            self._settings()
+            with torch.no_grad():
+                if not self.cancelled:
+                    self._run()
+        except _CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the walk waits
+            self.error = error
+        self.at = None
+        self._stopped.release()
+
+    def stop_at(self, name: str) -> None:
+        """Wait, in the forward, until the walk goes on."""
+        self.at = name
+        self._stopped.release()
+        self._go.acquire()
+        if self.cancelled:
+            raise _CancelledError
+
+    def resume(self) -> None:
+        """Go on, for the walk, until the forward stops again or ends."""
+        self._go.release()
+        self._stopped.acquire()
+        if self.error is not None:
+            raise self.error
+
+
+class Walk:
+    """All batches through a model, stage by stage, in the order in which it calls them.
+
+    Each batch's forward is a thread of its own that stops in front of each stage, so that nothing
+    is assumed of how stages are connected. One thread runs at a time. What is kept between stages
+    is what the forwards themselves keep: the activations of one place of the model.
+
+    Args:
+        model: Called with each batch.
+        stages: Modules by name; their forwards are wrapped while the walk goes on.
+        batches: Positional (tuple, list) or named (mapping) arguments, or a tensor.
+    """
+
+    def __init__(
+        self, model: nn.Module, stages: Mapping[str, nn.Module], batches: Sequence[Any]
+    ) -> None:
+        self._model, self._stages = model, stages
+        self._made: dict[str, nn.Module] = {}
+        self._before: dict[str, Any] = {}
+        self._looking = False
+        self._observe: Callable[[Tensor, Tensor], None] | None = None
+        settings = _thread_settings()
+        self._forwards = [_Forward(_call(model, batch), settings) for batch in batches]
+
+    @contextmanager
+    def running(self) -> Iterator[Iterator[str]]:
+        """Yield the names of stages in order; every batch waits in front of the named one.
+
+        Raises:
+            CalibrationError: Batches call stages in different orders.
+        """
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        for name, module in self._stages.items():
+            if "forward" in vars(module):
+                self._before[name] = module.forward
+            module.forward = self._stopping(name, module, module.forward)
+        for forward in self._forwards:
+            forward.start()
+        try:
+            yield self._steps()
+        finally:
+            for forward in self._forwards:
+                if forward.is_alive():
+                    forward.cancelled, forward.error = True, None
+                    forward.resume()
+                forward.join()
+            for name in self._stages:
+                self._release(name)
+            for module, training in modes.items():
+                module.training = training
+
+    def look(self, observe: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """Run the stage that all wait at for every batch, without going on behind it.
+
+        Args:
+            observe: Called with the stage's own first input and its output; hooks of modules
+                inside it are called as always.
+        """
+        self._looking, self._observe = True, observe
+        for forward in self._forwards:
+            forward.resume()
+        self._looking = False
+
+    def put(self, name: str, module: nn.Module) -> None:
+        """Have `module` take the place of a stage for the batches that wait in front of it."""
+        self._made[name] = module
+
+    def _steps(self) -> Iterator[str]:
+        while True:
+            for forward in self._forwards:
+                forward.resume()
+            places = {forward.at for forward in self._forwards}
+            if len(places) > 1:
+                listed = ", ".join(sorted(str(place) for place in places))
+                raise CalibrationError(
+                    f"batches call the layers of the model in different orders ({listed}); "
+                    "calibrate with batches of one kind"
+                )
+            (place,) = places
+            if place is None:
+                return
+            yield place
+            self._release(place)
+
+    def _stopping(
+        self, name: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.current_thread()
+            if not isinstance(thread, _Forward):
+                return forward(*args, **kwargs)
+            thread.stop_at(name)
+            if self._looking:
+                copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+                y = forward(*copies[0], **copies[1])  # for what looks; no stage behind gets it
+                if self._observe is not None:
+                    self._observe(copies[0][0], y)
+                thread.stop_at(name)
+            made = self._made.get(name)
+            return (forward if made is None else made)(*args, **kwargs)
+
+        return stop
+
+    def _release(self, name: str) -> None:
+        """Give a stage its own forward back."""
+        module = self._stages[name]
+        vars(module).pop("forward", None)
+        if name in self._before:
+            module.forward = self._before[name]
+
+
+def _call(model: nn.Module, batch: Any) -> Callable[[], object]:
+    if isinstance(batch, Mapping):
+        return lambda: model(**batch)
+    if isinstance(batch, tuple | list):
+        return lambda: model(*batch)
+    return lambda: model(batch)
+
+
+def _thread_settings() -> Callable[[], None]:
+    """Return what gives a new thread this one's device."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
