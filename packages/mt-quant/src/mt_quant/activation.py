@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mt_fp8 import quantize
 from mt_parallel_state import Group, group_size
 from torch import Tensor
 
@@ -73,10 +72,13 @@ def round_activation(
         x: [tokens, n]. Returns the same.
     """
     x = x.detach()
+    if format.type == "int8":
+        scale = input_scale_of(x, format, step=step, group=group)
+        return (input_codes(x, scale, format).float() * scale).to(x.dtype)
+    from mt_fp8 import quantize  # only floats need it
+
     if format.group == "block":
         return quantize(x, format.scaling, group=group).dequantize()
     scale = input_scale_of(x, format, step=step, group=group)
-    if format.type == "int8":
-        return (input_codes(x, scale, format).float() * scale).to(x.dtype)
     factor = 1 / scale.view(scale.shape if format.group == "token" else ())
     return quantize(x, format.scaling, factor=factor).dequantize()

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from mt_files import Checks, did_you_mean
-from mt_fp8 import Scaling
 
 from mt_quant.error import QuantizationError
+
+if TYPE_CHECKING:
+    from mt_fp8 import Scaling
 
 WeightType = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 InputType = Literal["int8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
@@ -198,6 +200,8 @@ class InputFormat:
 
 
 def _scaling(kind: str, block: Any) -> Scaling:
+    from mt_fp8 import Scaling  # only floats need it
+
     if kind == "fp8":
         return Scaling(block=block)
     element = "e2m1" if kind in _FP4 else "e4m3"

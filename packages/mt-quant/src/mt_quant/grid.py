@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from mt_fp8 import QTensor, Scaling, quantize
 from torch import Tensor
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import WeightFormat
+
+if TYPE_CHECKING:
+    from mt_fp8 import QTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,8 @@ def round_to_grid(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
 
 def nearest(values: Tensor, format: WeightFormat) -> QTensor:
     """Round numbers to elements of a float format, without a scale."""
+    from mt_fp8 import Scaling, quantize  # only floats need it
+
     plain = Scaling(format=format.scaling.format)
     return quantize(values, plain, factor=torch.ones((), device=values.device))
 
@@ -149,6 +154,8 @@ def grid_of(made: QTensor, format: WeightFormat) -> Grid:
 def _float_grid(
     groups: Tensor, weight: Tensor, format: WeightFormat, shrink: Tensor | float | None
 ) -> Grid:
+    from mt_fp8 import quantize  # only floats need it
+
     values = weight.float()
     if shrink is not None:
         most = (groups.abs().amax(-1) * shrink)[..., None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_files import check_type
@@ -21,8 +21,10 @@ from mt_quant.method import METHODS
 from mt_quant.rule import Decision
 from mt_quant.shape import LinearShape
 from mt_quant.statistics import Collector, Statistics
-from mt_quant.walk import Walk
 from mt_quant.weight import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from mt_quant.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,8 @@ class _Work:
 
     def calibrated(self, batches: list[Any], needs: Mapping[str, frozenset[str]]) -> None:
         """Finish what the batches reach, stage by stage."""
+        from mt_quant.walk import Walk  # only calibration needs it
+
         stages = _stages(self.model, list(self.decisions))
         walk = Walk(self.model, {name: self._module(name) for name in stages}, batches)
         with walk.running() as steps:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from mt_files import check_type
-from mt_fp8 import QTensor, quantize
 from torch import Tensor
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import WeightFormat
 from mt_quant.grid import Grid, find_grid, from_codes, grid_of, inverse, nearest, to_codes
+
+if TYPE_CHECKING:
+    from mt_fp8 import QTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +63,8 @@ class QuantizedWeight:
 
     def as_qtensor(self) -> QTensor:
         """Return the same codes and scales as mt-fp8 has them, of a float format."""
+        from mt_fp8 import QTensor  # only floats need it
+
         scaling = self.format.scaling
         tensors = {"data": self.data, "scales": self.scale}
         if self.format.group == "tensor":
@@ -212,6 +217,8 @@ def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeig
     grid = find_grid(weight, chosen)
     if chosen.is_integer:
         return encode(weight, grid)
+    from mt_fp8 import quantize  # only floats need it
+
     made = quantize(weight.float(), chosen.scaling)  # the bits of mt-fp8, also where it is a tie
     return replace(encode(weight, grid), data=made.data.view(torch.uint8))
 
