@@ -24,7 +24,7 @@ from mt_quant import (
 )
 from torch import Tensor
 
-FORMATS = ["int4-g16", "int4-g16-asym", "int4-channel", "int8", "int4-tensor"]
+FORMATS = ["int4-g16", "int4-g16-asym", "int4-channel", "int8", "int4-tensor", "mxfp4", "nvfp4"]
 
 
 def example(seed: int = 0) -> tuple[Tensor, Tensor, Statistics]:

@@ -21,6 +21,7 @@ from mt_quant import (
 from torch import Tensor
 
 FORMATS = ["int4-g16", "int4-g16-asym", "int4-channel", "int8", "int4-tensor", "int8-tensor-asym"]
+FLOATS = ["fp8", "mxfp4", "nvfp4"]
 
 
 def related_inputs(columns: int, *, tokens: int = 300, seed: int = 0) -> Tensor:
@@ -58,7 +59,7 @@ def solved_column_by_column(
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS + FLOATS)
 def test_each_column_is_rounded_at_the_least_squares_solution(
     name: str, act_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,12 +82,12 @@ def test_each_column_is_rounded_at_the_least_squares_solution(
 
 
 @pytest.mark.parametrize("static_groups", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS + FLOATS)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_output_is_worse_than_round_to_nearest(
     name: str, seed: int, static_groups: bool
 ) -> None:
-    weight, x = random_weight(40, 48, seed), related_inputs(48, tokens=30, seed=seed)
+    weight, x = random_weight(40, 64, seed), related_inputs(64, tokens=40, seed=seed)
     format = WeightFormat.named(name)
     made = gptq(weight, format, statistics_of(x), static_groups=static_groups).dequantize()
     errors = [

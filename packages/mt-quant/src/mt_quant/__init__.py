@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from mt_quant.awq import awq, awq_scale, clipped_grid
+from mt_quant.calibration import RANGES, Magnitudes, find_range
 from mt_quant.config import Explanation, QuantizationConfig
+from mt_quant.distillation import distillation_loss
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
 from mt_quant.gptq import gptq
 from mt_quant.grid import Grid, find_grid, round_to_grid
 from mt_quant.hessian import output_error
+from mt_quant.kv_cache import KVCalibrator, KVScales
 from mt_quant.linear import QuantizedLinear
 from mt_quant.matmul import MATMULS, Matmul, Operands
 from mt_quant.method import METHODS, Method, rtn
 from mt_quant.quantize import Progress, quantize
 from mt_quant.recipes import RECIPES
 from mt_quant.rule import Decision, Rule, ShapeCondition
+from mt_quant.sensitivity import Costs, FormatPlan, choose_formats, measure_costs, weight_bits
 from mt_quant.shape import LinearShape, SplitLinear
 from mt_quant.smoothquant import smoothquant, smoothquant_scale
 from mt_quant.statistics import Statistics
@@ -24,13 +28,19 @@ from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_w
 __all__ = [
     "MATMULS",
     "METHODS",
+    "RANGES",
     "RECIPES",
     "CalibrationError",
+    "Costs",
     "Decision",
     "Explanation",
+    "FormatPlan",
     "Grid",
     "InputFormat",
+    "KVCalibrator",
+    "KVScales",
     "LinearShape",
+    "Magnitudes",
     "Matmul",
     "Method",
     "Operands",
@@ -47,10 +57,14 @@ __all__ = [
     "WeightFormat",
     "awq",
     "awq_scale",
+    "choose_formats",
     "clipped_grid",
+    "distillation_loss",
     "encode",
     "find_grid",
+    "find_range",
     "gptq",
+    "measure_costs",
     "output_error",
     "quantize",
     "quantize_weight",
@@ -59,4 +73,5 @@ __all__ = [
     "smoothquant",
     "smoothquant_scale",
     "svdquant",
+    "weight_bits",
 ]

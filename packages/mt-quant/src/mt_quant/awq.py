@@ -129,7 +129,7 @@ def clipped_grid(weight: Tensor, grid: Grid, hessian: Tensor, shares: Sequence[f
     before, after = (
         row_errors(round_to_grid(weight, g) - weight, hessian) for g in (grid, clipped)
     )
-    if format.group == "tensor":
+    if format.group == "tensor" or grid.level is not None:  # rows share something
         return clipped if bool(after.sum() < before.sum()) else grid
     better = (after < before)[:, None]
     zero = None

@@ -42,7 +42,7 @@ def gptq(
         act_order: Round columns with large inputs first. Groups need `static_groups`, since
             stored groups are neighbours.
         static_groups: Find the scales of all groups in the original weight, in place of when
-            their first column is reached.
+            their first column is reached. Those of nvfp4, which share a level, always are.
         double: Factorise in fp64; else fp32, which is faster on a GPU.
 
     Shape:
@@ -58,7 +58,7 @@ def gptq(
     hessian = hessian_of(statistics, columns)
     order = _order(hessian, act_order=act_order)
     factor = _factor(hessian[order][:, order], damping, torch.float64 if double else torch.float32)
-    refresh = isinstance(format.group, int) and not static_groups
+    refresh = isinstance(format.group, int) and not static_groups and grid.level is None
     grid_made, values = _rounded(weight.float(), grid, order, factor, refresh=refresh)
     return QuantizedMatrix(weight=_better(weight, (values, grid_made), grid, hessian))
 
