@@ -24,11 +24,13 @@ class RunFolder:
         WEIGHTS: Prefix of the arrays of the model's parameters.
         OPTIMIZER: Prefix of all arrays of the optimizer.
         EMA: Prefix of the parameters' averages over the steps, where a run keeps them.
+        SCALING: Prefix of the state of delayed scaling, where layers are quantised by it.
     """
 
     WEIGHTS: ClassVar[str] = "model"
     OPTIMIZER: ClassVar[str] = "optimizer"
     EMA: ClassVar[str] = "ema"
+    SCALING: ClassVar[str] = "scaling"
 
     path: Path
 

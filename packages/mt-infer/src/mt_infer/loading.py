@@ -208,6 +208,7 @@ def load_weights(
         check_ema(run)
         wanted, other = other, wanted
     shards = param_shards(named, state.layout, state.rank, prefix=wanted)
-    ignore = (f"{RunFolder.OPTIMIZER}/", f"{other}/", f"{wanted}/mtp.")
+    unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
+    ignore = (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
     return Generator(model=model, config=config, tokenizer=run.tokenizer, stages=state.group("pp"))

@@ -18,8 +18,8 @@ class ActivationWatch:
 
     It does so for runs with a plan of `training.recompute`. What is expected is measured on one
     row; parameters that are shared out over ranks are not there for that, and so with
-    data_parallel.strategy `full` nothing is expected; nor is it of a model with an encoder, or of
-    compiled layers. Every rank makes one.
+    data_parallel.strategy `full` nothing is expected; nor is it of a model with an encoder, of
+    compiled layers, or of quantised ones. Every rank makes one.
 
     Args:
         config: The run.
@@ -33,6 +33,7 @@ class ActivationWatch:
         self._expected: KeptBytes | None = None
         measures = config.data_parallel.strategy != "full" and config.data.spans is None
         measures = measures and not config.training.compile  # the compiler says what it keeps
+        measures = measures and config.precision.recipe is None  # whose state sees every forward
         if self._wanted and measures:
             training = config.training
             rows, length = training.micro_batch_size, training.sequence_length

@@ -23,6 +23,7 @@ from mt_train.corpus import (
 )
 from mt_train.loading import LoadedConfig
 from mt_train.optimization import check_overrides
+from mt_train.precision import check_precision
 from mt_train.problem import ConfigError
 from mt_train.starting import Start, check_start, find_start
 
@@ -125,6 +126,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     check_packing(loaded, corpus)
     model = loaded.model(tokenizer.vocab_size)
     check_overrides(loaded, model)
+    check_precision(loaded, model)
     _check_export(loaded, model, start)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)

@@ -17,6 +17,7 @@ from mt_train.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed
 from mt_train.model_section import ModelSection
 from mt_train.optimizer_section import OptimizerSection
 from mt_train.parallel_section import DataParallelSection, ParallelSection, PipelineSection
+from mt_train.precision_section import PrecisionSection
 
 _MAX_BATCH = 10**7
 _MAX_TOKENS = 1 << 32  # of one micro-batch
@@ -240,6 +241,7 @@ class RunConfig:
         model: The model.
         data: Where tokens come from.
         training: Length, batch and numerics.
+        precision: Linear layers in 8 or 4 bits.
         optimizer: The optimizer and its schedule.
         parallel: How many ranks share what.
         data_parallel: What data-parallel ranks share out.
@@ -253,6 +255,7 @@ class RunConfig:
     model: ModelSection
     data: DataSection
     training: TrainingSection
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     data_parallel: DataParallelSection = field(default_factory=DataParallelSection)
@@ -293,6 +296,7 @@ class RunConfig:
             )
         errors |= self._tokenizer_errors()
         errors |= self._precision_errors()
+        errors |= self._recipe_errors()
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
         errors |= self._graph_errors()
@@ -326,6 +330,21 @@ class RunConfig:
                 "holds gradients as small as fp32 does; leave it out, or use dtype fp16"
             }
         return {}
+
+    def _recipe_errors(self) -> dict[str, str]:
+        """Say what does not go with operands that are no tensors, made once in a step."""
+        recipe, training = self.precision.recipe, self.training
+        if recipe is None:
+            return {}
+        text = f"does not go with precision.recipe {recipe}, whose weights are quantised once a "
+        text += "step, outside of any graph; use"
+        errors: dict[str, str] = {}
+        if training.compile:
+            errors["training.compile"] = f"true {text} compile: false, or no recipe"
+        if training.cuda_graphs != "none":
+            graphs = training.cuda_graphs
+            errors["training.cuda_graphs"] = f"{graphs} {text} cuda_graphs: none, or no recipe"
+        return errors
 
     def _sharding_errors(self) -> dict[str, str]:
         """Say what does not go with how parameters are shared out."""

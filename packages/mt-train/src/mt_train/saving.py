@@ -103,6 +103,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
     trainer.optimizer.sync_params()
+    trainer.precision.resume()
     if not _is_finite(trainer):
         raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
 
@@ -134,9 +135,11 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         tensors.pop(RunFolder.EMA, None)
     ignored = [RunFolder.OPTIMIZER] if weights_only else []
     ignored += [] if continues_ema else [RunFolder.EMA]
+    scaling = [] if weights_only else _saved_scaling(trainer, path)
+    ignored.append(RunFolder.SCALING)  # layers that are no longer quantised have no use for it
     load_checkpoint(
         path,
-        _to_fill(trainer, tensors),
+        _to_fill(trainer, tensors) + scaling,
         group=trainer.state.group(WORLD),
         ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only,
@@ -146,6 +149,14 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
     trainer.optimizer.sync_params()
+    trainer.precision.resume()
+
+
+def _saved_scaling(trainer: Trainer, path: Path) -> list[TensorShard]:
+    """List the state of delayed scaling to load: nothing where a layer's was not saved like it."""
+    wanted, found = _scaling_shards(trainer), inspect_checkpoint(path).arrays
+    others = [s for s in wanted if s.name not in found or found[s.name].shape != s.global_shape]
+    return [] if summed(trainer.state, len(others))[0] else wanted
 
 
 def _take_weights(
@@ -184,7 +195,7 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
     for prefix, tensors in _tensors(trainer, moments=True).items():
         whole = trainer.buffer.assemble(tensors).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
-    return shards + _factor_shards(trainer, peers=peers)
+    return shards + _factor_shards(trainer, peers=peers) + _scaling_shards(trainer)
 
 
 def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
@@ -203,6 +214,21 @@ def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
                 params={name: record},
                 **options,
             )
+    return shards
+
+
+def _scaling_shards(trainer: Trainer) -> list[TensorShard]:
+    """List the state of delayed scaling, which all ranks that have a layer have in common."""
+    shards: list[TensorShard] = []
+    for name, (tensor, is_copy) in trainer.precision.state_tensors().items():
+        record = shard_param(cast("Parameter", tensor), PartitionSpec(), is_copy=is_copy)
+        shards += param_shards(
+            [(name, tensor)],
+            trainer.state.layout,
+            trainer.state.rank,
+            prefix=RunFolder.SCALING,
+            params={name: record},
+        )
     return shards
 
 

@@ -358,6 +358,8 @@ class _Session:
         compiled = self.config.training.compile
         for line in kernel_lines(self.trainer.stages, self.state, compiled=compiled):
             reporter.say(line)
+        for line in self.trainer.precision.lines():
+            reporter.say(line)
         for line in wrapping.graph_lines(self.config.training, self.state.device):
             reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):

@@ -35,6 +35,7 @@ from mt_train.pipeline import (
     named_parameters,
     plan_pipeline,
 )
+from mt_train.precision import LowPrecision
 from mt_train.progress import Course, Progress, StepMeter
 from mt_train.wrapping import wrap_stages
 
@@ -131,6 +132,7 @@ class Trainer:
             **shard_options(config),
         )
         self.named_parameters = list(named_parameters(*here).items())
+        self.precision = LowPrecision(config, self.stages, state)
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
@@ -197,6 +199,7 @@ class Trainer:
         self._meter.start()
         lr = self.course.learning_rate(self.progress)
         weight_decay = self.course.weight_decay(self.progress)
+        self.precision.begin_step(self.progress.step)
         ready = self._loader.step(self.progress.step)
         batches = to_device(ready.batches, self.state.device)
         labels = map(sum, zip(*ready.labels, strict=True))
@@ -219,6 +222,7 @@ class Trainer:
         self.on_event("train.update")
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
+        self.precision.end_step()
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here

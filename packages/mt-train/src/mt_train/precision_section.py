@@ -1,0 +1,59 @@
+"""The section `precision` of a run's configuration: linear layers in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+from mt_files import Checks
+
+RecipeName: TypeAlias = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+_OF_DELAYED = ("history", "largest", "margin")
+_MAX_HISTORY = 1 << 16
+_MAX_MARGIN = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSection:
+    """What the linear layers of blocks multiply in; all else is in `training.dtype`.
+
+    Attributes:
+        recipe: How input, weight and gradient of a layer are quantised: with one scale each from
+            their own largest magnitude (`tensorwise`) or from those of past steps (`delayed`), a
+            scale for each row (`rowwise`), 128 numbers or square of 128 (`blockwise`), 32 numbers
+            (`mxfp8`) or 16 numbers in 4 bits (`nvfp4`). By default nothing is quantised.
+        keep: Linear layers that stay in `training.dtype`, as globs of their names, such as
+            `layers.*.mixer.out`.
+        keep_first: Layers at the start of the model that do.
+        keep_last: Layers at its end that do. Embedding, head, norms and attention always do.
+        history: Steps whose largest magnitudes `delayed` remembers; 1 by default.
+        largest: Which of them `delayed` scales by: the `most_recent` (the default) or the `max`.
+        margin: Powers of two that `delayed` leaves free above it; 0 by default.
+    """
+
+    recipe: RecipeName | None = None
+    keep: tuple[str, ...] = ()
+    keep_first: int = 0
+    keep_last: int = 0
+    history: int | None = None
+    largest: Literal["most_recent", "max"] | None = None
+    margin: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(0, "keep_first", "keep_last", "margin")
+        checks.at_least(1, "history")
+        checks.at_most(_MAX_HISTORY, "history")
+        checks.at_most(_MAX_MARGIN, "margin")
+        for item in fields(self) if self.recipe is None and not checks.errors else ():
+            value = getattr(self, item.name)
+            if value != item.default:
+                shown = list(value) if isinstance(value, tuple) else value
+                text = f"{shown} needs precision.recipe, which is null; name a recipe, or leave it "
+                checks.add(item.name, text + "out")
+        for name in _OF_DELAYED if self.recipe not in (None, "delayed") else ():
+            value = getattr(self, name)
+            if value is not None:
+                text = f"{value} is for precision.recipe delayed, which is {self.recipe}; leave it "
+                checks.add(name, text + "out, or use delayed")
+        checks.done()

@@ -1,0 +1,133 @@
+"""The section `precision`: what is refused with a way out, what is said, what disturbs nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mt_train import ConfigError, load_config
+
+SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=3"]
+SIZES += ["training.sequence_length=32", "training.steps=2"]
+
+
+def losses(out) -> list[float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        (["recipe=fp8"], "precision.recipe", "tensorwise"),
+        (["keep_first=1"], "precision.keep_first", "1 needs precision.recipe, which is null"),
+        (["keep=[a]"], "precision.keep", "needs precision.recipe, which is null; name a recipe"),
+        (
+            ["recipe=mxfp8", "history=4"],
+            "precision.history",
+            "4 is for precision.recipe delayed, which is mxfp8; leave it out, or use delayed",
+        ),
+        (["recipe=delayed", "history=0"], "precision.history", "1"),
+        (["recipe=delayed", "margin=-1"], "precision.margin", "0"),
+        (["recipe=delayed", "largest=least"], "precision.largest", "most_recent"),
+        (["recipe=mxfp8", "keep_last=-1"], "precision.keep_last", "0"),
+    ],
+)
+def test_what_a_section_can_not_mean_is_refused(given, field, words, tiny) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiny.config, [f"precision.{item}" for item in given])
+    (problem,) = caught.value.problems
+    assert f"{field}: " in str(problem)
+    assert words in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("training.compile=true", "use compile: false, or no recipe"),
+        ("training.cuda_graphs=layer", "use cuda_graphs: none, or no recipe"),
+    ],
+)
+def test_a_recipe_does_not_go_with_graphs(other, words, tiny) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(tiny.config, ["precision.recipe=mxfp8", other])
+    assert "does not go with precision.recipe mxfp8" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["precision.recipe=mxfp8", "precision.keep=[layers.*.mixer.qvk]"],
+            r"precision.keep\[0\]: 'layers.\*.mixer.qvk' is the name of no linear layer of a "
+            "block. Did you mean",
+        ),
+        (
+            ["precision.recipe=mxfp8", "precision.keep_first=2", "precision.keep_last=1"],
+            "keep, keep_first and keep_last leave all 12 as they are; keep fewer",
+        ),
+        (
+            ["precision.recipe=blockwise"],
+            "blockwise has blocks of 128, and layers.0.feed_forward.down has 64 outputs on each "
+            r"tensor-parallel rank and 11 more; use other sizes or fewer ranks, another recipe, or "
+            r"precision.keep \[layers.\*.feed_forward.down",
+        ),
+        (
+            ["precision.recipe=mxfp8", "training.sequence_length=48"],
+            "training.sequence_length: 48 is no multiple of 32: precision.recipe mxfp8 has blocks "
+            "of 32 tokens, of which each of 1 parts has whole ones; use",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_a_step(given, words, tiny, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny.run(tmp_path / "run", *SIZES, *given)
+
+
+def test_layers_are_kept_by_place_and_by_name_and_it_is_said_once(tiny, tmp_path, capsys) -> None:
+    keep = ["precision.keep=[layers.*.mixer.out]", "precision.keep_first=1"]
+    tiny.run(tmp_path / "run", *SIZES, "precision.recipe=mxfp8", *keep)
+    said = capsys.readouterr().out
+    assert said.count("precision mxfp8: 6 linear layers") == 1
+    kept = "precision: as training.dtype layers.0.mixer.qkv, layers.0.mixer.out, "
+    assert " ".join(said.split()).count(kept) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_evaluation_and_recomputation_change_no_bit(recipe, tiny, tmp_path) -> None:
+    """Also of random rounding, whose bits depend on the step."""
+    common = [*SIZES, f"precision.recipe={recipe}", "training.dtype=bf16", "training.steps=3"]
+    tiny.run(tmp_path / "plain", *common)
+    tiny.run(tmp_path / "evaluated", *common, "evaluation.every=1")
+    tiny.run(tmp_path / "again", *common, "training.recompute=full")
+    assert losses(tmp_path / "evaluated") == losses(tmp_path / "plain")
+    assert losses(tmp_path / "again") == losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8"])
+def test_a_run_in_two_parts_has_the_bits_of_one(recipe, tiny, tmp_path) -> None:
+    common = [*SIZES, f"precision.recipe={recipe}", "training.dtype=bf16"]
+    common += ["optimizer.schedule=constant", "checkpoint.every=2"]
+    tiny.run(tmp_path / "whole", *common, "training.steps=4")
+    tiny.run(tmp_path / "parts", *common)
+    tiny.run(tmp_path / "parts", *common, "training.steps=4")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_weight_is_quantised_once_a_step(tiny, tmp_path, monkeypatch) -> None:
+    from mt_fp8 import Products
+
+    made: list[str] = []
+    inner = Products._made
+
+    def counting(self, x, role):
+        made.append(role)
+        return inner(self, x, role)
+
+    monkeypatch.setattr(Products, "_made", counting)
+    given = ["precision.recipe=delayed", "training.dtype=bf16", "evaluation.max_windows=1"]
+    tiny.run(tmp_path / "run", *SIZES, *given)
+    layers, steps, micro = 12, 2, 2
+    assert made.count("grad") == layers * steps * micro
+    assert made.count("weight") == layers * (steps + 1)  # and for the evaluation at the end
+    assert made.count("input") == layers * (steps * micro + 1)
