@@ -76,6 +76,7 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(name, None)
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
         self._prepared: dict[str, tuple[Tensor, ...]] = {}
+        self._matrix: QuantizedMatrix | None = None
 
     @classmethod
     def from_layer(
@@ -186,7 +187,10 @@ class QuantizedLinear(nn.Module):
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        matrix = self.quantized_matrix
+        if self._matrix is None:
+            with torch.no_grad():
+                self._matrix = self.quantized_matrix  # views of the parameters
+        matrix = self._matrix
         if matrix.input_scale is not None:
             x = x * matrix.input_scale.to(x.dtype)
         group = self.shape.group if self.shape.split == "inputs" else None
@@ -225,8 +229,15 @@ class QuantizedLinear(nn.Module):
             param = getattr(self, name)
             if param.dtype != dtype:
                 param.data = before[name].to(param.device)
-        self._prepared = {}
+        self._forget()
         return self
+
+    def _forget(self) -> None:
+        """Drop what was made of the state for products."""
+        self._prepared, self._matrix = {}, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_prepared": {}, "_matrix": None}
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - all passed on
         self, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -242,7 +253,7 @@ class QuantizedLinear(nn.Module):
                 "complete state of the same recipe"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._prepared = {}
+        self._forget()
 
     def extra_repr(self) -> str:
         """The sizes and formats that torch prints."""

@@ -16,7 +16,8 @@ from mt_quant.activation import input_codes, input_scale_of, round_activation
 from mt_quant.format import InputFormat
 from mt_quant.weight import QuantizedWeight
 
-_FEW_ROWS = 4  # above it, one product with dequantised weights is faster on a CPU
+# Above so many rows one product with a dequantised weight is faster on a CPU.
+_FEW_ROWS = {"int8": 4, "int4": 48}
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
@@ -66,10 +67,36 @@ class Matmul:
 
 
 def _reference(operands: Operands) -> Tensor:
-    x = operands.x
-    if operands.input is not None:
-        x = round_activation(x, operands.input, step=operands.step, group=operands.group)
+    x = _rounded(operands)
     return F.linear(x, operands.weight.dequantize(x.dtype))
+
+
+def _rounded(operands: Operands) -> Tensor:
+    if operands.input is None:
+        return operands.x
+    step, group = operands.step, operands.group
+    return round_activation(operands.x, operands.input, step=step, group=group)
+
+
+def _by_codes(operands: Operands) -> Tensor:
+    """Multiply by codes, which are exact in the dtype of the input, and scale the sums."""
+    x, weight = _rounded(operands), operands.weight
+    codes = weight.data
+    if not weight.format.is_integer:
+        codes = codes.view(torch.float8_e4m3fn)
+    y = F.linear(x, codes.to(x.dtype))
+    return (y * weight.scale.t().to(torch.float32)).to(x.dtype)
+
+
+def _by_codes_obstacle(operands: Operands) -> str | None:
+    format, dtype = operands.weight.format, operands.x.dtype
+    if format.type not in ("int8", "fp8") or isinstance(format.group, int):
+        return f"it is for 8 bits with a scale an output, and the weight is {format}"
+    if not format.symmetric:
+        return "its codes have no zero point"
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        return f"sums of codes can be too large for {dtype}"
+    return None
 
 
 def _serves(operands: Operands) -> None:
@@ -87,8 +114,9 @@ def _cpu_obstacle(operands: Operands) -> str | None:
         return f"the input is rounded to {operands.input}"
     if not weight.format.symmetric and weight.format.bits == 8:
         return "its codes have no zero point"
-    if x.shape[0] > _FEW_ROWS:
-        return f"above {_FEW_ROWS} rows a dequantised weight is faster, and there are {x.shape[0]}"
+    few = _FEW_ROWS[weight.format.type]
+    if x.shape[0] > few:
+        return f"above {few} rows a dequantised weight is faster, and there are {x.shape[0]}"
     return None
 
 
@@ -166,6 +194,7 @@ MATMULS: tuple[Matmul, ...] = (
     Matmul(
         name="torch_int4", run=_torch_int4, obstacle=_torch_int4_obstacle, prepare=_torch_int4_pack
     ),
+    Matmul(name="codes", run=_by_codes, obstacle=_by_codes_obstacle),
     Matmul(name="reference", run=_reference, obstacle=_serves),
 )
 

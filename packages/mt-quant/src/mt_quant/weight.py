@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import WeightFormat
-from mt_quant.grid import Grid, find_grid, from_codes, grid_of, inverse, nearest, to_codes
+from mt_quant.grid import Grid, find_grid, grid_of, inverse, nearest, to_codes
 
 if TYPE_CHECKING:
     from mt_fp8 import QTensor
@@ -90,7 +90,12 @@ class QuantizedWeight:
         """
         if not self.format.is_integer:
             return self.as_qtensor().dequantize(dtype)
-        return from_codes(self.codes(), self.grid).to(dtype)
+        # bf16 holds codes and scales exactly, so that the product is rounded once there too
+        wide = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+        groups = self.codes().to(wide).unflatten(1, (self.scale.shape[1], -1))
+        if self.zero is not None:
+            groups -= self.zero[..., None].to(wide)
+        return groups.mul_(self.scale[..., None].to(wide)).flatten(1).to(dtype)
 
     def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedWeight:
         """Return the weight of some outputs and inputs, by index, with the scales they have.
