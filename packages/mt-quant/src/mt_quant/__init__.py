@@ -13,6 +13,7 @@ from mt_quant.grid import Grid, find_grid, round_to_grid
 from mt_quant.hessian import output_error
 from mt_quant.kv_cache import KVCalibrator, KVScales
 from mt_quant.linear import QuantizedLinear
+from mt_quant.loading import load_quantized
 from mt_quant.matmul import MATMULS, Matmul, Operands
 from mt_quant.method import METHODS, Method, rtn
 from mt_quant.quantize import Progress, quantize
@@ -64,6 +65,7 @@ __all__ = [
     "find_grid",
     "find_range",
     "gptq",
+    "load_quantized",
     "measure_costs",
     "output_error",
     "quantize",

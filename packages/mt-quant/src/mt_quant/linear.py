@@ -20,10 +20,11 @@ from mt_quant.weight import QuantizedMatrix, QuantizedWeight
 
 _STEPS = {"input_step": "11", "output_step": "11"}
 _KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # dtypes that `to` leaves
-_NAMES = (
-    *("weight_data", "weight_scale", "weight_zero", "weight_level", "bias", "input_scale"),
+CODES = (
+    *("weight_data", "weight_scale", "weight_zero", "weight_level", "input_scale"),
     *("low_rank_down", "low_rank_up", *_STEPS),
 )
+"""Names of what a layer's state can have beside its bias."""
 
 
 class QuantizedLinear(nn.Module):
@@ -72,7 +73,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.shape, self.format, self.kernel = shape, format, kernel
         self.input, self.output = input, output
-        for name in _NAMES:
+        for name in (*CODES, "bias"):
             self.register_parameter(name, None)
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
         self._prepared: dict[str, tuple[Tensor, ...]] = {}
@@ -108,7 +109,8 @@ class QuantizedLinear(nn.Module):
         check_tensors(tensors, shape, format, input, output)
         for name, tensor in tensors.items():
             letters = dims_of(name, format)
-            boxed = shape.box(tensor.to(weight.device), letters)
+            device = tensor.device if weight.is_meta else weight.device
+            boxed = shape.box(tensor.to(device), letters)
             param = nn.Parameter(boxed, requires_grad=False)
             own.register_parameter(name, shard_param(param, shape.spec(letters)))
         if layer.bias is not None:
@@ -120,7 +122,7 @@ class QuantizedLinear(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's codes and scales by name, as `from_layer` takes them."""
-        params = {name: getattr(self, name) for name in _NAMES if name != "bias"}
+        params = {name: getattr(self, name) for name in CODES}
         found = {name: param.detach() for name, param in params.items() if param is not None}
         return {name: self._flat(name, tensor) for name, tensor in found.items()}
 
@@ -333,7 +335,7 @@ def check_tensors(
     needed |= {"weight_level"} if format.type == "nvfp4" else set()
     needed |= {"input_step"} if input is not None and not input.dynamic else set()
     needed |= {"output_step"} if output is not None and not output.dynamic else set()
-    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(_NAMES))
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(CODES))
     if missing or unknown:
         raise QuantizationError(
             f"{format} codes need {', '.join(sorted(needed))}; missing: "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mt_quant.activation import step_of
 from mt_quant.config import QuantizationConfig
 from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.exchange import linear_of, places_of, replaced
 from mt_quant.folder import LayerFolder, origin_of
 from mt_quant.linear import QuantizedLinear, tensors_of
 from mt_quant.method import METHODS
@@ -101,7 +102,7 @@ class _Work:
     ) -> None:
         self.model, self.decisions, self.finished = model, decisions, set[str]()
         self._folder, self._progress = folder, progress
-        self._places = _places_of(model, decisions)
+        self._places = places_of(model, decisions)
         self._training = {name: self._module(name).training for name in decisions}
 
     def calibrated(self, batches: list[Any], needs: Mapping[str, frozenset[str]]) -> None:
@@ -140,7 +141,7 @@ class _Work:
     ) -> None:
         """Replace a layer, by what the folder has of it or by what its method makes."""
         layer, decision = self._module(name), self.decisions[name]
-        shape, format = _of_linear(name, layer, decision)
+        shape, format = linear_of(name, layer, decision)
         tensors = saved or self._saved(name)
         try:
             if tensors is None:
@@ -155,7 +156,7 @@ class _Work:
         except QuantizationError as error:
             raise type(error)(f"{name}: {error}") from error
         made.train(self._training[name])  # a walk has the layers in eval mode
-        self.model = _replaced(self.model, self._places[name], made)
+        self.model = replaced(self.model, self._places[name], made)
         self.finished.add(name)
         if self._progress is not None:
             done, total = len(self.finished), len(self.decisions)
@@ -165,19 +166,19 @@ class _Work:
         return self.model.get_submodule(name)
 
     def _collector(self, name: str, needs: frozenset[str]) -> Collector:
-        shape, _ = _of_linear(name, self._module(name), self.decisions[name])
+        shape, _ = linear_of(name, self._module(name), self.decisions[name])
         return Collector(name, shape, needs)
 
     def _origin(self, name: str) -> dict[str, str]:
         if self._folder is None:
             return {}
         layer, decision = self._module(name), self.decisions[name]
-        return origin_of(cast(Tensor, layer.weight), decision, _of_linear(name, layer, decision)[0])
+        return origin_of(cast(Tensor, layer.weight), decision, linear_of(name, layer, decision)[0])
 
     def _saved(self, name: str) -> dict[str, Tensor] | None:
         if self._folder is None:
             return None
-        shape, _ = _of_linear(name, self._module(name), self.decisions[name])
+        shape, _ = linear_of(name, self._module(name), self.decisions[name])
         return self._folder.load(name, self._origin(name), shape)
 
 
@@ -239,13 +240,6 @@ def _absent(name: str, needs: frozenset[str]) -> None:
         )
 
 
-def _of_linear(name: str, layer: nn.Module, decision: Decision) -> tuple[LinearShape, Any]:
-    shape, format = LinearShape.of(layer), decision.weight
-    if shape is None or format is None:
-        raise ValueError(f"{name} is no linear layer with a format for its weight: {decision}")
-    return shape, format
-
-
 @contextmanager
 def _hook(module: nn.Module, collector: Collector) -> Iterator[None]:
     """Have a collector see each call of a module, for the time of a block."""
@@ -274,23 +268,3 @@ def _stages(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
         stage = name if depth is None else ".".join(parts[: depth + 1])
         stages.setdefault(stage, []).append(name)
     return stages
-
-
-def _places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return under which names each module is found, itself included: a module may be shared."""
-    wanted = {id(model.get_submodule(name)): name for name in names}
-    places: dict[str, list[str]] = {name: [] for name in wanted.values()}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in wanted:
-            places[wanted[id(module)]].append(name)
-    return places
-
-
-def _replaced(model: nn.Module, places: list[str], layer: nn.Module) -> nn.Module:
-    """Put a layer in all its places, and return the model: the layer itself, if it is the root."""
-    for place in places:
-        if not place:
-            return layer
-        parent, _, name = place.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer)
-    return model

@@ -173,9 +173,18 @@ class LinearShape:
         return x.view(sizes)
 
     def unbox(self, x: Tensor, dims: str) -> Tensor:
-        """Undo `box`."""
-        for dim, letter in enumerate(dims):
-            count = {"o": len(self.outputs), "i": len(self._before) + 1}.get(letter, 1)
+        """Undo `box`.
+
+        Raises:
+            QuantizationError: The tensor has another number of dims.
+        """
+        counts = [{"o": len(self.outputs), "i": len(self._before) + 1}.get(d, 1) for d in dims]
+        if x.dim() != sum(counts):
+            raise QuantizationError(
+                f"expected {sum(counts)} dims for {self.outputs} outputs and {self.inputs} inputs, "
+                f"got a tensor of shape {tuple(x.shape)}"
+            )
+        for dim, count in enumerate(counts):
             x = x.flatten(dim, dim + count - 1)
         return x
 
