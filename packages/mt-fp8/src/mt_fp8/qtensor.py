@@ -12,14 +12,8 @@ from torch import Tensor
 from mt_fp8.block import in_blocks, out_of_blocks, per_block, scales_shape
 from mt_fp8.element import decode
 from mt_fp8.hadamard import rotate_back
+from mt_fp8.scale import SCALE_DTYPES
 from mt_fp8.scaling import Scaling
-
-_SCALE_DTYPES = {
-    "fp32": torch.float32,
-    "pow2": torch.float32,
-    "e8m0": torch.float8_e8m0fnu,
-    "nvfp4": torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +51,7 @@ class QTensor:
         check_type("dtype", self.dtype, torch.dtype)
         expected = {
             "data": (_data_shape(self.shape, self.scaling), self.scaling.elements.dtype),
-            "scales": (scales_shape(self.shape, self.scaling), _SCALE_DTYPES[self.scaling.scale]),
+            "scales": (scales_shape(self.shape, self.scaling), SCALE_DTYPES[self.scaling.scale]),
         }
         if self.scaling.scale == "nvfp4":
             expected["global_scale"] = ((), torch.float32)
@@ -167,7 +161,7 @@ class QTensor:
         names = ["data", "scales", *(["global_scale"] if scaling.scale == "nvfp4" else [])]
         if sorted(tensors) != sorted(names):
             raise ValueError(f"tensors must be {', '.join(names)}; got {shorten(sorted(tensors))}")
-        dtypes = {"data": scaling.elements.dtype, "scales": _SCALE_DTYPES[scaling.scale]}
+        dtypes = {"data": scaling.elements.dtype, "scales": SCALE_DTYPES[scaling.scale]}
         found = {name: _of_bytes(tensors[name], dtypes.get(name)) for name in names}
         return cls(**found, scaling=scaling, dtype=dtype, shape=tuple(shape))
 

@@ -1,21 +1,21 @@
-"""From a tensor to its codes and scales: the definition, in plain torch."""
+"""From a tensor to its codes and scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mt_files import check_type
+from mt_files import AUTO, check_type, kernel_for
 from torch import Tensor
 
-from mt_fp8.block import block_dims, in_blocks, out_of_blocks, per_block, scales_shape
-from mt_fp8.element import encode, round_randomly
-from mt_fp8.hadamard import check_rotates, rotate
+from mt_fp8.block import in_blocks, scales_shape
+from mt_fp8.cast import CAST_KERNELS, CastKernel, largest, values_of
+from mt_fp8.hadamard import check_rotates
+from mt_fp8.job import Job
 from mt_fp8.qtensor import QTensor
 from mt_fp8.recipe import Recipe, Role, recipe
-from mt_fp8.scale import factor_of, known, nvfp4_scales, scale_of
+from mt_fp8.scale import factor_of, known, scale_of
 from mt_fp8.scaling import Scaling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,6 +42,7 @@ def quantize(
     factor: Tensor | None = None,
     seed: int | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    kernel: str = AUTO,
 ) -> QTensor:
     """Return a tensor's codes and scales; the tensor stays as it is.
 
@@ -58,13 +59,16 @@ def quantize(
         seed: Of stochastic rounding: 63 bits, or an int64 tensor [] of them.
         group: Ranks that have other rows of the same tensor. Scales that span rows are made of the
             largest magnitude of all, an all-reduce (MAX); those of a row or block have their own.
+        kernel: `triton` or `reference`, `cpu` for the same on a CPU; `auto` is the first that
+            serves. All have the same bits.
 
     Shape:
         x: [..., n], as the scaling's block needs.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: Shapes don't fit, or the seed of stochastic rounding is missing.
+        ValueError: Shapes don't fit, the seed of stochastic rounding is missing, or the named
+            kernel does not serve; the message says why.
 
     Example:
         >>> q = quantize(torch.tensor([1.0, -2.0, 4.0]), Scaling())
@@ -73,35 +77,13 @@ def quantize(
     """
     scaling = scaling_of(how, "input")
     _check(x, scaling, seed)
-    values = _values(x, scaling)
-    blocks = in_blocks(values, scaling)
-    global_scale: Tensor | None = None
-    if scaling.scale == "nvfp4":
-        if factor is not None:
-            raise ValueError("nvfp4 makes factors of each block; pass amax instead of factor")
-        total = factor_of(_tensor_amax(values, amax, group), scaling)
-        of_blocks = _amax(blocks, scaling, x.shape)
-        scales, factors = nvfp4_scales(of_blocks, total, scaling)
-        global_scale = scale_of(total, scaling)
+    chosen = _chosen(kernel, x, scaling, amax if factor is None else factor)
+    if factor is None:
+        whole = _whole_factor(x, scaling, _reduced_amax(x, scaling, amax, group, chosen))
     else:
-        shape = scales_shape(x.shape, scaling)
-        if factor is None:
-            found = _amax(blocks, scaling, x.shape) if amax is None else amax
-            found = _fitting("amax", found, shape, x.device)
-            factors = factor_of(_reduced(found, group if scaling.spans_rows else None), scaling)
-        else:
-            factors = _own_factor(factor, shape, x, scaling)
-        scales = scale_of(factors, scaling)
-    scaled = out_of_blocks(blocks * per_block(factors, scaling), x.shape, scaling)
-    if seed is not None and scaling.stochastic:
-        index = torch.arange(x.numel(), device=x.device).view(x.shape)
-        scaled = round_randomly(scaled, scaling.elements, seed, index)
-    if not scaling.elements.has_nan:
-        scales = _marked(scales, blocks, scaling)
-    return QTensor(
-        data=encode(scaled, scaling.elements), scales=scales, scaling=scaling, dtype=x.dtype,
-        shape=tuple(x.shape), global_scale=global_scale,
-    )  # fmt: skip
+        whole = _own_factor(factor, x, scaling)
+    job = Job(scaling, whole, seed)
+    return _assembled(x, job, *chosen.cast(x, job, None)[0])
 
 
 def quantize_both(
@@ -112,21 +94,22 @@ def quantize_both(
     amax: Tensor | None = None,
     factor: Tensor | None = None,
     seed: int | Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    kernel: str = AUTO,
 ) -> Both:
     """Quantise a tensor along its rows, and its transpose of the last two dims along its own.
 
-    Where scales don't run along rows, codes and scales are made once and transposed. Of nvfp4 the
-    largest magnitude of the tensor is found once, but where the transpose is rotated.
+    Both have the codes and scales of `quantize(x)` and `quantize(x.mT)`, but read the tensor once
+    where a kernel can: for the codes, and for what scales of the whole tensor need to know of it.
 
     Args:
         x: As in `quantize`; flatten the batch of activations first.
         how: A scaling for both; or a recipe, or its name, and then what it says of `role`.
         role: What the tensor is to a linear layer: input, weight or grad.
-        amax: As in `quantize`, where scales are of the whole tensor.
-        factor: As in `quantize`, where scales are of the whole tensor.
-        seed: As in `quantize`. The transpose has random bits of its own.
-        group: As in `quantize`.
+        amax: As in `quantize`, where both are scaled as a whole; of a tensor that is split over
+            ranks that of all, as `amax_of` and an all-reduce (MAX) give it.
+        factor: As in `quantize`, where both are scaled as a whole.
+        seed: As in `quantize`. Where scales run along rows, the transpose has bits of its own.
+        kernel: As in `quantize`.
 
     Shape:
         x: [..., rows, columns].
@@ -139,14 +122,19 @@ def quantize_both(
     _check(x, along, seed)
     if x.dim() < 2:
         raise ValueError(f"x must have rows and columns, got the shape {tuple(x.shape)}")
-    if along == across and along.is_square:
-        row = quantize(x, along, amax=amax, factor=factor, seed=seed, group=group)
+    _check(x.mT, across, seed)
+    if along == across and along.is_square and along.stochastic:
+        row = quantize(x, along, amax=amax, factor=factor, seed=seed, kernel=kernel)
         return Both(row, row.transposed())
-    if along.scale == across.scale == "nvfp4" and along.hadamard == across.hadamard:
-        amax, group = _tensor_amax(_values(x, along), amax, group), None
-    row = quantize(x, along, amax=amax, factor=factor, seed=seed, group=group)
+    chosen = _chosen(kernel, x, along, amax if factor is None else factor)
+    if factor is not None:
+        factors = [_own_factor(factor, y, s) for y, s in ((x, along), (x.mT, across))]
+    else:
+        factors = _both_factors(x, along, across, amax, chosen)
     other = None if seed is None else seed ^ _COLUMN_SEED
-    return Both(row, quantize(x.mT, across, amax=amax, factor=factor, seed=other, group=group))
+    jobs = Job(along, factors[0], seed), Job(across, factors[1], other)
+    row, column = chosen.cast(x, *jobs)
+    return Both(_assembled(x, jobs[0], *row), _assembled(x.mT, jobs[1], *column))
 
 
 def amax_of(x: Tensor, how: Recipe | Scaling | str) -> Tensor:
@@ -165,10 +153,7 @@ def amax_of(x: Tensor, how: Recipe | Scaling | str) -> Tensor:
     """
     scaling = scaling_of(how, "input")
     _check_tensor(x, scaling)
-    values = _values(x, scaling)
-    if scaling.scale == "nvfp4":
-        return _tensor_amax(values, None, None)
-    return _amax(in_blocks(values, scaling), scaling, x.shape)
+    return _amax(x, scaling, _chosen(AUTO, x, scaling, None))
 
 
 def scaling_of(how: Recipe | Scaling | str, role: Role, *, column: bool = False) -> Scaling:
@@ -194,6 +179,8 @@ def _check_tensor(x: Tensor, scaling: Scaling) -> None:
         listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"x must be of {listed}; got {x.dtype}")
     scales_shape(x.shape, scaling)
+    if scaling.hadamard:
+        check_rotates(x.shape[-1])
     if scaling.elements.per_byte > 1 and not x.dim():
         raise ValueError("a number alone has no pairs of codes; make it a row with x.view(1)")
 
@@ -212,33 +199,67 @@ def _check(x: Tensor, scaling: Scaling, seed: int | Tensor | None) -> None:
         raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed}")
 
 
-def _values(x: Tensor, scaling: Scaling) -> Tensor:
-    """Return fp32 values as they are quantised, which are rotated where that is wanted."""
-    values = x.detach().to(torch.float32)
-    if not scaling.hadamard:
-        return values
-    check_rotates(x.shape[-1])
-    return rotate(values)
+def _chosen(kernel: str, x: Tensor, scaling: Scaling, given: Tensor | None) -> CastKernel:
+    return kernel_for(CAST_KERNELS, kernel, x, Job(scaling, given, None))
 
 
-def _amax(blocks: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
-    shape = scales_shape(shape, scaling)
-    if not blocks.numel():
-        return blocks.new_zeros(shape)
-    sizes = torch.nan_to_num(blocks.abs(), nan=0.0, posinf=0.0)
-    return sizes.amax(block_dims(blocks, scaling)).view(shape)
+def _amax(x: Tensor, scaling: Scaling, kernel: CastKernel, *, across: bool = False) -> Tensor:
+    if scaling.block == "tensor" or scaling.scale == "nvfp4":
+        return kernel.amax(x, scaling.hadamard, across)
+    x = x.mT if across else x
+    return largest(in_blocks(values_of(x, hadamard=scaling.hadamard), scaling), scaling, x.shape)
 
 
-def _tensor_amax(values: Tensor, amax: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+def _reduced_amax(
+    x: Tensor,
+    scaling: Scaling,
+    amax: Tensor | None,
+    group: dist.ProcessGroup | None,
+    kernel: CastKernel,
+) -> Tensor | None:
+    """Return the magnitudes that factors are made for; None where the cast finds them."""
+    if amax is None and not scaling.is_whole:
+        return None
+    amax = _amax(x, scaling, kernel) if amax is None else amax
+    if group is None or not scaling.spans_rows:
+        return amax
+    amax = known(amax).clone()
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _whole_factor(x: Tensor, scaling: Scaling, amax: Tensor | None) -> Tensor | None:
     if amax is None:
-        amax = _amax(values, Scaling(), values.shape)
-    return _reduced(_fitting("amax", amax, (), values.device), group)
+        return None
+    shape = () if scaling.scale == "nvfp4" else scales_shape(x.shape, scaling)
+    return factor_of(_fitting("amax", amax, shape, x.device), scaling)
 
 
-def _own_factor(factor: Tensor, shape: tuple[int, ...], x: Tensor, scaling: Scaling) -> Tensor:
+def _both_factors(
+    x: Tensor, along: Scaling, across: Scaling, amax: Tensor | None, kernel: CastKernel
+) -> list[Tensor | None]:
+    if amax is None and not along.is_whole:
+        return [None, None]
+    one = _amax(x, along, kernel) if amax is None else amax
+    if amax is not None or (along.spans_rows and along.hadamard == across.hadamard):
+        other = one
+    else:
+        other = _amax(x, across, kernel, across=True)
+    return [_whole_factor(x, along, one), _whole_factor(x.mT, across, other)]
+
+
+def _own_factor(factor: Tensor, x: Tensor, scaling: Scaling) -> Tensor:
     if scaling.scale not in ("fp32", "pow2"):
         raise ValueError(f"factor is for scales fp32 and pow2; pass amax for {scaling.scale}")
-    return _fitting("factor", factor, shape, x.device)
+    return _fitting("factor", factor, scales_shape(x.shape, scaling), x.device)
+
+
+def _assembled(x: Tensor, job: Job, data: Tensor, scales: Tensor) -> QTensor:
+    total = job.factor if job.scaling.scale == "nvfp4" else None
+    return QTensor(
+        data=data, scales=scales, scaling=job.scaling, dtype=x.dtype, shape=tuple(x.shape),
+        global_scale=None if total is None else scale_of(total, job.scaling),
+    )  # fmt: skip
 
 
 def _fitting(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -250,23 +271,3 @@ def _fitting(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but x on {device}; use one device")
     return x.detach().to(torch.float32)
-
-
-def _reduced(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return amax
-    amax = known(amax).clone()
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    return amax
-
-
-def _marked(scales: Tensor, blocks: Tensor, scaling: Scaling) -> Tensor:
-    """Make NaN of the scales of blocks that have one."""
-    bad = blocks.isnan().to(torch.float32)
-    if not bad.numel():
-        return scales
-    bad = bad.amax(block_dims(blocks, scaling)).view(scales.shape) > 0
-    if scales.dtype == torch.float32:
-        return torch.where(bad, torch.nan, scales)
-    nan = 0xFF if scales.dtype == torch.float8_e8m0fnu else 0x7F
-    return torch.where(bad, nan, scales.view(torch.uint8)).view(scales.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,14 @@ from mt_fp8.scaling import Scaling
 _LARGEST = 2.0**126
 _LARGEST_OF_TWO = 2.0**112
 _BLOCK_SCALE = FORMATS["e4m3"]
+SCALE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "fp32": torch.float32,
+        "pow2": torch.float32,
+        "e8m0": torch.float8_e8m0fnu,
+        "nvfp4": torch.float8_e4m3fn,
+    }
+)
 
 
 def factor_of(amax: Tensor, scaling: Scaling) -> Tensor:

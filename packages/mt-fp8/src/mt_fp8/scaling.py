@@ -87,6 +87,11 @@ class Scaling:
         return (self.block == "tensor" or square) and not self.hadamard
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the whole tensor is looked at before one of its elements can be quantised."""
+        return isinstance(self.block, str) or self.scale == "nvfp4"
+
+    @property
     def spans_rows(self) -> bool:
         """Whether rows share a scale however many they are, or for nvfp4 a level of it."""
         return self.block in ("tensor", "head") or self.scale == "nvfp4"

@@ -1,0 +1,156 @@
+"""Ways to make codes and scales, of which the first that serves is taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mt_fp8.block import block_dims, in_blocks, out_of_blocks, per_block, scales_shape
+from mt_fp8.element import encode, round_randomly
+from mt_fp8.hadamard import check_rotates, rotate
+from mt_fp8.job import Job
+from mt_fp8.scale import factor_of, nvfp4_scales, scale_of
+from mt_fp8.scaling import Scaling
+
+_WIDEST = 128  # side of a block that a program holds
+
+
+@dataclass(frozen=True)
+class CastKernel:
+    """One way to quantise.
+
+    Attributes:
+        name: In messages, and to ask for it.
+        amax: Takes a tensor, whether it is rotated first, and whether along its columns; returns
+            its largest finite magnitude.
+        cast: Takes a tensor and the jobs along its rows and along those of its transpose, one of
+            which may be None; returns codes and scales of those there are.
+        obstacle: Takes the tensor and a job, and says why it can't serve; None where it serves.
+    """
+
+    name: str
+    amax: Callable[[Tensor, bool, bool], Tensor]
+    cast: Callable[[Tensor, Job | None, Job | None], list[tuple[Tensor, Tensor]]]
+    obstacle: Callable[[Tensor, Job], str | None]
+
+
+def largest(x: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
+    """Return the largest finite magnitudes of `in_blocks(x)`, in the shape of scales."""
+    sizes = scales_shape(shape, scaling)
+    if not x.numel():
+        return x.new_zeros(sizes, dtype=torch.float32)
+    size = torch.nan_to_num(x.to(torch.float32).abs(), nan=0.0, posinf=0.0)
+    return size.amax(block_dims(x, scaling)).view(sizes)
+
+
+def values_of(x: Tensor, *, hadamard: bool) -> Tensor:
+    """Return what is quantised in fp32, which is rotated where that is wanted."""
+    x = x.detach().to(torch.float32)
+    if not hadamard:
+        return x
+    check_rotates(x.shape[-1])
+    return rotate(x)
+
+
+def _amax(x: Tensor, hadamard: bool, across: bool) -> Tensor:  # noqa: FBT001 - a kernel's own
+    values = values_of(x.mT if across else x, hadamard=hadamard)
+    return largest(values, Scaling(), values.shape)
+
+
+def _cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
+    pairs = ((along, x), (across, x if across is None else x.mT))
+    return [_one(y, job) for job, y in pairs if job is not None]
+
+
+def _one(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    scaling = job.scaling
+    blocks = in_blocks(values_of(x, hadamard=scaling.hadamard), scaling)
+    if scaling.scale == "nvfp4" and job.factor is not None:
+        amax = largest(blocks, scaling, x.shape)
+        scales, factors = nvfp4_scales(amax, job.factor, scaling)
+    else:
+        factors = job.factor
+        if factors is None:
+            factors = factor_of(largest(blocks, scaling, x.shape), scaling)
+        scales = scale_of(factors, scaling)
+    scaled = out_of_blocks(blocks * per_block(factors, scaling), x.shape, scaling)
+    if scaling.stochastic and job.seed is not None:
+        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+        scaled = round_randomly(scaled, scaling.elements, job.seed, index)
+    if not scaling.elements.has_nan:
+        scales = _marked(scales, blocks, scaling)
+    return encode(scaled, scaling.elements), scales
+
+
+def _marked(scales: Tensor, blocks: Tensor, scaling: Scaling) -> Tensor:
+    """Make NaN of the scales of blocks that have one."""
+    bad = blocks.isnan().to(torch.float32)
+    if not bad.numel():
+        return scales
+    bad = bad.amax(block_dims(blocks, scaling)).view(scales.shape) > 0
+    if scales.dtype == torch.float32:
+        return torch.where(bad, torch.nan, scales)
+    nan = 0xFF if scales.dtype == torch.float8_e8m0fnu else 0x7F
+    return torch.where(bad, nan, scales.view(torch.uint8)).view(scales.dtype)
+
+
+def _triton_amax(x: Tensor, hadamard: bool, across: bool) -> Tensor:  # noqa: FBT001
+    from mt_fp8.gpu.cast import amax
+
+    return amax(x, hadamard=hadamard, across=across)
+
+
+def _triton_cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
+    from mt_fp8.gpu.cast import cast
+
+    return cast(x, along, across)
+
+
+def _cpu_obstacle(x: Tensor, job: Job) -> str | None:
+    return None if x.device.type == "cpu" else f"it is for the CPU, and the tensor on {x.device}"
+
+
+def _triton_obstacle(x: Tensor, job: Job) -> str | None:
+    if not _has_triton():
+        return "triton is not installed"
+    if x.device.type != "cuda" and not _is_interpreted():
+        return f"it is for CUDA, and the tensor on {x.device}"
+    block, given = job.scaling.block, job.factor is not None
+    if block in ("head", "token"):
+        return f"it has no scales of block {block!r}"
+    if isinstance(block, str):
+        return None if job.scaling.elements.has_nan else "scales of e2m1 are those of blocks in it"
+    if given and job.scaling.scale != "nvfp4":
+        return "it finds the scales of blocks itself, and they are given"
+    if any(side > _WIDEST or side & (side - 1) for side in block):
+        return f"sides of blocks are powers of two up to {_WIDEST} in it, not {block}"
+    return None
+
+
+def _serves(x: Tensor, job: Job) -> None:
+    """Have no obstacle: what a reference says."""
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton, if it is imported, interprets kernels, which works on a CPU."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+# On a CPU the reference goes before Triton, whose interpreter is for tests.
+CAST_KERNELS = (
+    CastKernel("cpu", _amax, _cast, _cpu_obstacle),
+    CastKernel("triton", _triton_amax, _triton_cast, _triton_obstacle),
+    CastKernel("reference", _amax, _cast, _serves),
+)
