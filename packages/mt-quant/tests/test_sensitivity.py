@@ -61,7 +61,9 @@ def test_costs_are_measured_one_layer_at_a_time_and_the_model_is_left_as_it_was(
         for format, cost in of_layer.items():
             one = uneven_model()
             rule = Rule(name=name, weight=format)
-            assert measure(quantize(one, QuantizationConfig(rules=(rule,)))) == cost
+            made = quantize(one, QuantizationConfig(rules=(rule,)))
+            # codes and scales are multiplied in another order than dequantised weights
+            assert measure(made) == pytest.approx(cost, rel=1e-4)
     assert costs["4"][WeightFormat.named(SMALL)] > costs["4"][WeightFormat.named(LARGE)] > 0
 
 
