@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
     from mt_model.saved_activations import KeptBytes
+    from mt_model.shared_input import SharedInput
     from mt_model.stack import Stack
     from mt_model.stage_graph import GraphOptions, graph_stage
     from mt_model.vision import VisionEncoder
@@ -139,6 +140,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "ScoreBias",
+    "SharedInput",
     "Sinks",
     "Stack",
     "StackConfig",
@@ -194,6 +196,7 @@ __getattr__ = resolve_later(
         "hugging_face.saving": "save_pretrained",
     },
     saved_activations="KeptBytes",
+    shared_input="SharedInput",
     stack="Stack",
     stage_graph="GraphOptions graph_stage",
     vision="VisionEncoder",

@@ -28,6 +28,7 @@ from mt_model.placement import Placement
 from mt_model.recomputation import made_again
 from mt_model.rotary import RotaryTable, rope_choice, rotate
 from mt_model.score_table import ScoreTable
+from mt_model.shared_input import SharedInput
 from mt_model.stack_config import StackConfig
 
 MATMUL_MAX_LENGTH = 512
@@ -225,6 +226,18 @@ class Attention(nn.Module):
         dim = 2 if self.exchanges_heads else 0
         size = rows.shape[4] if self.exchanges_heads else rows.shape[2]
         return whole.narrow(dim, self.tp_index * size, size)
+
+    def readers(self) -> tuple[nn.Module, ...]:
+        """Return the linear layers that multiply the input."""
+        return (self.qkv,)
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield the input of the output projection, averages of values."""
+        own = self.queries * (1 + self.output_gate) + 2
+        rows = torch.arange(self.total_kv_heads * own * self.head_dim)
+        values = rows.view(self.total_kv_heads, own, self.head_dim)[:, -1:]
+        rows = values.expand(-1, self.queries, -1).flatten()
+        yield SharedInput(layers=(self.out,), source=self.qkv, rows=rows)
 
     def sink_logits(self, query: Tensor) -> Tensor | None:
         """Return the logit per query head of this rank that has no value; None without.

@@ -89,6 +89,10 @@ class GatedDeltaNet(nn.Module):
         )
         start_from(self.out.weight, "residual")
 
+    def readers(self) -> tuple[nn.Module, ...]:
+        """Return the linear layers that multiply the input."""
+        return (self.qkvz, self.ba)
+
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Mix the tokens."""
         x = self.placement.enter(x)

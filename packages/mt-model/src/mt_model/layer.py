@@ -18,6 +18,7 @@ from mt_model.placement import Placement
 from mt_model.recomputation import discard_between_all, is_made_again, made_again, make_again
 from mt_model.recompute_plan import WORDS
 from mt_model.residual import RESIDUAL_KERNELS, Stream, added, apart, normed
+from mt_model.shared_input import SharedInput, SharesInputs, behind_norm
 from mt_model.stack_config import LayerConfig, StackConfig
 
 Step: TypeAlias = Callable[[Any, Pass], tuple[Any, Losses]]
@@ -110,6 +111,18 @@ class TransformerLayer(nn.Module):
             return
         for reason in self._additions():
             yield chosen if reason is None else KernelChoice("residual", "reference", reason)
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield inputs that linear layers alone read, and that are proportional to a weight."""
+        mixer, fed = self.mixer, self.feed_forward
+        if self.config.shared_norm:
+            yield from behind_norm(self.mixer_norm, mixer, fed)
+        else:
+            yield from behind_norm(self.mixer_norm, mixer)
+            yield from behind_norm(self.feed_forward_norm, fed)
+        for branch in (mixer, fed):
+            if isinstance(branch, SharesInputs):
+                yield from branch.shared_inputs()
 
     def _additions(self) -> Iterator[str | None]:
         """Why additions inside are plain ones; None for those that another operation makes too."""

@@ -111,6 +111,10 @@ class Mamba2(nn.Module):
             return None
         return SharedGroups(count=self.config.num_groups, ranks=self.placement.group)
 
+    def readers(self) -> tuple[nn.Module, ...]:
+        """Return the linear layers that multiply the input."""
+        return (self.zx, self.dt, self.bc)
+
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Mix the tokens."""
         x = self.placement.enter(x)

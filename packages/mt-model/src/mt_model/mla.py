@@ -22,6 +22,7 @@ from mt_model.norm import build_rms_norm
 from mt_model.placement import Placement
 from mt_model.rotary import rope_choice, rotate
 from mt_model.scores import Scores
+from mt_model.shared_input import SharedInput, behind_norm
 from mt_model.stack_config import StackConfig
 
 
@@ -105,6 +106,16 @@ class LatentAttention(nn.Module):
         )
         start_from(self.out.weight, "residual")
         self.dropout = DropoutSite(config.dropout, seed=placement.seed, layer=layer, name="scores")
+
+    def readers(self) -> tuple[nn.Module, ...]:
+        """Return the linear layers that multiply the input."""
+        return (self.query if self.query_down is None else self.query_down, self.latent)
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield the latents behind their norms."""
+        if self.query_norm is not None:
+            yield from behind_norm(self.query_norm, self.query)
+        yield from behind_norm(self.latent_norm, self.key_value)
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Attend over the sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mt_model.kernels import KernelChoice
 from mt_model.kinds import MLPConfig
 from mt_model.placement import Placement
 from mt_model.recomputation import discard_between
+from mt_model.shared_input import SharedInput
 from mt_model.stack_config import StackConfig
 
 
@@ -68,6 +70,17 @@ class MLP(nn.Module):
         if self.frees_activation:
             return discard_between(between, self.down, up)
         return self.down(between(up))
+
+    def readers(self) -> tuple[nn.Module, ...]:
+        """Return the linear layers that multiply the input."""
+        return (self.up,)
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield the input of the projection back, where a gate alone is activated."""
+        config = self.config
+        if config.gated and config.clamp is None and not config.up_offset:
+            rows = torch.arange(config.ffn_size, 2 * config.ffn_size)
+            yield SharedInput(layers=(self.down,), source=self.up, rows=rows)
 
     def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
         """Say what computes the activation, if it has several kernels."""

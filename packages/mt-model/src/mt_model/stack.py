@@ -44,6 +44,7 @@ from mt_model.rope import Rotary
 from mt_model.rotary import AngleStore, RotaryTable, rotary_table
 from mt_model.saved_activations import KeptBytes, SavedActivations
 from mt_model.score_table import ScoreTable
+from mt_model.shared_input import SharedInput
 from mt_model.stack_config import MixerConfig, StackConfig
 
 # What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
@@ -279,6 +280,15 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def built_layers(self) -> Iterator[TransformerLayer]:
         """This stage's layers, and those of modules behind the last one."""
         return self.stage_layers()
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield which linear layers of this stage multiply the same input, and what makes it.
+
+        Inputs are left out that something else reads, such as a router, and those that are not
+        proportional to a weight, such as activated ones.
+        """
+        for layer in self.built_layers():
+            yield from layer.shared_inputs()
 
     def _layer_name(self, index: int) -> str:
         return f"layers.{index}"

@@ -7,6 +7,7 @@ from mt_quant.calibration import RANGES, Magnitudes, find_range
 from mt_quant.config import Explanation, QuantizationConfig
 from mt_quant.distillation import distillation_loss
 from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.folding import InputSource, SharedInput, fold_scale, fold_scales
 from mt_quant.format import InputFormat, WeightFormat
 from mt_quant.gptq import gptq
 from mt_quant.grid import Grid, find_grid, round_to_grid
@@ -38,6 +39,7 @@ __all__ = [
     "FormatPlan",
     "Grid",
     "InputFormat",
+    "InputSource",
     "KVCalibrator",
     "KVScales",
     "LinearShape",
@@ -53,6 +55,7 @@ __all__ = [
     "QuantizedWeight",
     "Rule",
     "ShapeCondition",
+    "SharedInput",
     "SplitLinear",
     "Statistics",
     "WeightFormat",
@@ -64,6 +67,8 @@ __all__ = [
     "encode",
     "find_grid",
     "find_range",
+    "fold_scale",
+    "fold_scales",
     "gptq",
     "load_quantized",
     "measure_costs",

@@ -18,6 +18,7 @@ from mt_quant.weight import QuantizedMatrix, encode
 _LEAST_SIZE = 1e-4  # of a feature, as a share of the largest, so that no scale vanishes
 
 
+@torch.no_grad()
 def awq(
     weight: Tensor,
     format: WeightFormat,
@@ -66,8 +67,14 @@ def awq(
     return QuantizedMatrix(weight=made, input_scale=None if factor is None else 1 / factor)
 
 
+@torch.no_grad()
 def awq_scale(
-    weights: Sequence[Tensor], format: WeightFormat, hessian: Tensor, *, step: float = 0.05
+    weights: Sequence[Tensor],
+    format: WeightFormat,
+    hessian: Tensor,
+    *,
+    step: float = 0.05,
+    second_moment: Tensor | None = None,
 ) -> Tensor | None:
     """Return by what the weights of each input feature are multiplied before rounding.
 
@@ -79,9 +86,11 @@ def awq_scale(
         format: Of the codes.
         hessian: Mean products of the input's features.
         step: Between exponents.
+        second_moment: Mean squares that scales are made of; of the features themselves where None.
 
     Shape:
-        weights: [out, in] each. hessian: [in, in]. Returns fp32 [in], or None where 1 is best.
+        weights: [out, in] each. hessian: [in, in]. second_moment: [in].
+        Returns fp32 [in], or None where 1 is best.
 
     Raises:
         QuantizationError: The step is no share of 1, or there is no weight.
@@ -90,7 +99,8 @@ def awq_scale(
     if not weights:
         raise QuantizationError("a scale needs the weight of at least one layer that has the input")
     hessian = hessian.float()
-    size = hessian.diagonal().clamp(min=0).sqrt()
+    squares = hessian.diagonal() if second_moment is None else second_moment.float()
+    size = squares.clamp(min=0).sqrt()
     size = size.clamp(min=_LEAST_SIZE * float(size.max()))
     best, least = None, sum(_error(weight.float(), format, hessian) for weight in weights)
     if not bool(size.max() > 0):
@@ -105,6 +115,7 @@ def awq_scale(
     return best
 
 
+@torch.no_grad()
 def clipped_grid(weight: Tensor, grid: Grid, hessian: Tensor, shares: Sequence[float]) -> Grid:
     """Return a grid whose groups keep the share of their range that gives the least error.
 

@@ -17,6 +17,7 @@ from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode
 _BLOCK = 128  # columns whose changes are added to those after them in one product
 
 
+@torch.no_grad()
 def gptq(
     weight: Tensor,
     format: WeightFormat,

@@ -59,6 +59,7 @@ def row_errors(difference: Tensor, hessian: Tensor) -> Tensor:
     return ((difference @ hessian) * difference).sum(1)
 
 
+@torch.no_grad()
 def output_error(weight: Tensor, made: QuantizedMatrix, statistics: Statistics) -> float:
     """Return the squared error of a layer's output over that of the output itself.
 

@@ -15,6 +15,7 @@ from mt_quant.statistics import Statistics
 from mt_quant.weight import QuantizedMatrix, quantize_weight
 
 
+@torch.no_grad()
 def smoothquant(
     weight: Tensor,
     format: WeightFormat,
@@ -47,6 +48,7 @@ def smoothquant(
     return QuantizedMatrix(weight=made, input_scale=1 / factor)
 
 
+@torch.no_grad()
 def smoothquant_scale(weights: Sequence[Tensor], abs_max: Tensor, *, alpha: float = 0.5) -> Tensor:
     """Return by what the weights of each input feature are multiplied before rounding.
 

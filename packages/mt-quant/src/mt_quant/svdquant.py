@@ -14,6 +14,7 @@ from mt_quant.statistics import Statistics
 from mt_quant.weight import QuantizedMatrix, quantize_weight
 
 
+@torch.no_grad()
 def svdquant(
     weight: Tensor,
     format: WeightFormat,
