@@ -13,6 +13,7 @@ from mt_tensor_parallel.gemm import Gemm, Operand, Role, TorchGemm
 from mt_tensor_parallel.kv_groups import exchange_kv_groups
 from mt_tensor_parallel.linear import (
     ColumnParallelLinear,
+    GemmLayer,
     RowParallelLinear,
     choose_gemms,
     defer_weight_gradients,
@@ -38,6 +39,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DiscardedOutput",
     "Gemm",
+    "GemmLayer",
     "LoraLinear",
     "LossKernel",
     "LossOptions",

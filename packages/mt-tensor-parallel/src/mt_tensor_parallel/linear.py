@@ -43,11 +43,29 @@ def _spec(dim: int, axis: str, group: Group) -> PartitionSpec:
     return PartitionSpec() if group is None else PartitionSpec(*(None,) * dim, axis)
 
 
-class ParallelLinear(nn.Module):
-    """What the two layers share: they differ in which of their features are split."""
+class GemmLayer(nn.Module):
+    """A layer with one weight that a strategy multiplies: what the functions below find by name.
+
+    Attributes:
+        weight: The parameter.
+        wgrad_store: Takes the weight's gradient while it is active; None for none.
+        grad_sink: Where the weight's gradient is summed, or None for autograd.
+    """
 
     weight: nn.Parameter
+    wgrad_store: WgradStore | None = None
+    grad_sink: GradSink | None = None
+
+    def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
+        """Take the strategy for the layer's name; a layer of several products takes several."""
+        raise NotImplementedError
+
+
+class ParallelLinear(GemmLayer):
+    """What the two layers share: they differ in which of their features are split."""
+
     bias: nn.Parameter | None
+    gemm: Gemm
     _split: ClassVar[str]
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, all but two by keyword
@@ -80,9 +98,7 @@ class ParallelLinear(nn.Module):
         self.group, self.axis = group, axis
         self.communicate, self.sequence_parallel = communicate, sequence_parallel
         self.overlap = overlap
-        self.gemm: Gemm = checked_gemm(gemm)
-        self.wgrad_store: WgradStore | None = None
-        self.grad_sink: GradSink | None = None
+        self.gemm = checked_gemm(gemm)
         self._number = number_of(self)
         sizes = _features(out_features if column else in_features, self._split)
         whole = in_features if column else out_features
@@ -184,6 +200,11 @@ class ParallelLinear(nn.Module):
             grad_sink=self.grad_sink if given is None else None,
             overlap=self.overlap,
         )
+
+    def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
+        """See `GemmLayer`."""
+        del self.gemm  # a module does not give way to a plain attribute
+        self.gemm = gemm_for(name)
 
     @property
     def _is_node(self) -> bool:
@@ -301,10 +322,10 @@ class RowParallelLinear(ParallelLinear):
         return self._apply_linear(flat, weight, self.bias)
 
 
-def linears(module: nn.Module) -> list[tuple[str, ParallelLinear]]:
-    """Return the parallel linear layers inside a module with their dotted names."""
+def linears(module: nn.Module) -> list[tuple[str, GemmLayer]]:
+    """Return the layers inside a module that a strategy multiplies, with their dotted names."""
     check_type("module", module, nn.Module)
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, ParallelLinear)]
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, GemmLayer)]
 
 
 def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
@@ -323,8 +344,7 @@ def choose_gemms(module: nn.Module, gemm_for: Callable[[str], Gemm]) -> None:
     A strategy that is an `nn.Module` becomes the layer's submodule `gemm`, with its state.
     """
     for name, layer in linears(module):
-        del layer.gemm  # a module does not give way to a plain attribute
-        layer.gemm = gemm_for(name)
+        layer.choose_gemm(name, gemm_for)
 
 
 def sum_weight_gradients(

@@ -79,7 +79,8 @@ def quantize_gemms(
         The strategies by the names of their layers.
 
     Raises:
-        TypeError: `recipe_for` returned something else.
+        TypeError: `recipe_for` returned something else, or a recipe for a layer that is neither
+            column- nor row-parallel.
         ValueError: There are both groups, and no joint one.
     """
     made: dict[str, QuantizedGemm] = {}
@@ -88,6 +89,11 @@ def quantize_gemms(
         if recipe is None:
             continue
         check_type("what recipe_for returns", recipe, Recipe)
+        if not isinstance(layer, ParallelLinear):
+            raise TypeError(
+                f"{name!r} is a {type(layer).__name__}, whose scales this does not know; return "
+                "None for it, and give it strategies with choose_gemms"
+            )
         gemm = QuantizedGemm(
             recipe,
             splits=_splits(layer, context_group, joint_group),

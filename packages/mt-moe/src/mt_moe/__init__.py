@@ -1,0 +1,92 @@
+"""Mixture-of-experts layers that take process groups: routers, dispatchers, grouped experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
+
+from mt_moe.error import RoutingError
+
+if TYPE_CHECKING:
+    from mt_moe.all_gather import AllGatherDispatcher
+    from mt_moe.all_to_all import AllToAllDispatcher
+    from mt_moe.balance import LossSum, balance_loss, count_choices, shares_of, z_loss
+    from mt_moe.capacity import Capacity, kept_choices
+    from mt_moe.dispatch import Dispatcher, LocalDispatcher, Sent
+    from mt_moe.dispatchers import DISPATCHERS, DispatcherKind, make_dispatcher
+    from mt_moe.expert_bias import BiasOptions, ExpertBias, update_expert_biases
+    from mt_moe.expert_options import ExpertOptions
+    from mt_moe.experts import Experts, GroupedLinear
+    from mt_moe.grouped import GROUPED_KERNELS, GroupedKernel, grouped_obstacles
+    from mt_moe.groups import ExpertGroups
+    from mt_moe.layer import MoELayer, MoEOptions, MoEOutput
+    from mt_moe.replay import recorded_routes, replayed_routes
+    from mt_moe.router import Routed, Router
+    from mt_moe.routing import RouterOptions, Routing, route
+    from mt_moe.shared import SharedExpert
+    from mt_moe.sinkhorn import sinkhorn, sinkhorn_bias
+
+__all__ = [
+    "DISPATCHERS",
+    "GROUPED_KERNELS",
+    "AllGatherDispatcher",
+    "AllToAllDispatcher",
+    "BiasOptions",
+    "Capacity",
+    "Dispatcher",
+    "DispatcherKind",
+    "ExpertBias",
+    "ExpertGroups",
+    "ExpertOptions",
+    "Experts",
+    "GroupedKernel",
+    "GroupedLinear",
+    "LocalDispatcher",
+    "LossSum",
+    "MoELayer",
+    "MoEOptions",
+    "MoEOutput",
+    "Routed",
+    "Router",
+    "RouterOptions",
+    "Routing",
+    "RoutingError",
+    "Sent",
+    "SharedExpert",
+    "balance_loss",
+    "count_choices",
+    "grouped_obstacles",
+    "kept_choices",
+    "make_dispatcher",
+    "recorded_routes",
+    "replayed_routes",
+    "route",
+    "shares_of",
+    "sinkhorn",
+    "sinkhorn_bias",
+    "update_expert_biases",
+    "z_loss",
+]
+
+# A layer imports most of three packages; whoever needs a router alone does not.
+__getattr__ = resolve_later(
+    __name__,
+    all_gather="AllGatherDispatcher",
+    all_to_all="AllToAllDispatcher",
+    balance="LossSum balance_loss count_choices shares_of z_loss",
+    capacity="Capacity kept_choices",
+    dispatch="Dispatcher LocalDispatcher Sent",
+    dispatchers="DISPATCHERS DispatcherKind make_dispatcher",
+    expert_bias="BiasOptions ExpertBias update_expert_biases",
+    expert_options="ExpertOptions",
+    experts="Experts GroupedLinear",
+    grouped="GROUPED_KERNELS GroupedKernel grouped_obstacles",
+    groups="ExpertGroups",
+    layer="MoELayer MoEOptions MoEOutput",
+    replay="recorded_routes replayed_routes",
+    router="Routed Router",
+    routing="RouterOptions Routing route",
+    shared="SharedExpert",
+    sinkhorn="sinkhorn sinkhorn_bias",
+)

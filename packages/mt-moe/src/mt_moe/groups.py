@@ -1,0 +1,83 @@
+"""The process groups of a mixture-of-experts layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mt_parallel_state import Group, group_rank, group_size, shard_size
+
+if TYPE_CHECKING:
+    from mt_parallel_state import ParallelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGroups:
+    """Which ranks share experts, tokens and dense weights; None is one rank everywhere.
+
+    Attributes:
+        experts: The ranks that together have all experts, once: tokens are sent within it.
+        etp: Of how many ranks each expert is split over.
+        places: For each rank of `experts`, which part of the experts it has and which part of
+            each of these. None is `(rank // etp, rank % etp)`.
+        tp: Ranks that split dense weights: of the shared expert, and of tokens under sequence
+            parallelism.
+        tokens: Ranks that have the tokens of the same sequences and micro-batch: for balancing
+            losses, Sinkhorn and capacity.
+    """
+
+    experts: Group = None
+    etp: int = 1
+    places: tuple[tuple[int, int], ...] | None = None
+    tp: Group = None
+    tokens: Group = None
+
+    def __post_init__(self) -> None:
+        ranks = group_size(self.experts)
+        shard_size(ranks, None, what="experts")
+        if not 1 <= self.etp <= ranks or ranks % self.etp:
+            raise ValueError(
+                f"etp={self.etp} does not divide the {ranks} ranks of the experts' group"
+            )
+        if self.places is not None:
+            wanted = [(i, j) for i in range(self.ep) for j in range(self.etp)]
+            if sorted(self.places) != wanted:
+                raise ValueError(
+                    f"places={self.places} must name each of {wanted} once, for ep={self.ep} and "
+                    f"etp={self.etp}"
+                )
+
+    @classmethod
+    def of(cls, state: ParallelState, *, tokens: str = "tp-cp") -> ExpertGroups:
+        """Take the groups of a `ParallelState`, whose layout has `ep` and `etp`.
+
+        Args:
+            state: Of this rank.
+            tokens: The axes over which sequences are split.
+        """
+        layout = state.layout
+        axes = [layout.coordinates(rank) for rank in state.ranks("etp-ep")]
+        return cls(
+            experts=state.group("etp-ep"),
+            etp=layout.size("etp"),
+            places=tuple((each["ep"], each["etp"]) for each in axes),
+            tp=state.group("tp"),
+            tokens=state.group(tokens),
+        )
+
+    @property
+    def ep(self) -> int:
+        """How many parts the experts are dealt to."""
+        return group_size(self.experts) // self.etp
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's part of the experts, and of each of them."""
+        return self.all_places[group_rank(self.experts)]
+
+    @property
+    def all_places(self) -> tuple[tuple[int, int], ...]:
+        """The place of each rank of `experts`."""
+        if self.places is not None:
+            return self.places
+        return tuple(divmod(rank, self.etp) for rank in range(group_size(self.experts)))

@@ -1,0 +1,297 @@
+"""A mixture-of-experts layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mt_files import check_type
+from mt_parallel_state import (
+    Group,
+    PartitionSpec,
+    gather_from_group,
+    group_rank,
+    group_size,
+    scatter_to_group,
+    shard_param,
+)
+from mt_tensor_parallel import ColumnParallelLinear
+from torch import Tensor, nn
+
+from mt_moe.balance import LossSum
+from mt_moe.capacity import Capacity, kept_choices
+from mt_moe.dispatchers import make_dispatcher
+from mt_moe.expert_options import ExpertOptions
+from mt_moe.experts import Experts
+from mt_moe.groups import ExpertGroups
+from mt_moe.router import Routed, Router
+from mt_moe.routing import RouterOptions
+from mt_moe.shared import SharedExpert
+
+SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """What a mixture-of-experts layer has beside its sizes.
+
+    Attributes:
+        router: How tokens choose.
+        experts: What experts compute, the shared one too.
+        capacity: The most tokens of an expert; None drops none.
+        shared_size: Width of an expert that serves every token; 0 is none.
+        shared_gate: Whether a sigmoid of the token scales that one.
+        latent_size: Size to which tokens are projected before the experts, and back after; None is
+            their own. The router and the shared expert see the whole.
+        dispatcher: "auto", "local", "all_to_all", "all_gather" or "deep_ep".
+    """
+
+    router: RouterOptions = field(default_factory=RouterOptions)
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+    capacity: Capacity | None = None
+    shared_size: int = 0
+    shared_gate: bool = False
+    latent_size: int | None = None
+    dispatcher: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_type("router", self.router, RouterOptions)
+        check_type("experts", self.experts, ExpertOptions)
+        if self.capacity is not None:
+            check_type("capacity", self.capacity, Capacity)
+        for name, least in (("shared_size", 0), ("latent_size", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_type(name, value, int)
+                if value < least:
+                    raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.shared_gate and not self.shared_size:
+            raise ValueError("shared_gate=True is the gate of a shared expert; set shared_size")
+
+
+class MoEOutput(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+        hidden: Of the shape of the input.
+        losses: Balancing losses by name, sums over this rank's tokens with their counts.
+        dropped: Choices of this rank's tokens that no expert took, int64; None without a capacity.
+    """
+
+    hidden: Tensor
+    losses: dict[str, LossSum]
+    dropped: Tensor | None
+
+
+class MoELayer(nn.Module):
+    """Route each token to some experts, and sum their results with the router's weights.
+
+    Tokens are split over tp along dim 1 under sequence parallelism. Without it every rank of tp has
+    all of them: each routes a part, backward gathers gradients, and the results are gathered, so no
+    expert computes a token twice. What a dispatcher sends is said there.
+
+    Router, latent projections and the gate of the shared expert are whole on each rank; their
+    gradients are partial sums over tp, which their records say.
+
+    Args:
+        hidden_size: Of tokens.
+        ffn_size: Width of each expert.
+        num_experts: How many there are in all.
+        options: See `MoEOptions`.
+        groups: Who has which experts and tokens; None is one rank.
+        sequence_parallel: Whether the input is a sequence shard.
+        seed: Of the router's jitter.
+        name: Of the layer, likewise.
+        dtype: Of the parameters.
+        device: Likewise; `"meta"` draws no values.
+
+    Shape:
+        forward: [B, S, hidden] (S / tp under sequence parallelism) or [T, hidden] -> the same.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Sizes do not fit each other or the groups.
+    """
+
+    def __init__(  # noqa: PLR0913 - a layer's own settings, all but three by keyword
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        *,
+        options: MoEOptions | None = None,
+        groups: ExpertGroups | None = None,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        name: str = "moe",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        for what, size in (
+            ("hidden_size", hidden_size),
+            ("ffn_size", ffn_size),
+            ("num_experts", num_experts),
+        ):
+            check_type(what, size, int)
+            if size < 1:
+                raise ValueError(f"{what} must be at least 1, got {size}")
+        options = MoEOptions() if options is None else options
+        groups = ExpertGroups() if groups is None else groups
+        check_type("options", options, MoEOptions)
+        check_type("groups", groups, ExpertGroups)
+        self.options, self.groups, self.num_experts = options, groups, num_experts
+        self.sequence_parallel = sequence_parallel and group_size(groups.tp) > 1
+        partial = ("tp",) if group_size(groups.tp) > 1 else ()
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.router = Router(
+            *(hidden_size, num_experts, options.router),
+            **{"group": groups.tokens, "partial_grad": partial, "seed": seed, "name": name, **how},
+        )
+        inner = hidden_size if options.latent_size is None else options.latent_size
+        self.experts = Experts(inner, ffn_size, num_experts, options.experts, groups=groups, **how)
+        self.shared: SharedExpert | None = None
+        if options.shared_size:
+            self.shared = SharedExpert(
+                *(hidden_size, options.shared_size, options.experts),
+                gated_output=options.shared_gate,
+                tp=groups.tp,
+                sequence_parallel=self.sequence_parallel,
+                **how,
+            )
+        self.to_latent: ColumnParallelLinear | None = None
+        self.from_latent: ColumnParallelLinear | None = None
+        if options.latent_size is not None:
+            self.to_latent = _whole_linear(hidden_size, inner, partial, how)
+            self.from_latent = _whole_linear(inner, hidden_size, partial, how)
+        self.dispatcher = make_dispatcher(options.dispatcher, num_experts, groups)
+
+    def forward(
+        self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
+    ) -> MoEOutput:
+        """Apply the layer.
+
+        Args:
+            x: Hidden states.
+            valid: True for real tokens; others are sent nowhere and count nowhere, and get the
+                shared expert's result alone. None is all.
+            token_index: A number for each token that it has in no other layout or micro-batch, for
+                jitter and for which token comes first at an expert that is full.
+
+        Shape:
+            x: see the class; valid, token_index: x without its last dim.
+
+        Raises:
+            TypeError: `x` is no floating tensor.
+            ValueError: Shapes do not fit.
+            RoutingError: A router's weights are not finite.
+        """
+        check_type("x", x, Tensor)
+        if x.dim() not in (2, 3) or not x.is_floating_point():
+            raise ValueError(
+                f"x must be floating, [B, S, hidden] or [T, hidden], got {x.dtype} {tuple(x.shape)}"
+            )
+        for name, given in (("valid", valid), ("token_index", token_index)):
+            if given is not None and given.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"{name} {tuple(given.shape)} must have an element for each token of x "
+                    f"{tuple(x.shape)}"
+                )
+        if x.dim() == 2:
+            lift = [None if each is None else each.unsqueeze(0) for each in (valid, token_index)]
+            out = self.forward(x.unsqueeze(0), valid=lift[0], token_index=lift[1])
+            return out._replace(hidden=out.hidden.squeeze(0))
+        alone = self.groups.tp is None or self.sequence_parallel
+        parts, length = (x, valid, token_index), x.shape[SEQUENCE_DIM]
+        own = parts if alone else _share(*parts, group=self.groups.tp)
+        hidden, losses, dropped = self._apply_to(*own)
+        if not alone:
+            hidden = gather_from_group(hidden, self.groups.tp, dim=SEQUENCE_DIM)
+            hidden = hidden.narrow(SEQUENCE_DIM, 0, length)
+        if self.shared is not None:
+            hidden = hidden + self.shared(x)
+        return MoEOutput(hidden, losses, dropped)
+
+    def _apply_to(self, x: Tensor, valid: Tensor | None, token_index: Tensor | None) -> MoEOutput:
+        routed = self.router(x, valid=valid, token_index=token_index)
+        weights, chosen, dropped = self._limit(routed, token_index)
+        inner = x if self.to_latent is None else self.to_latent(x)
+        drops = valid is not None or self.options.capacity is not None
+        sent = self.dispatcher.dispatch(inner.flatten(0, 1), chosen, weights, drops=drops)
+        slots = self._slots(chosen)
+        rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
+        y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
+        y = y if self.from_latent is None else self.from_latent(y)
+        return MoEOutput(y.to(x.dtype), routed.losses, dropped)
+
+    def _limit(
+        self, routed: Routed, token_index: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Take away the choices that are beyond the experts' capacity."""
+        weights, experts, _ = routed
+        if self.options.capacity is None:
+            return weights, experts, None
+        kept = kept_choices(
+            *(weights, experts, self.num_experts, self.options.capacity),
+            group=self.groups.tokens,
+            token_index=token_index,
+        )
+        dropped = (~kept & (experts < self.num_experts)).sum()
+        return (
+            weights.masked_fill(~kept, 0),
+            experts.masked_fill(~kept, self.num_experts),
+            dropped,
+        )
+
+    def _slots(self, chosen: Tensor) -> int | None:
+        """Rows of each expert with a padded capacity: of all groups of tokens that send to it."""
+        capacity = self.options.capacity
+        if capacity is None or not capacity.pad:
+            return None
+        together = group_size(self.groups.tokens)
+        most = capacity.of(len(chosen) * together, chosen.shape[1], self.num_experts)
+        return most * self._senders(together)
+
+    def _senders(self, together: int) -> int:
+        """How many groups of tokens send to this rank's experts, each up to its own capacity."""
+        ranks = set(_ranks(self.groups.experts))
+        if self.groups.tokens is None:
+            return len(ranks)
+        tokens = set(_ranks(self.groups.tokens))
+        if tokens >= ranks:
+            return 1
+        return -(-len(ranks) // together) if tokens <= ranks else len(ranks)
+
+
+def _ranks(group: Group) -> list[int]:
+    return [0] if group is None else torch.distributed.get_process_group_ranks(group)
+
+
+def _whole_linear(
+    size: int, out: int, partial: tuple[str, ...], how: dict[str, Any]
+) -> ColumnParallelLinear:
+    """A linear layer that is whole on each rank, for tokens that are split over tp."""
+    linear = ColumnParallelLinear(size, out, bias=False, **how)
+    shard_param(linear.weight, PartitionSpec(), partial_grad=partial)
+    return linear
+
+
+def _share(
+    x: Tensor, valid: Tensor | None, token_index: Tensor | None, *, group: Group
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Keep this rank's part of tokens that all ranks have; fill up with tokens that are none."""
+    missing = -x.shape[SEQUENCE_DIM] % group_size(group)
+    if missing:
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        valid = F.pad(real if valid is None else valid, (0, missing))
+        x = F.pad(x, (0, 0, 0, missing))
+        token_index = None if token_index is None else F.pad(token_index, (0, missing))
+
+    def part(each: Tensor | None) -> Tensor | None:
+        if each is None:
+            return None
+        return each.chunk(group_size(group), SEQUENCE_DIM)[group_rank(group)]
+
+    return scatter_to_group(x, group, dim=SEQUENCE_DIM), part(valid), part(token_index)

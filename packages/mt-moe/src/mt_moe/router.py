@@ -1,0 +1,278 @@
+"""The router: logits, choice, weights and balancing losses of each token."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from math import sqrt
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from mt_files import check_type
+from mt_parallel_state import Group, PartitionSpec, hash_key, random_uniform, shard_param
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mt_moe.backward import in_backward
+from mt_moe.balance import LossSum, balance_loss, count_choices, shares_of, sum_counts, z_loss
+from mt_moe.expert_bias import ExpertBias
+from mt_moe.initial import filled
+from mt_moe.record import RoutingRecord
+from mt_moe.routing import RouterOptions, Routing, route
+from mt_moe.sinkhorn import sinkhorn_bias
+
+
+class Routed(NamedTuple):
+    """What a router returns.
+
+    Attributes:
+        weights: Share of each choice; 0 for tokens that are none.
+        experts: The choices; the number of experts, which stands for none, for tokens that are
+            none.
+        losses: Balancing losses by name, with their coefficients.
+
+    Shape:
+        weights, experts: [tokens, k].
+    """
+
+    weights: Tensor
+    experts: Tensor
+    losses: dict[str, LossSum]
+
+
+class Router(nn.Module):
+    """Choose the experts of each token.
+
+    Logits are `x @ weight.T` in the options' dtype (or that of x, where it is wider) under any
+    autocast; what is kept for backward has the dtype of x. Forward sends nothing but the counts of
+    balancing losses, an all-reduce of integers over `group` for each of them, and Sinkhorn's sums.
+
+    Args:
+        hidden_size: Of the tokens.
+        num_experts: How many there are to choose from.
+        options: See `RouterOptions`.
+        group: The ranks that have the other tokens of the same sequences and micro-batch; None is
+            none. A balancing loss is the same however it cuts the tokens.
+        partial_grad: Axes over which the gradients are partial sums: `("tp",)` where tokens are
+            split over tp.
+        seed: Of the jitter.
+        name: Of the router in the model, likewise.
+        dtype: Of weight and bias.
+        device: Likewise.
+
+    Attributes:
+        weight: [E, hidden].
+        bias: [E], or None.
+        expert_bias: See `ExpertBias`, or None.
+        record: Records or replays choices; see `recorded_routes`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The options do not fit the number of experts.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(  # noqa: PLR0913 - a layer's own settings, all but three by keyword
+        self,
+        hidden_size: int,
+        num_experts: int,
+        options: RouterOptions,
+        *,
+        group: Group = None,
+        partial_grad: tuple[str, ...] = (),
+        seed: int = 0,
+        name: str = "router",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_type("options", options, RouterOptions)
+        options.check_experts(num_experts)
+        self.options, self.num_experts, self.group = options, num_experts, group
+        self.record: RoutingRecord | None = None
+        self._key = hash_key("jitter", seed, name)
+        how = {"std": 1 / sqrt(3 * hidden_size), "dtype": dtype, "device": device}
+        weight = filled((num_experts, hidden_size), **how)
+        self.weight = shard_param(weight, PartitionSpec(), partial_grad=partial_grad)
+        self.bias = None
+        if options.linear_bias:
+            bias = filled((num_experts,), **how)
+            self.bias = shard_param(bias, PartitionSpec(), partial_grad=partial_grad)
+        self.expert_bias: ExpertBias | None = None
+        if options.expert_bias is not None:
+            self.expert_bias = ExpertBias(
+                num_experts,
+                options.top_k,
+                options.expert_bias,
+                bounded=options.score != "sqrtsoftplus",
+                device=device,
+            )
+        if "global_aux" in options.losses:
+            so_far = torch.zeros(1, num_experts + 1, dtype=torch.int64, device=device)
+            self.register_buffer("so_far", so_far, persistent=False)
+        self._fractions: deque[tuple[Tensor, Tensor]] = deque()
+
+    def forward(
+        self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
+    ) -> Routed:
+        """Route each token.
+
+        Args:
+            x: Hidden states. Each of B is a sequence of its own for `sequence_aux`.
+            valid: True for real tokens; None is all.
+            token_index: A number for each token that it has in no other layout or micro-batch;
+                needed for jitter.
+
+        Shape:
+            x: [B, S, hidden] or [T, hidden], one sequence; valid, token_index: [B, S] or [T].
+        """
+        logits = self.logits(x, token_index)
+        shape = (1, *logits.shape) if logits.dim() == 2 else logits.shape
+        valid = None if valid is None else valid.reshape(shape[:-1])
+        flat = logits.flatten(0, -2)
+        routing = self._route(flat)
+        losses = self._losses(logits.view(shape), routing, valid)
+        self._observe(routing, valid)
+        weights, experts, _ = routing
+        if valid is not None:
+            none = ~valid.reshape(-1, 1)
+            weights = weights.masked_fill(none, 0)
+            experts = experts.masked_fill(none, self.num_experts)
+        return Routed(weights, experts, losses)
+
+    def logits(self, x: Tensor, token_index: Tensor | None = None) -> Tensor:
+        """Return the logits, of jittered tokens in training.
+
+        Raises:
+            ValueError: The tokens need an index, or their size is not the router's.
+        """
+        check_type("x", x, Tensor)
+        if x.dim() not in (2, 3) or x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"x {tuple(x.shape)} must be [B, S, {self.weight.shape[1]}] or "
+                f"[T, {self.weight.shape[1]}]"
+            )
+        if self.training and self.options.jitter:
+            x = self._jittered(x, token_index)
+        return gate(x, self.weight, self.bias, self.options.dtype)
+
+    def end_step(self) -> None:
+        """Forget the micro-batches of `global_aux`: the next one begins a step."""
+        if "global_aux" in self.options.losses:
+            cast("Tensor", self.so_far).zero_()
+            self._fractions.clear()
+
+    def _jittered(self, x: Tensor, token_index: Tensor | None) -> Tensor:
+        if token_index is None:
+            raise ValueError(
+                f"jitter={self.options.jitter} needs token_index in training: noise is a function "
+                "of it, so that no layout changes it"
+            )
+        columns = torch.arange(x.shape[-1], device=x.device)
+        index = token_index.to(x.device).unsqueeze(-1) * x.shape[-1] + columns
+        noise = random_uniform(self._key, index.view(x.shape))
+        return x * (1 + self.options.jitter * (2 * noise - 1)).to(x.dtype)
+
+    def _route(self, logits: Tensor) -> Routing:
+        experts = None if self.record is None else self.record.take()
+        if experts is None and self.options.sinkhorn and self.training:
+            bias = sinkhorn_bias(logits, self.options.sinkhorn, group=self.group)
+            experts = (logits.detach().double() + bias).topk(self.options.top_k, -1).indices
+        bias = None if self.expert_bias is None else self.expert_bias.value
+        routing = route(logits, self.options, bias=bias, experts=experts)
+        if self.record is not None:
+            self.record.put(routing.experts)
+        return routing
+
+    @torch.no_grad()
+    def _observe(self, routing: Routing, valid: Tensor | None) -> None:
+        """Count choices, in training and once: neither in evaluation nor when made again."""
+        if self.expert_bias is None or not self.training or in_backward():
+            return
+        flat = None if valid is None else valid.flatten()
+        counts = count_choices(routing.experts, self.num_experts, flat)
+        self.expert_bias.observe(counts, routing.scores, flat)
+
+    def _losses(self, logits: Tensor, routing: Routing, valid: Tensor | None) -> dict[str, LossSum]:
+        wanted, found = self.options.losses, dict[str, LossSum]()
+        if set(wanted) - {"z"}:
+            found = self._balance_losses(logits.shape, routing, valid)
+        if "z" in wanted:
+            found["z"] = z_loss(logits.to(self.options.dtype), valid)
+        return {name: LossSum(found[name].sum * wanted[name], found[name].count) for name in wanted}
+
+    def _balance_losses(
+        self, shape: torch.Size, routing: Routing, valid: Tensor | None
+    ) -> dict[str, LossSum]:
+        """The published formulas: choices by the scores alone, of all tokens."""
+        k, shares = self.options.top_k, shares_of(routing.scores).view(shape)
+        with torch.no_grad():
+            chosen = routing.scores.topk(k, -1).indices.view(*shape[:-1], k)
+            counts = count_choices(chosen, self.num_experts, valid)
+            tokens = counts.new_full((shape[0],), shape[1]) if valid is None else valid.sum(1)
+            counts, tokens = sum_counts(counts, tokens, self.group)
+            whole = counts.sum(0, keepdim=True), tokens.sum(0, keepdim=True)
+        loads = {"aux": whole, "sequence_aux": (counts, tokens)}
+        if "global_aux" in self.options.losses:
+            loads["global_aux"] = self._step_load(*whole)
+        return {
+            name: balance_loss(shares, *loads[name], top_k=k, valid=valid)
+            for name in loads
+            if name in self.options.losses
+        }
+
+    def _step_load(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What was chosen in this step so far; a recomputation sees what its forward saw."""
+        if in_backward() and self._fractions:
+            return self._fractions.popleft()
+        so_far = cast("Tensor", self.so_far)
+        total = so_far + torch.cat([counts, tokens.unsqueeze(1)], 1)
+        load = total[:, :-1], total[:, -1]
+        if self.training and not in_backward():
+            so_far.copy_(total)
+            self._fractions.append(load)
+        return load
+
+    def extra_repr(self) -> str:
+        """The sizes and options that torch prints."""
+        return f"experts={self.num_experts}, {self.options!r}"
+
+
+def gate(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `x @ weight.T + bias` in a wide dtype, keeping `x` and `weight` as they are.
+
+    Shape:
+        x: [..., H]; weight: [E, H]; bias: [E]. Returns [..., E].
+    """
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), dtype)
+    if x.dtype == weight.dtype == wide:
+        with _no_autocast(x):
+            return F.linear(x, weight, bias)
+    logits = cast("Tensor", _Gate.apply(x, weight, wide))
+    return logits if bias is None else logits + bias.to(wide)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with _no_autocast(x):
+            return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.matmul(weight.to(grad.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = x.flatten(0, -2).to(grad.dtype)
+            grad_w = grad.flatten(0, -2).t().mm(rows).to(weight.dtype)
+        return grad_x, grad_w, None

@@ -1,0 +1,250 @@
+"""Which experts serve a token, and with what weights: a pure function of the router's logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from mt_files import check_type
+from torch import Tensor
+
+from mt_moe.expert_bias import BiasOptions
+
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrtsoftplus"]
+LOSSES = ("aux", "sequence_aux", "global_aux", "z")
+_TINY = 1e-20  # DeepSeek-V3's guard of the sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """How tokens choose their experts.
+
+    Attributes:
+        top_k: Experts per token.
+        score: What becomes of the logits. `softmax` of all experts, before the choice (Mixtral,
+            Qwen); `softmax_of_chosen`, of the k highest logits (GPT-OSS); `sigmoid` (DeepSeek-V3);
+            `sqrtsoftplus`, `sqrt(softplus(z))`.
+        normalize: Whether the k weights are divided by their sum.
+        scale: Multiplies the weights, after that.
+        dtype: Of the scores, float32 or float64; the logits' product is in it too, or in the
+            dtype of the hidden states where that is wider.
+        num_groups: The experts lie in as many groups of neighbours, ...
+        top_groups: ... of which a token may use this many, the highest ones.
+        group_top: A group is as high as the sum of its so many highest scores; None is
+            `top_k // top_groups`. DeepSeek-V3 has 2, DeepSeek-V2 1.
+        sinkhorn: Iterations of a Sinkhorn normalisation that decides the choice in training; 0 is
+            none. The weights remain those of the scores.
+        jitter: In training the router's input is multiplied by 1 plus or minus up to this.
+        linear_bias: Whether the logits have a trained bias (GPT-OSS).
+        expert_bias: A bias that decides the choice only, and is set without gradients; None is
+            none.
+        losses: Balancing losses by name, with their coefficients: `aux` over a micro-batch,
+            `sequence_aux` over each sequence, `global_aux` over the step so far, and `z`.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field is out of range, or two exclude each other.
+    """
+
+    top_k: int = 2
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top: int | None = None
+    sinkhorn: int = 0
+    jitter: float = 0.0
+    linear_bias: bool = False
+    expert_bias: BiasOptions | None = None
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "num_groups", "top_groups", "sinkhorn"):
+            check_type(name, getattr(self, name), int)
+            if getattr(self, name) < (name != "sinkhorn"):
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.score not in get_args(Score):
+            raise ValueError(f"score must be one of {get_args(Score)}, got {self.score!r}")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter must be from 0 to below 1, got {self.jitter}")
+        if not math.isfinite(self.scale) or self.scale <= 0:
+            raise ValueError(f"scale must be finite and above 0, got {self.scale}")
+        if (
+            self.score == "softmax_of_chosen"
+            and getattr(self.expert_bias, "kind", "") == "quantile"
+        ):
+            raise ValueError(
+                "expert_bias of kind 'quantile' follows scores, and score='softmax_of_chosen' "
+                "chooses by logits; use kind 'sign', or another score"
+            )
+        self._check_single()
+        self._check_groups()
+        self._check_losses()
+
+    def _check_single(self) -> None:
+        constant = self.normalize or self.score == "softmax_of_chosen"
+        if self.top_k == 1 and constant:
+            raise ValueError(
+                f"top_k=1 with score={self.score!r} and normalize={self.normalize} gives each "
+                "token the weight 1, and the router no gradient; use normalize=False with softmax, "
+                "sigmoid or sqrtsoftplus"
+            )
+
+    def _check_groups(self) -> None:
+        if self.sinkhorn and (self.num_groups > 1 or self.expert_bias is not None):
+            raise ValueError(
+                f"sinkhorn={self.sinkhorn} decides the choice alone; use it without num_groups and "
+                "expert_bias"
+            )
+        if self.top_groups > self.num_groups:
+            raise ValueError(
+                f"top_groups={self.top_groups} of num_groups={self.num_groups}: choose at most all"
+            )
+        if self.num_groups > 1 and not self.scores_per_group >= 1:
+            raise ValueError(
+                f"group_top={self.group_top} with top_k={self.top_k} and top_groups="
+                f"{self.top_groups}: a group is judged by at least 1 of its scores; set group_top"
+            )
+
+    def _check_losses(self) -> None:
+        check_type("losses", self.losses, Mapping)
+        for name, coefficient in self.losses.items():
+            if name not in LOSSES:
+                raise ValueError(f"losses has {name!r}; there are {', '.join(LOSSES)}")
+            if not math.isfinite(coefficient):
+                raise ValueError(f"the coefficient of loss {name!r} is {coefficient}, not finite")
+
+    @property
+    def scores_per_group(self) -> int:
+        """How many scores decide how high a group is."""
+        return self.top_k // self.top_groups if self.group_top is None else self.group_top
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raise ValueError where so many experts can't serve these options."""
+        if self.top_k > num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} is more than the {num_experts} experts; use at most these"
+            )
+        size, rest = divmod(num_experts, self.num_groups)
+        if rest:
+            raise ValueError(
+                f"num_groups={self.num_groups} does not divide the {num_experts} experts"
+            )
+        if self.num_groups > 1 and (
+            self.top_groups * size < self.top_k or self.scores_per_group > size
+        ):
+            raise ValueError(
+                f"top_groups={self.top_groups} of {size} experts each, judged by "
+                f"{self.scores_per_group} scores, can't give each token top_k={self.top_k}; raise "
+                "top_groups or lower group_top"
+            )
+
+
+class Routing(NamedTuple):
+    """What tokens chose.
+
+    Attributes:
+        weights: Share of each chosen expert, in the dtype of the scores.
+        experts: The chosen ones.
+        scores: Of every expert; for `softmax_of_chosen` the softmax over all.
+
+    Shape:
+        weights, experts: [T, k]; scores: [T, E].
+    """
+
+    weights: Tensor
+    experts: Tensor
+    scores: Tensor
+
+
+def route(
+    logits: Tensor,
+    options: RouterOptions,
+    *,
+    bias: Tensor | None = None,
+    experts: Tensor | None = None,
+) -> Routing:
+    """Choose experts and weights for each token.
+
+    Ties go to whichever expert `torch.topk` takes. A bias decides the choice and is neither in the
+    weights nor in their gradients. An expert outside of the chosen groups is never taken.
+
+    Args:
+        logits: Of the router.
+        options: See `RouterOptions`.
+        bias: Added to the scores (to the logits for `softmax_of_chosen`) for the choice.
+        experts: The choice, where it was made before (replay); the weights are still of `logits`.
+
+    Shape:
+        logits: [T, E]; bias: [E]; experts: [T, k].
+
+    Raises:
+        TypeError: The logits are no floating tensor.
+        ValueError: Shapes do not fit the options.
+    """
+    check_type("logits", logits, Tensor)
+    if not logits.is_floating_point() or logits.dim() != 2:
+        raise TypeError(
+            f"logits must be a floating [T, E] tensor, got {logits.dtype} {tuple(logits.shape)}"
+        )
+    options.check_experts(logits.shape[1])
+    scores = scores_of(logits, options)
+    if experts is None:
+        experts = _choose(logits.detach(), scores.detach(), options, bias)
+    elif experts.shape != (logits.shape[0], options.top_k):
+        raise ValueError(
+            f"experts {tuple(experts.shape)} must be [{logits.shape[0]}, {options.top_k}]: those "
+            "of other tokens are replayed"
+        )
+    if options.score == "softmax_of_chosen":
+        weights = F.softmax(logits.gather(1, experts), -1, dtype=options.dtype)
+    else:
+        weights = scores.gather(1, experts)
+        if options.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    if options.scale != 1:
+        weights = weights * options.scale
+    return Routing(weights, experts, scores)
+
+
+def scores_of(logits: Tensor, options: RouterOptions) -> Tensor:
+    """Return the score of every expert.
+
+    Shape:
+        logits: [T, E]. Returns the same.
+    """
+    wide = logits.to(options.dtype)
+    match options.score:
+        case "sigmoid":
+            return wide.sigmoid()
+        case "sqrtsoftplus":
+            return F.softplus(wide).sqrt()
+        case _:
+            return wide.softmax(-1)
+
+
+@torch.no_grad()
+def _choose(logits: Tensor, scores: Tensor, options: RouterOptions, bias: Tensor | None) -> Tensor:
+    key = logits.to(options.dtype) if options.score == "softmax_of_chosen" else scores
+    if bias is not None:
+        key = key + bias
+    if options.num_groups > 1:
+        key = _of_high_groups(key, options)
+    return key.topk(options.top_k, -1).indices
+
+
+def _of_high_groups(key: Tensor, options: RouterOptions) -> Tensor:
+    """Set the experts outside of each token's groups to minus infinity."""
+    grouped = key.unflatten(1, (options.num_groups, -1))
+    height = grouped.topk(options.scores_per_group, -1).values.sum(-1)
+    best = height.topk(options.top_groups, -1).indices
+    outside = torch.ones_like(height, dtype=torch.bool).scatter_(1, best, value=False)
+    return grouped.masked_fill(outside.unsqueeze(2), -math.inf).flatten(1)
