@@ -133,6 +133,11 @@ def losses() -> Callable[[Path], dict[int, float]]:
 
 
 @pytest.fixture(scope="session")
+def metrics_of() -> Callable[[Path], list[dict]]:
+    return metrics
+
+
+@pytest.fixture(scope="session")
 def held_out() -> Callable[[Path], float]:
     return lambda run: next(row["val_loss"] for row in metrics(run) if "val_loss" in row)
 

@@ -26,6 +26,7 @@ from mt_model.kernel_words import Kernels
 from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mamba2_config import Mamba2Config
 from mt_model.mla_config import MLAConfig
+from mt_model.moe_config import MoEConfig
 from mt_model.mtp_config import MTPConfig
 from mt_model.norm_config import NormConfig
 from mt_model.pooled_head_config import PooledHeadConfig
@@ -123,6 +124,7 @@ __all__ = [
     "Mamba2Config",
     "MeanPoolingConfig",
     "MixerConfig",
+    "MoEConfig",
     "ModelConfig",
     "NormConfig",
     "Norms",

@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 from mt_files import multiples_near
+from mt_moe import ExpertGroups
 from mt_parallel_state import PartitionSpec, all_gather, copy_to_group, shard_param
 from mt_tensor_parallel import Gemm
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class Placement:
         context: the ranks that share the sequences, and attention there.
         kernels: what computes each operation.
         made_again: what a layer computes again in backward (`RecomputePlan.modules`).
+        experts: the ranks that share experts.
         offloads: whether its activations wait in the host's memory.
     """
 
@@ -55,6 +57,7 @@ class Placement:
     device: torch.device
     context: SequenceAttend
     kernels: Kernels
+    experts: ExpertGroups = ExpertGroups()  # noqa: RUF009 - it is frozen
     made_again: frozenset[str] = frozenset()
     offloads: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,12 +14,13 @@ from mt_model.choice import Activation, Norms, Positions, QKNorm, Sinks
 from mt_model.config import ModelConfig
 from mt_model.image_input_config import ImageInputConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.moe_config import MoEConfig
 from mt_model.mtp_config import MTPConfig
 from mt_model.norm_config import NormConfig
 from mt_model.pooled_head_config import PooledHeadConfig
 from mt_model.rope import RopeConfig
 from mt_model.score_bias import ScoreBias
-from mt_model.stack_config import MAX_LAYERS, LayerConfig
+from mt_model.stack_config import MAX_LAYERS, FeedForwardConfig, LayerConfig
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
@@ -51,6 +53,7 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     gated: bool = True,
     clamp: float | None = None,
     up_offset: float = 0.0,
+    moe: MoEConfig | Mapping[str, Any] | None = None,
     bias: bool = False,
     qkv_bias: bool | None = None,
     out_bias: bool | None = None,
@@ -115,7 +118,9 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         gated: gated feed-forward.
         clamp: cuts what the gated feed-forward multiplies.
         up_offset: is added to what the activation is multiplied by.
-        bias: bias on every projection of the layers.
+        moe: a mixture of experts in place of every feed-forward: a MoEConfig, or its fields as a
+            mapping; experts have the width `ffn_size` where it names none.
+        bias: bias on every projection of the layers; experts say it themselves.
         qkv_bias: bias on that of queries, keys and values; as `bias` where None.
         out_bias: bias on that behind attention; as `bias` where None.
         output_gate: what attention gives is multiplied by a sigmoid gate.
@@ -191,7 +196,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             scale=attention_scale,
             score_bias=_score_bias(score_bias),
         ),
-        feed_forward=MLPConfig(
+        feed_forward=_feed_forward(
+            moe,
             ffn_size=ffn_size,
             activation=activation,
             gated=gated,
@@ -238,6 +244,20 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         encoder_layers=encoder_layers,
         decoder_start=decoder_start,
     )
+
+
+def _feed_forward(
+    moe: MoEConfig | Mapping[str, Any] | None, *, ffn_size: int, bias: bool, **form: Any
+) -> FeedForwardConfig:
+    """Make an MLP, or a mixture of experts, which says the form of its experts itself."""
+    if moe is None:
+        return MLPConfig(ffn_size=ffn_size, bias=bias, **form)
+    for name, value in form.items():
+        if value != inspect.signature(gpt).parameters[name].default:
+            text = f"{shorten(value)} does not go with moe; say moe.{name}"
+            raise FieldError({name: text}, "gpt")
+    whole = moe if isinstance(moe, MoEConfig) else build(MoEConfig, moe, "moe")
+    return replace(whole, ffn_size=ffn_size) if whole.ffn_size is None else whole
 
 
 def _rope(
@@ -373,6 +393,6 @@ _OF_ATTENTION = (
 )
 _OF_MLP = ("ffn_size", "activation", "gated", "bias", "clamp", "up_offset")
 _OF_ONE_LAYER = (
-    *(*_OF_LAYER, *_OF_ATTENTION[1:], *_OF_MLP, "rope_theta", "rope"),
+    *(*_OF_LAYER, *_OF_ATTENTION[1:], *_OF_MLP, "moe", "rope_theta", "rope"),
     *("attention_dropout", "attention_scale", "score_bias"),
 )

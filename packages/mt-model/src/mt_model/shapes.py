@@ -13,6 +13,7 @@ from mt_model.encoder_decoders import encoder_decoder_layers
 from mt_model.image_encoders import preset_arguments, vision_preset
 from mt_model.image_input_config import ImageInputConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.moe_config import MoEConfig
 from mt_model.presets import gpt
 from mt_model.rope import RopeConfig
 from mt_model.rope_scaling import Llama3Scaling
@@ -183,6 +184,15 @@ def _encoder_decoder(
 _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
     {
         "tiny": _shape(512, 64, 4, 4, num_kv_heads=2, ffn_size=192, max_sequence_length=256),
+        "moe-tiny": _shape(
+            512,
+            64,
+            4,
+            4,
+            num_kv_heads=2,
+            max_sequence_length=256,
+            moe=MoEConfig(num_experts=8, ffn_size=96, aux_loss=0.01, router_z_loss=0.001),
+        ),
         "gpt2": _shape(50257, 768, 12, 12, **_GPT2),
         "gpt2-medium": _shape(50257, 1024, 24, 16, **_GPT2),
         "gpt2-large": _shape(50257, 1280, 36, 20, **_GPT2),
@@ -209,6 +219,18 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
             norm_rounds_first=True,
             max_sequence_length=32768,
         ),
+        "mixtral-8x7b": _shape(
+            32000,
+            4096,
+            32,
+            32,
+            num_kv_heads=8,
+            tied=False,
+            rope_theta=1e6,
+            norm_rounds_first=True,
+            max_sequence_length=32768,
+            moe=MoEConfig(num_experts=8, ffn_size=14336, aux_loss=0.02),
+        ),
         "qwen2.5-0.5b": _shape(151936, 896, 24, 14, num_kv_heads=2, ffn_size=4864, **_QWEN2),
         "qwen2.5-1.5b": _shape(151936, 1536, 28, 12, num_kv_heads=2, ffn_size=8960, **_QWEN2),
         "qwen2.5-7b": _shape(
@@ -218,6 +240,16 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
         "qwen3-1.7b": _shape(151936, 2048, 28, 16, ffn_size=6144, **_QWEN3),
         "qwen3-4b": _shape(151936, 2560, 36, 32, ffn_size=9728, **_QWEN3),
         "qwen3-8b": _shape(151936, 4096, 36, 32, ffn_size=12288, tied=False, **_QWEN3),
+        "qwen3-30b-a3b": _shape(
+            151936,
+            2048,
+            48,
+            32,
+            num_kv_heads=4,
+            tied=False,
+            moe=MoEConfig(num_experts=128, top_k=8, ffn_size=768, aux_loss=0.001),
+            **{name: value for name, value in _QWEN3.items() if name != "num_kv_heads"},
+        ),
         "gemma2-2b": _shape(
             256000,
             2304,

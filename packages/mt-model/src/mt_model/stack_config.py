@@ -57,6 +57,10 @@ class EntryConfig(ABC):
         del tp
         return ()
 
+    def expert_sizes(self) -> Iterable[tuple[str, int, str]]:
+        """Give the names and values of sizes that ranks of experts must divide, with the axis."""
+        return ()
+
     @property
     def loss_weights(self) -> Mapping[str, float]:
         """What the losses that its module returns weigh in the objective, by name.
@@ -264,6 +268,7 @@ class StackConfig(ABC):
             object.__setattr__(self, "layers", tuple(chain.from_iterable(each)))
         self._check_losses()
         self._check_tables()
+        self.check_experts(ep=1, etp=1)
 
     @abstractmethod
     def _check_own(self, checks: Checks) -> None:
@@ -398,6 +403,31 @@ class StackConfig(ABC):
                 for name, size in entry.split_sizes(tp):
                     if size % tp:
                         raise ValueError(indivisible(name, size, tp) + f" (layer {index})")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts, which ranks may share."""
+        entries = (layer.entries for layer, _ in runs(self.all_layers))
+        return any(tuple(e.expert_sizes()) for e in chain.from_iterable(entries))
+
+    def check_experts(self, *, ep: int, etp: int) -> None:
+        """Check that ranks can share the experts of every layer.
+
+        Raises:
+            ValueError: There are none to share, or their number or width does not divide.
+        """
+        if ep > 1 and not self.has_experts:
+            raise ValueError(
+                f"ep={ep} ranks share experts, and no layer has any; use ep=1, or layers whose "
+                "feed_forward is of type moe"
+            )
+        ranks = {"ep": ep, "etp": etp}
+        for index, layer in enumerate(self.all_layers):
+            for entry in layer.entries:
+                for name, size, axis in entry.expert_sizes():
+                    if size % ranks[axis]:
+                        text = indivisible(name, size, ranks[axis]).replace("tp=", f"{axis}=")
+                        raise ValueError(f"{text} (layer {index})")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` of them is equal to this config.

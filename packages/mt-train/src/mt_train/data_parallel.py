@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from mt_data_parallel import Reduction
 from mt_model import DTYPES
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelState, sharding_of
+from torch import Tensor, nn
 
 from mt_train.config import RunConfig
 from mt_train.parallel_section import DataParallelSection
 
 AXES = "dp-cp"
+EXPERT_AXES = "edp"  # of weights that ranks of experts share
 
 
-def reduction(section: DataParallelSection, state: ParallelState) -> Reduction:
-    """Return who sums the gradients, how, and who keeps which part of the sums."""
+def reduction(
+    section: DataParallelSection, state: ParallelState
+) -> Callable[[str, Tensor], Reduction]:
+    """Return who sums each parameter's gradients, how, and who keeps which part of the sums."""
+    dense = _reduction(section, state, AXES)
+    if state.size("ep") == 1 and state.size("etp") == state.size("tp"):
+        return lambda name, param: dense  # the ranks of the expert view are those of the dense one
+    expert = _reduction(section, state, EXPERT_AXES)
+
+    def choose(name: str, param: Tensor) -> Reduction:
+        del name
+        axes = sharding_of(cast("nn.Parameter", param)).spec.axes
+        return expert if axes & {"ep", "etp"} else dense
+
+    return choose
+
+
+def _reduction(section: DataParallelSection, state: ParallelState, axes: str) -> Reduction:
     how: dict[str, Any] = {"local_sum": section.local_sum}
     if section.reduce_dtype is not None:
         how["reduce_dtype"] = DTYPES[section.reduce_dtype]
     if section.strategy == "none":
-        return Reduction(replicas=state.group(AXES), **how)
+        return Reduction(replicas=state.group(axes), **how)
     if section.replicas == 1:
-        return Reduction(shards=state.group(AXES), **how)
-    inner = state.size(AXES) // section.replicas
-    shards, replicas = state.level_groups(AXES, (inner, section.replicas))
+        return Reduction(shards=state.group(axes), **how)
+    inner = state.size(axes) // section.replicas
+    shards, replicas = state.level_groups(axes, (inner, section.replicas))
     return Reduction(shards=shards, replicas=replicas, **how)
 
 

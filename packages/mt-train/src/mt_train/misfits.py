@@ -41,17 +41,9 @@ def layout_misfits(
         RecomputePlan.of(training.recompute).check(len(model.all_layers))
     except FieldError as error:
         yield "training.recompute", "; ".join(f"{n}: {text}" for n, text in error.errors.items())
-    ranks, replicas = layout.dp * layout.cp, config.data_parallel.replicas
-    if ranks % replicas:
-        yield (
-            "data_parallel.replicas",
-            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
-            f"{ranks}; use one of {listed(divisors(ranks))}",
-        )
-    try:
-        validate_split(model, layout.tp)
-    except ValueError as error:
-        yield "parallel.tp", str(error)
+    split = list(_split_misfits(config.data_parallel.replicas, model, layout))
+    yield from split
+    if any(name.startswith("parallel.") for name, _ in split):
         return
     yield from _context_misfits(config.parallel, model, layout)
     if config.data.spans is not None:
@@ -70,6 +62,33 @@ def layout_misfits(
     if layout.cp > 1 and attention not in _SHARED_ATTENTION:
         text = f"{attention} needs whole sequences, and {layout.cp} ranks share them; use "
         yield "model.kernels", text + f"{' or '.join(_SHARED_ATTENTION)}, or parallel.cp 1"
+
+
+def _split_misfits(
+    replicas: int, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield what ranks can't share evenly: replicas, experts, tensors."""
+    ranks, edp = layout.dp * layout.cp, layout.size("edp")
+    if ranks % replicas:
+        yield (
+            "data_parallel.replicas",
+            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
+            f"{ranks}; use one of {listed(divisors(ranks))}",
+        )
+    elif model.has_experts and edp % replicas:
+        yield (
+            "data_parallel.replicas",
+            f"{replicas} does not divide the {edp} ranks that have the same experts; use one of "
+            f"{listed(divisors(edp))}",
+        )
+    try:
+        model.check_experts(ep=layout.ep, etp=layout.size("etp"))
+    except ValueError as error:
+        yield "parallel.etp" if "etp=" in str(error) else "parallel.ep", str(error)
+    try:
+        validate_split(model, layout.tp)
+    except ValueError as error:
+        yield "parallel.tp", str(error)
 
 
 def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:

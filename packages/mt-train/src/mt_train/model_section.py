@@ -11,6 +11,7 @@ from mt_model import (
     Kernels,
     KernelSet,
     LayerConfig,
+    MoEConfig,
     MTPConfig,
     Norms,
     PooledHeadConfig,
@@ -25,7 +26,7 @@ from mt_model import (
 _UNIFORM = """
 preset num_layers num_heads num_kv_heads head_dim ffn_size activation gated rope_theta rope
 qk_norm bias attention_dropout window sinks softcap attention_scale clamp up_offset
-score_bias norms parallel shared_norm residual_scale qkv_bias out_bias output_gate causal
+score_bias moe norms parallel shared_norm residual_scale qkv_bias out_bias output_gate causal
 """
 UNIFORM_FIELDS = tuple(_UNIFORM.split())
 _WITH_FROM = ("from_", "vocab_multiple", "dropout", "kernels")
@@ -60,6 +61,9 @@ class ModelSection:
         clamp: Cuts the gate to at most this, and what it multiplies to its size (GPT-OSS); not by
             default.
         up_offset: Is added to what the activation is multiplied by (GPT-OSS: 1); 0 by default.
+        moe: A mixture of experts in place of every feed-forward: mt-model's `MoEConfig`, such as
+            `{num_experts: 8, top_k: 2, aux_loss: 0.01}`, with experts as wide as `ffn_size` where
+            it names no other width; none by default.
         norm: `rms` (the default) or `layer`.
         norm_eps: Added to the mean square before the root; 1e-5 by default.
         norm_zero_centered: Weights of norms stand for 1 + w and start at 0 (Gemma); false by
@@ -151,6 +155,7 @@ class ModelSection:
     gated: bool | None = None
     clamp: float | None = None
     up_offset: float | None = None
+    moe: MoEConfig | None = None
     norm: Literal["rms", "layer"] | None = None
     norm_eps: float | None = None
     norm_zero_centered: bool | None = None

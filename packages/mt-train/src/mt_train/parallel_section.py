@@ -29,7 +29,9 @@ class ParallelSection:
             `ulysses` (swaps heads) or `hierarchical` (swaps heads among `cp_inner` neighbours, ring
             between them). One for all layers, or a list with one for each.
         cp_inner: Neighbours of the hierarchical algorithm; divides `cp`.
-        ep: Expert parallel; must be 1, there are no expert layers yet.
+        ep: Expert parallel: ranks that share the experts of a layer. They are ranks of `tp`, `cp`
+            and `dp` together, which it divides with `etp`.
+        etp: Ranks that share each expert's weights; by default `tp`, or 1 where `ep` is above 1.
         order: Which axes have neighbouring ranks, the first most.
         sequence_parallel: Split the activations between the tensor-parallel regions over the
             sequence; saves memory for the same traffic.
@@ -45,6 +47,7 @@ class ParallelSection:
     cp_algorithm: ContextAlgorithm | tuple[ContextAlgorithm, ...] = "ring"
     cp_inner: int | None = None
     ep: int = 1
+    etp: int | None = None
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
     bucket_size: int = 25 * 2**20 // 4
@@ -52,16 +55,12 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        axes = ("tp", "pp", "dp", "cp", "cp_inner", "ep")
+        axes = ("tp", "pp", "dp", "cp", "cp_inner", "ep", "etp")
         checks.at_least(1, *axes, "bucket_size")
         checks.at_most(MAX_RANKS, *axes)
         checks.at_most(1 << 40, "bucket_size")
         checks.above(0, "check_timeout")
         checks.at_most(10**6, "check_timeout")
-        if self.ep != 1:
-            checks.add(
-                "ep", f"{self.ep} is not available, as there are no expert layers yet; use 1"
-            )
         hierarchical = not checks.errors and "hierarchical" in self.cp_algorithms(1)
         if hierarchical and (not self.cp_inner or self.cp % self.cp_inner):
             checks.add(

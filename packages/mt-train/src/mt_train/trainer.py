@@ -223,6 +223,8 @@ class Trainer:
         losses, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
         self.precision.end_step()
+        for stage in self.stages:
+            stage.end_step()
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here

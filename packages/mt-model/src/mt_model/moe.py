@@ -1,0 +1,132 @@
+"""The feed-forward of a layer that is a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from mt_moe import (
+    BiasOptions,
+    Capacity,
+    ExpertOptions,
+    MoELayer,
+    MoEOptions,
+    RouterOptions,
+)
+from torch import Tensor
+
+from mt_model.attend import Pass
+from mt_model.dtype import DTYPES
+from mt_model.initialization import start_from
+from mt_model.losses import Losses, sum_losses
+from mt_model.moe_config import MoEConfig
+from mt_model.placement import Placement
+from mt_model.stack_config import StackConfig
+
+
+def options_of(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoEOptions:
+    """Return what mt-moe makes the layer of; losses have the coefficient 1 there.
+
+    Args:
+        config: of the layer.
+        dtype: of the model, which scores have where it is wider than theirs.
+
+    Raises:
+        ValueError: Two fields exclude each other.
+    """
+    losses = dict.fromkeys(("z" if n == "router_z" else n for n in config.loss_weights), 1.0)
+    return MoEOptions(
+        router=RouterOptions(
+            top_k=config.top_k,
+            score=config.score,
+            normalize=config.normalize,
+            scale=config.scale,
+            dtype=torch.promote_types(DTYPES[config.score_dtype], dtype),
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            group_top=config.group_top,
+            jitter=config.jitter,
+            linear_bias=config.router_bias,
+            expert_bias=BiasOptions(rate=config.bias_rate) if config.bias_rate else None,
+            losses=losses,
+        ),
+        experts=ExpertOptions(
+            activation=config.activation,
+            gated=config.gated,
+            bias=config.bias,
+            clamp=config.clamp,
+            up_offset=config.up_offset,
+        ),
+        capacity=None
+        if config.capacity_factor is None
+        else Capacity(factor=config.capacity_factor, policy=config.drop),
+        shared_size=config.shared_size,
+        shared_gate=config.shared_gate,
+        latent_size=config.latent_size,
+        dispatcher=config.dispatcher,
+    )
+
+
+class MoE(MoELayer):
+    """mt-moe's layer in a model: its losses as the model's, its tokens by their global index.
+
+    Parameters: `router.weight` [E, hidden], whole on every rank; `experts.up.weight`
+    [E, 2, ffn, hidden] and `experts.down.weight` [E, hidden, ffn], dealt over "ep" and split over
+    "etp"; `shared.*` as of an MLP. Collectives are those of the dispatcher.
+
+    Args:
+        config: sizes, router and experts.
+        model: width of input and output, and the longest sequence.
+        layer: global index.
+        placement: of this rank.
+
+    Shape:
+        forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, with
+        losses where the configuration has any.
+    """
+
+    def __init__(
+        self, config: MoEConfig, model: StackConfig, *, layer: int, placement: Placement
+    ) -> None:
+        super().__init__(
+            model.hidden_size,
+            config.width,
+            config.num_experts,
+            options=options_of(config, placement.dtype),
+            groups=placement.experts,
+            sequence_parallel=placement.sequence_parallel,
+            seed=placement.seed,
+            name=f"layers.{layer}",
+            dtype=placement.dtype,
+            device="meta",
+        )
+        self.config, self.placement = config, placement
+        self.max_length = model.max_sequence_length
+        writers = (self.experts.down, self.shared and self.shared.down, self.from_latent)
+        for linear in writers:
+            if linear is not None:
+                start_from(linear.weight, "residual")
+        for module in self.modules():  # parameters get memory later, buffers are small
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.zeros_like(buffer, device=placement.device))
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - as layers call it
+        self, x: Tensor, shared: Pass | None = None
+    ) -> Tensor | tuple[Tensor, Losses]:
+        """Apply the layer."""
+        y, losses, _ = super().forward(x, token_index=self._token_index(x, shared))
+        if not self.config.loss_weights:
+            return y
+        own = {"router_z" if name == "z" else name: each.sum for name, each in losses.items()}
+        if not self.placement.sequence_parallel:  # each rank has routed a part of the tokens
+            own = sum_losses(own, self.placement.group)
+        return y, own
+
+    def _token_index(self, x: Tensor, shared: Pass | None) -> Tensor | None:
+        """A number for each token that no layout changes; None where none is needed."""
+        if shared is None:
+            return None
+        ids = shared.sample_ids
+        rows = torch.arange(x.shape[0]) if ids is None else ids
+        context, ranks = self.placement.context, self.placement.tp
+        whole = x.shape[1] * (ranks if self.placement.sequence_parallel else 1) * context.size
+        places = self.placement.between(context.positions(whole, x.device), dim=0)
+        return rows.to(x.device)[:, None] * self.max_length + places
