@@ -335,7 +335,7 @@ def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     assert {*arguments, *of_one} == known
     off = {"rope_theta", "window", "softcap", "attention_scale", "clamp", "logit_softcap"}
     off |= {"embedding_std", "head_transform"}
-    off |= {"rope", "score_bias", "images", "mtp", "pooled_head"}
+    off |= {"rope", "score_bias", "images", "mtp", "pooled_head", "moe"}
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)
 

@@ -43,9 +43,12 @@ def options_of(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoEOpti
             num_groups=config.num_groups,
             top_groups=config.top_groups,
             group_top=config.group_top,
+            sinkhorn=config.sinkhorn,
             jitter=config.jitter,
             linear_bias=config.router_bias,
-            expert_bias=BiasOptions(rate=config.bias_rate) if config.bias_rate else None,
+            expert_bias=BiasOptions(kind=config.bias_kind, rate=config.bias_rate)
+            if config.bias_rate
+            else None,
             losses=losses,
         ),
         experts=ExpertOptions(
@@ -112,7 +115,7 @@ class MoE(MoELayer):
         self, x: Tensor, shared: Pass | None = None
     ) -> Tensor | tuple[Tensor, Losses]:
         """Apply the layer."""
-        y, losses, _ = super().forward(x, token_index=self._token_index(x, shared))
+        y, losses, *_ = super().forward(x, token_index=self._token_index(x, shared))
         if not self.config.loss_weights:
             return y
         own = {"router_z" if name == "z" else name: each.sum for name, each in losses.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from mt_files import Checks, FieldError, divisors
+from mt_files import Checks, FieldError
+from mt_moe import check_choice, check_form, check_number
 
 from mt_model.choice import Activation
 from mt_model.stack_config import MAX_WIDTH, FeedForwardConfig, StackConfig
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from mt_model.placement import Placement
 
 MAX_EXPERTS = 1 << 16
+_OF_NAMES = string.ascii_lowercase + "_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,13 @@ class MoEConfig(FeedForwardConfig):
         top_groups: uses the experts of so many groups at most, the highest ones;
         group_top: a group is as high as its so many highest scores together; `top_k // top_groups`
             where None.
+        sinkhorn: iterations of a Sinkhorn normalisation that decides the choice in training.
         jitter: in training the router's input is multiplied by 1 plus or minus up to this.
         router_bias: a trained bias of the logits (GPT-OSS).
-        bias_rate: of a bias that decides the choice only, which after each step rises for experts
-            with less than the mean load and falls for others (DeepSeek-V3: 0.001); 0 has none.
+        bias_rate: of a bias that decides the choice only and is set after each step; 0 has none.
+        bias_kind: `sign`: it rises for experts with less than the mean load and falls for others
+            (DeepSeek-V3, with a rate of 0.001); `quantile`: it moves to where each expert has its
+            fair share.
         aux_loss: weight of the loss `aux`, which keeps the load even over a micro-batch.
         sequence_aux_loss: of `sequence_aux`, over each sequence.
         global_aux_loss: of `global_aux`, over the micro-batches of a step so far.
@@ -76,9 +82,11 @@ class MoEConfig(FeedForwardConfig):
     num_groups: int = 1
     top_groups: int = 1
     group_top: int | None = None
+    sinkhorn: int = 0
     jitter: float = 0.0
     router_bias: bool = False
     bias_rate: float = 0.0
+    bias_kind: Literal["sign", "quantile"] = "sign"
     aux_loss: float = 0.0
     sequence_aux_loss: float = 0.0
     global_aux_loss: float = 0.0
@@ -94,7 +102,7 @@ class MoEConfig(FeedForwardConfig):
         checks = Checks(self)
         checks.at_least(1, "num_experts", "ffn_size", "top_k", "num_groups", "top_groups")
         checks.at_least(1, "group_top", "latent_size")
-        checks.at_least(0, "shared_size", "bias_rate", "aux_loss", "sequence_aux_loss")
+        checks.at_least(0, "shared_size", "bias_rate", "sinkhorn", "aux_loss", "sequence_aux_loss")
         checks.at_least(0, "global_aux_loss", "router_z_loss")
         checks.at_most(MAX_EXPERTS, "num_experts")
         checks.at_most(MAX_WIDTH, "ffn_size", "shared_size", "latent_size")
@@ -102,28 +110,22 @@ class MoEConfig(FeedForwardConfig):
         checks.above(0, "clamp", "scale", "capacity_factor")
         checks.fraction("jitter")
         checks.done()
-        if self.top_k > self.num_experts:
-            checks.add("top_k", f"{self.top_k} of {self.num_experts} experts; use at most these")
-        if self.num_experts % self.num_groups:
-            sizes = ", ".join(map(str, divisors(self.num_experts)[:8]))
-            text = f"{self.num_groups} does not divide num_experts={self.num_experts}; use {sizes}"
-            checks.add("num_groups", text)
+        for check in (self._check_choice, self._check_form):
+            try:
+                check()
+            except ValueError as error:
+                text = str(error)
+                checks.add(text[: len(text) - len(text.lstrip(_OF_NAMES))], text)
         if self.shared_gate and not self.shared_size:
             checks.add("shared_gate", "True, and shared_size is 0; set it, or leave the gate out")
         checks.done()
-        try:
-            self.options()
-        except ValueError as error:
-            checks.add("router" if "router" in str(error) else "top_k", str(error))
-        checks.done()
 
-    def options(self) -> object:
-        """Return mt-moe's `MoEOptions` of the layer.
+    def _check_choice(self) -> None:
+        check_choice(self, bias=self.bias_kind if self.bias_rate else None)
+        check_number(self, self.num_experts)
 
-        Raises:
-            ValueError: Two fields exclude each other.
-        """
-        return import_module("mt_model.moe").options_of(self)
+    def _check_form(self) -> None:
+        check_form(self.activation, gated=self.gated, clamp=self.clamp, up_offset=self.up_offset)
 
     @property
     def width(self) -> int:

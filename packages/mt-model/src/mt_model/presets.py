@@ -340,14 +340,19 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
     whole["pooled_head"] = to_plain(config.pooled_head)
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
     one_kind = not config.encoder_layers
-    if one_kind and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig):
+    experts = isinstance(mlp, MoEConfig)
+    if one_kind and isinstance(mixer, AttentionConfig) and (experts or isinstance(mlp, MLPConfig)):
         shared: dict[str, Any] = {"num_layers": config.num_layers}
         shared |= {name: getattr(config.layers[0], name) for name in _OF_LAYER}
         shared |= {name: getattr(mixer, name) for name in _OF_ATTENTION}
         shared |= _rope_arguments(mixer.rope)
         shared |= {"attention_dropout": mixer.dropout, "attention_scale": mixer.scale}
         shared["score_bias"] = to_plain(mixer)["score_bias"]
-        shared |= {name: getattr(mlp, name) for name in _OF_MLP}
+        if experts:
+            shared |= {name: inspect.signature(gpt).parameters[name].default for name in _OF_MLP}
+            shared |= {"ffn_size": mlp.width, "moe": to_plain(mlp)}
+        else:
+            shared |= {name: getattr(mlp, name) for name in _OF_MLP} | {"moe": None}
         if gpt(**whole, **shared) == config:
             return {**whole, **shared}
     return {**whole, "layers": config.to_dict()["layers"]}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mt_moe.replay import recorded_routes, replayed_routes
     from mt_moe.router import Routed, Router
     from mt_moe.routing import RouterOptions, Routing, route
+    from mt_moe.rules import Choice, check_choice, check_form, check_number
     from mt_moe.shared import SharedExpert
     from mt_moe.sinkhorn import sinkhorn, sinkhorn_bias
 
@@ -34,6 +35,7 @@ __all__ = [
     "AllToAllDispatcher",
     "BiasOptions",
     "Capacity",
+    "Choice",
     "Dispatcher",
     "DispatcherKind",
     "ExpertBias",
@@ -55,6 +57,9 @@ __all__ = [
     "Sent",
     "SharedExpert",
     "balance_loss",
+    "check_choice",
+    "check_form",
+    "check_number",
     "count_choices",
     "grouped_obstacles",
     "kept_choices",
@@ -87,6 +92,7 @@ __getattr__ = resolve_later(
     replay="recorded_routes replayed_routes",
     router="Routed Router",
     routing="RouterOptions Routing route",
+    rules="Choice check_choice check_form check_number",
     shared="SharedExpert",
     sinkhorn="sinkhorn sinkhorn_bias",
 )

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_moe.expert_options import Activation, ExpertOptions
+from mt_moe.expert_options import ExpertOptions
+from mt_moe.rules import Activation
 
 GATES: Mapping[str, Callable[..., Tensor]] = {
     "silu": mt_fusions.swiglu,

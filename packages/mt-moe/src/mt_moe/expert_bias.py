@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -137,26 +137,33 @@ class ExpertBias(nn.Module):
         return self
 
 
-def update_expert_biases(module: nn.Module, group: Group = None) -> None:
-    """Set the expert biases of all routers inside `module`; call it once per optimizer step.
+def update_expert_biases(modules: nn.Module | Iterable[nn.Module], *groups: Group) -> None:
+    """Set the expert biases of all routers inside modules; call it once per optimizer step.
 
-    The loads of all routers are summed over the group in one all-reduce of integers. No host waits.
+    The loads of all routers are summed over each group in one all-reduce of integers. No host
+    waits.
 
     Args:
-        module: The model, or this stage of it.
-        group: All ranks that have tokens of these layers: `tp-cp-dp`, where each rank routes its
-            own tokens. None is one rank.
+        modules: The model or this stage of it; or several in an order that all ranks have.
+        *groups: All ranks that have tokens of these layers: `tp-cp-dp`, where each rank routes its
+            own tokens, and where pipelines run in both directions the ranks with the same stages.
+            None is one rank.
 
     Raises:
-        TypeError: `module` is none.
+        TypeError: They are none.
     """
-    check_type("module", module, nn.Module)
-    biases = [each for each in module.modules() if isinstance(each, ExpertBias)]
+    if isinstance(modules, nn.Module):
+        modules = [modules]
+    biases: list[ExpertBias] = []
+    for module in modules:
+        check_type("modules", module, nn.Module)
+        biases += [each for each in module.modules() if isinstance(each, ExpertBias)]
     if not biases:
         return
     seen = torch.cat([bias.seen.flatten() for bias in biases])
-    if group is not None:
-        dist.all_reduce(seen, group=group)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(seen, group=group)
     parts = seen.split([bias.seen.numel() for bias in biases])
     for bias, part in zip(biases, parts, strict=True):
         bias.apply_(part.view_as(bias.seen))

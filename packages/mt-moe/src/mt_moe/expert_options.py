@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any
 
 from mt_files import AUTO, check_type
 
 from mt_moe.grouped import GROUPED_KERNELS, LOOP
-
-Gate: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick"]
-Activation: TypeAlias = Literal[Gate, "relu", "relu2"]
+from mt_moe.rules import Activation, check_form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +39,13 @@ class ExpertOptions:
     def __post_init__(self) -> None:
         check_type("multiple", self.multiple, int)
         kernels = (AUTO, *(kernel.name for kernel in GROUPED_KERNELS), LOOP)
-        gates = get_args(Gate if self.gated else Activation)
-        if self.activation not in gates:
-            raise ValueError(
-                f"activation must be one of {', '.join(gates)} with gated={self.gated}, got "
-                f"{self.activation!r}"
-            )
+        form: dict[str, Any] = {
+            "gated": self.gated,
+            "clamp": self.clamp,
+            "up_offset": self.up_offset,
+        }
+        check_form(self.activation, **form)
         if self.kernel not in kernels:
             raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {self.kernel!r}")
         if self.multiple < 1:
             raise ValueError(f"multiple must be at least 1, got {self.multiple}")
-        if not self.gated and (self.clamp is not None or self.up_offset):
-            raise ValueError("clamp and up_offset are those of a gate; use gated=True")

@@ -20,7 +20,7 @@ from mt_parallel_state import (
 from mt_tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
-from mt_moe.balance import LossSum
+from mt_moe.balance import LossSum, count_choices
 from mt_moe.capacity import Capacity, kept_choices
 from mt_moe.dispatchers import make_dispatcher
 from mt_moe.expert_options import ExpertOptions
@@ -40,7 +40,7 @@ class MoEOptions:
     Attributes:
         router: How tokens choose.
         experts: What experts compute, the shared one too.
-        capacity: The most tokens of an expert; None drops none.
+        capacity: The most tokens of an expert in training; None drops none.
         shared_size: Width of an expert that serves every token; 0 is none.
         shared_gate: Whether a sigmoid of the token scales that one.
         latent_size: Size to which tokens are projected before the experts, and back after; None is
@@ -77,11 +77,14 @@ class MoEOutput(NamedTuple):
     Attributes:
         hidden: Of the shape of the input.
         losses: Balancing losses by name, sums over this rank's tokens with their counts.
-        dropped: Choices of this rank's tokens that no expert took, int64; None without a capacity.
+        load: How many of this rank's tokens chose each expert, int64 [E], of which some may be
+            dropped.
+        dropped: How many of these choices no expert took, int64; None where no capacity drops any.
     """
 
     hidden: Tensor
     losses: dict[str, LossSum]
+    load: Tensor
     dropped: Tensor | None
 
 
@@ -206,35 +209,42 @@ class MoELayer(nn.Module):
         alone = self.groups.tp is None or self.sequence_parallel
         parts, length = (x, valid, token_index), x.shape[SEQUENCE_DIM]
         own = parts if alone else _share(*parts, group=self.groups.tp)
-        hidden, losses, dropped = self._apply_to(*own)
+        out = self._apply_to(*own)
+        hidden = out.hidden
         if not alone:
             hidden = gather_from_group(hidden, self.groups.tp, dim=SEQUENCE_DIM)
             hidden = hidden.narrow(SEQUENCE_DIM, 0, length)
         if self.shared is not None:
             hidden = hidden + self.shared(x)
-        return MoEOutput(hidden, losses, dropped)
+        return out._replace(hidden=hidden)
 
     def _apply_to(self, x: Tensor, valid: Tensor | None, token_index: Tensor | None) -> MoEOutput:
         routed = self.router(x, valid=valid, token_index=token_index)
         weights, chosen, dropped = self._limit(routed, token_index)
         inner = x if self.to_latent is None else self.to_latent(x)
-        drops = valid is not None or self.options.capacity is not None
+        drops = valid is not None or self._capacity is not None
         sent = self.dispatcher.dispatch(inner.flatten(0, 1), chosen, weights, drops=drops)
         slots = self._slots(chosen)
         rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
         y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
         y = y if self.from_latent is None else self.from_latent(y)
-        return MoEOutput(y.to(x.dtype), routed.losses, dropped)
+        load = count_choices(routed.experts, self.num_experts + 1)[:-1]  # the last is none
+        return MoEOutput(y.to(x.dtype), routed.losses, load, dropped)
+
+    @property
+    def _capacity(self) -> Capacity | None:
+        """That of a step of training: what a token becomes must not hang on other requests."""
+        return self.options.capacity if self.training else None
 
     def _limit(
         self, routed: Routed, token_index: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take away the choices that are beyond the experts' capacity."""
         weights, experts, _ = routed
-        if self.options.capacity is None:
+        if self._capacity is None:
             return weights, experts, None
         kept = kept_choices(
-            *(weights, experts, self.num_experts, self.options.capacity),
+            *(weights, experts, self.num_experts, self._capacity),
             group=self.groups.tokens,
             token_index=token_index,
         )
@@ -247,7 +257,7 @@ class MoELayer(nn.Module):
 
     def _slots(self, chosen: Tensor) -> int | None:
         """Rows of each expert with a padded capacity: of all groups of tokens that send to it."""
-        capacity = self.options.capacity
+        capacity = self._capacity
         if capacity is None or not capacity.pad:
             return None
         together = group_size(self.groups.tokens)

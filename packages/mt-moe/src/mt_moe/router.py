@@ -20,6 +20,7 @@ from mt_moe.expert_bias import ExpertBias
 from mt_moe.initial import filled
 from mt_moe.record import RoutingRecord
 from mt_moe.routing import RouterOptions, Routing, route
+from mt_moe.rules import check_number
 from mt_moe.sinkhorn import sinkhorn_bias
 
 
@@ -89,7 +90,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_type("options", options, RouterOptions)
-        options.check_experts(num_experts)
+        check_number(options, num_experts)
         self.options, self.num_experts, self.group = options, num_experts, group
         self.record: RoutingRecord | None = None
         self._key = hash_key("jitter", seed, name)

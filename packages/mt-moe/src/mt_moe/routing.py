@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from mt_files import check_type
 from torch import Tensor
 
 from mt_moe.expert_bias import BiasOptions
+from mt_moe.rules import Score, check_choice, check_number, scores_per_group
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrtsoftplus"]
 LOSSES = ("aux", "sequence_aux", "global_aux", "z")
 _TINY = 1e-20  # DeepSeek-V3's guard of the sum
 
@@ -69,50 +69,14 @@ class RouterOptions:
             check_type(name, getattr(self, name), int)
             if getattr(self, name) < (name != "sinkhorn"):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.score not in get_args(Score):
-            raise ValueError(f"score must be one of {get_args(Score)}, got {self.score!r}")
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
         if not 0 <= self.jitter < 1:
             raise ValueError(f"jitter must be from 0 to below 1, got {self.jitter}")
         if not math.isfinite(self.scale) or self.scale <= 0:
             raise ValueError(f"scale must be finite and above 0, got {self.scale}")
-        if (
-            self.score == "softmax_of_chosen"
-            and getattr(self.expert_bias, "kind", "") == "quantile"
-        ):
-            raise ValueError(
-                "expert_bias of kind 'quantile' follows scores, and score='softmax_of_chosen' "
-                "chooses by logits; use kind 'sign', or another score"
-            )
-        self._check_single()
-        self._check_groups()
+        check_choice(self, bias=None if self.expert_bias is None else self.expert_bias.kind)
         self._check_losses()
-
-    def _check_single(self) -> None:
-        constant = self.normalize or self.score == "softmax_of_chosen"
-        if self.top_k == 1 and constant:
-            raise ValueError(
-                f"top_k=1 with score={self.score!r} and normalize={self.normalize} gives each "
-                "token the weight 1, and the router no gradient; use normalize=False with softmax, "
-                "sigmoid or sqrtsoftplus"
-            )
-
-    def _check_groups(self) -> None:
-        if self.sinkhorn and (self.num_groups > 1 or self.expert_bias is not None):
-            raise ValueError(
-                f"sinkhorn={self.sinkhorn} decides the choice alone; use it without num_groups and "
-                "expert_bias"
-            )
-        if self.top_groups > self.num_groups:
-            raise ValueError(
-                f"top_groups={self.top_groups} of num_groups={self.num_groups}: choose at most all"
-            )
-        if self.num_groups > 1 and not self.scores_per_group >= 1:
-            raise ValueError(
-                f"group_top={self.group_top} with top_k={self.top_k} and top_groups="
-                f"{self.top_groups}: a group is judged by at least 1 of its scores; set group_top"
-            )
 
     def _check_losses(self) -> None:
         check_type("losses", self.losses, Mapping)
@@ -121,31 +85,6 @@ class RouterOptions:
                 raise ValueError(f"losses has {name!r}; there are {', '.join(LOSSES)}")
             if not math.isfinite(coefficient):
                 raise ValueError(f"the coefficient of loss {name!r} is {coefficient}, not finite")
-
-    @property
-    def scores_per_group(self) -> int:
-        """How many scores decide how high a group is."""
-        return self.top_k // self.top_groups if self.group_top is None else self.group_top
-
-    def check_experts(self, num_experts: int) -> None:
-        """Raise ValueError where so many experts can't serve these options."""
-        if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is more than the {num_experts} experts; use at most these"
-            )
-        size, rest = divmod(num_experts, self.num_groups)
-        if rest:
-            raise ValueError(
-                f"num_groups={self.num_groups} does not divide the {num_experts} experts"
-            )
-        if self.num_groups > 1 and (
-            self.top_groups * size < self.top_k or self.scores_per_group > size
-        ):
-            raise ValueError(
-                f"top_groups={self.top_groups} of {size} experts each, judged by "
-                f"{self.scores_per_group} scores, can't give each token top_k={self.top_k}; raise "
-                "top_groups or lower group_top"
-            )
 
 
 class Routing(NamedTuple):
@@ -195,7 +134,7 @@ def route(
         raise TypeError(
             f"logits must be a floating [T, E] tensor, got {logits.dtype} {tuple(logits.shape)}"
         )
-    options.check_experts(logits.shape[1])
+    check_number(options, logits.shape[1])
     scores = scores_of(logits, options)
     if experts is None:
         experts = _choose(logits.detach(), scores.detach(), options, bias)
@@ -244,7 +183,7 @@ def _choose(logits: Tensor, scores: Tensor, options: RouterOptions, bias: Tensor
 def _of_high_groups(key: Tensor, options: RouterOptions) -> Tensor:
     """Set the experts outside of each token's groups to minus infinity."""
     grouped = key.unflatten(1, (options.num_groups, -1))
-    height = grouped.topk(options.scores_per_group, -1).values.sum(-1)
+    height = grouped.topk(scores_per_group(options), -1).values.sum(-1)
     best = height.topk(options.top_groups, -1).indices
     outside = torch.ones_like(height, dtype=torch.bool).scatter_(1, best, value=False)
     return grouped.masked_fill(outside.unsqueeze(2), -math.inf).flatten(1)
