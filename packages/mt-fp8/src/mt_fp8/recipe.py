@@ -58,6 +58,13 @@ class Recipe:
                 checks.add(role, "delayed scaling is of block 'tensor' with scale fp32 or pow2")
         checks.done()
 
+    @property
+    def block_size(self) -> int:
+        """The longest side of its blocks; 1 where there are none."""
+        scalings = (getattr(self, role) for role in ROLES)
+        blocks = (scaling.block for scaling in scalings if scaling is not None)
+        return max((max(block) for block in blocks if isinstance(block, tuple)), default=1)
+
     def scaling(self, role: Role, *, column: bool = False) -> Scaling | None:
         """Return how a tensor is quantised along its rows, or for `column` along its columns.
 

@@ -62,9 +62,15 @@ class GemmLayer(nn.Module):
 
 
 class ParallelLinear(GemmLayer):
-    """What the two layers share: they differ in which of their features are split."""
+    """What the two layers share: they differ in which of their features are split.
+
+    Attributes:
+        run: How many of the split features a rank has in a row: all of them but where a fused
+            weight is split inside its parts.
+    """
 
     bias: nn.Parameter | None
+    run: int
     gemm: Gemm
     _split: ClassVar[str]
 
@@ -108,6 +114,7 @@ class ParallelLinear(GemmLayer):
             raise ValueError(f"shard_dim must be {allowed}, got {shard_dim}")
         local = shard_size(sizes[shard_dim], group, what=f"{self._split}[{shard_dim}] of {sizes}")
         self._local = (*sizes[:shard_dim], local, *sizes[shard_dim + 1 :])
+        self.run = prod(self._local[shard_dim:])
         bound = 1 / sqrt(whole if column else prod(sizes))
         make = partial(
             draw_part, fill=lambda x: x.uniform_(-bound, bound), dtype=dtype, device=device

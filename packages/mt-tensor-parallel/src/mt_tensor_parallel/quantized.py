@@ -81,7 +81,8 @@ def quantize_gemms(
     Raises:
         TypeError: `recipe_for` returned something else, or a recipe for a layer that is neither
             column- nor row-parallel.
-        ValueError: There are both groups, and no joint one.
+        ValueError: There are both groups, and no joint one; or blocks of a recipe reach over what
+            two ranks hold of a layer.
     """
     made: dict[str, QuantizedGemm] = {}
     for name, layer in linears(module):
@@ -94,6 +95,7 @@ def quantize_gemms(
                 f"{name!r} is a {type(layer).__name__}, whose scales this does not know; return "
                 "None for it, and give it strategies with choose_gemms"
             )
+        _check_blocks(name, layer, recipe)
         gemm = QuantizedGemm(
             recipe,
             splits=_splits(layer, context_group, joint_group),
@@ -104,6 +106,21 @@ def quantize_gemms(
         del layer.gemm  # a module does not give way to a plain attribute
         layer.gemm = made[name] = gemm.train(layer.training)
     return made
+
+
+def _check_blocks(name: str, layer: ParallelLinear, recipe: Recipe) -> None:
+    """Check that no block reaches into another rank's part, nor over two parts of a fused weight.
+
+    Blocks begin at the first feature of what a rank has; those of one rank at that of the whole.
+    """
+    if group_size(layer.group) == 1 or layer.run % recipe.block_size == 0:
+        return
+    what = "outputs" if isinstance(layer, ColumnParallelLinear) else "inputs"
+    raise ValueError(
+        f"recipe {recipe.name!r} has blocks of {recipe.block_size}, and a rank has {layer.run} "
+        f"{what} of {name!r} in a row, which is no multiple; use other sizes or fewer ranks, "
+        "another recipe, or return None for this layer"
+    )
 
 
 def _splits(layer: ParallelLinear, context: Group, joint: Group) -> dict[Role, Split]:

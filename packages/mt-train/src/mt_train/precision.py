@@ -150,8 +150,9 @@ def check_precision(loaded: LoadedConfig, model: ModelConfig) -> None:
         text = f"{section.recipe} has no layers: keep, keep_first and keep_last leave all "
         text += f"{len(linears)} as they are; keep fewer, or leave the recipe out"
         raise loaded.error("precision.recipe", text)
-    size = _block(read_recipe(section))
-    misfits = {n: bad for n in chosen if (bad := _misfit(loaded.config, linears[n], size))}
+    size = read_recipe(section).block_size
+    tp = loaded.config.parallel.tp
+    misfits = {name: bad for name in chosen if (bad := _misfit(linears[name], size, tp))}
     if misfits:
         raise loaded.error("precision.recipe", _misfit_text(section, misfits, size))
     _check_tokens(loaded, size)
@@ -183,24 +184,12 @@ def _linears(stage: nn.Module) -> Mapping[str, ColumnParallelLinear | RowParalle
     return {name: m for name, m in named if isinstance(m, kinds)}
 
 
-def _block(recipe: Recipe) -> int:
-    """Return the longest side of a recipe's blocks; 1 where there are none."""
-    scalings = (recipe.input, recipe.weight, recipe.grad)
-    blocks = (scaling.block for scaling in scalings if scaling is not None)
-    return max((max(block) for block in blocks if isinstance(block, tuple)), default=1)
-
-
-def _misfit(
-    config: RunConfig, layer: ColumnParallelLinear | RowParallelLinear, size: int
-) -> str | None:
-    """Say which features of a layer are no whole blocks on each tensor-parallel rank."""
-    is_column, tp = isinstance(layer, ColumnParallelLinear), config.parallel.tp
-    weight = layer.weight.flatten(0, -2) if is_column else layer.weight.flatten(1)
-    outputs, inputs = weight.shape
-    sizes = {"outputs": outputs // tp, "inputs": inputs}
-    if not is_column:
-        sizes = {"outputs": outputs, "inputs": inputs // tp}
-    return next((f"{n} {what}" for what, n in sizes.items() if n % size), None)
+def _misfit(layer: ColumnParallelLinear | RowParallelLinear, size: int, tp: int) -> str | None:
+    """Say which features of a layer tensor-parallel ranks cut into parts of no whole blocks."""
+    if tp == 1 or layer.run % (tp * size) == 0:
+        return None
+    what = "outputs" if isinstance(layer, ColumnParallelLinear) else "inputs"
+    return f"{layer.run // tp} {what}"
 
 
 def _misfit_text(section: PrecisionSection, misfits: Mapping[str, str], size: int) -> str:
@@ -208,7 +197,7 @@ def _misfit_text(section: PrecisionSection, misfits: Mapping[str, str], size: in
     kinds = Counter(name.split(".", 2)[2] for name in misfits)
     globs = ", ".join(f"layers.*.{kind}" for kind in sorted(kinds))
     return (
-        f"{section.recipe} has blocks of {size}, and {first} has {misfits[first]} on each "
+        f"{section.recipe} has blocks of {size}, and {first} has {misfits[first]} in a row on each "
         f"tensor-parallel rank{_more(list(misfits)[1:])}; use other sizes or fewer ranks, another "
         f"recipe, or precision.keep [{globs}]"
     )
