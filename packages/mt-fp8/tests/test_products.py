@@ -178,6 +178,24 @@ def test_gradients_are_rounded_with_bits_of_their_own_that_a_step_repeats() -> N
     assert weight.shape
 
 
+def test_random_bits_belong_to_the_micro_batch_and_not_to_its_rank() -> None:
+    *_, grad = _tensors(torch.float32)
+    products = Products(recipe("nvfp4"), seed=3)
+
+    def codes(count: int, **place: int) -> list[list[Tensor]]:
+        products.begin_step(1, **place)
+        made = [products.operand(grad, "grad") for _ in range(count)]
+        return [[each.rows.data, each.columns.data] for each in made]
+
+    whole = codes(4)
+    for part in range(2):
+        for own, expected in zip(codes(2, part=part, parts=2), whole[part::2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+    products.begin_step(1)
+    products.operand(grad, "input")  # an evaluation, or a recomputation
+    assert torch.equal(products.operand(grad, "grad").rows.data, whole[0][0])
+
+
 class _Reference:
     """Delayed scaling of one tensor written down once more, with numbers."""
 

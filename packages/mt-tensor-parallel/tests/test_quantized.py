@@ -161,6 +161,21 @@ def test_a_share_of_tokens_that_is_no_whole_blocks_is_refused_with_a_way_out(ran
     ranks(2, body)
 
 
+def test_parts_of_ranks_that_are_no_whole_blocks_are_refused(ranks) -> None:
+    def body() -> None:
+        net = nn.Module()
+        # Of a rank's 384 rows of the weight, which are whole blocks, 192 are in a row.
+        net.up = ColumnParallelLinear(64, (2, 384), shard_dim=1, group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="a rank has 192 outputs of 'up' in a row, which is"):
+            quantize_gemms(net, lambda _: recipe("blockwise"))
+        quantize_gemms(net, lambda _: recipe("mxfp8"))
+        net.down = RowParallelLinear(96, 64, group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="a rank has 48 inputs of 'down' in a row, which is"):
+            quantize_gemms(net, lambda _: recipe("mxfp8"))
+
+    ranks(2, body)
+
+
 def test_layers_get_recipes_by_name_and_keep_their_parameters() -> None:
     net = Net(None)
     before = list(net.state_dict())

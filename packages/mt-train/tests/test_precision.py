@@ -6,6 +6,7 @@ import json
 
 import pytest
 from mt_train import ConfigError, load_config
+from mt_train.precision import check_precision
 
 SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=3"]
 SIZES += ["training.sequence_length=32", "training.steps=2"]
@@ -67,12 +68,6 @@ def test_a_recipe_does_not_go_with_graphs(other, words, tiny) -> None:
             "keep, keep_first and keep_last leave all 12 as they are; keep fewer",
         ),
         (
-            ["precision.recipe=blockwise"],
-            "blockwise has blocks of 128, and layers.0.feed_forward.down has 64 outputs on each "
-            r"tensor-parallel rank and 11 more; use other sizes or fewer ranks, another recipe, or "
-            r"precision.keep \[layers.\*.feed_forward.down",
-        ),
-        (
             ["precision.recipe=mxfp8", "training.sequence_length=48"],
             "training.sequence_length: 48 is no multiple of 32: precision.recipe mxfp8 has blocks "
             "of 32 tokens, of which each of 1 parts has whole ones; use",
@@ -82,6 +77,41 @@ def test_a_recipe_does_not_go_with_graphs(other, words, tiny) -> None:
 def test_what_does_not_fit_the_model_is_refused_before_a_step(given, words, tiny, tmp_path) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny.run(tmp_path / "run", *SIZES, *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["precision.recipe=blockwise"],
+            "blockwise has blocks of 128, and layers.0.feed_forward.down has 32 inputs in a row "
+            "on each tensor-parallel rank and 11 more; use other sizes or fewer ranks, another "
+            r"recipe, or precision.keep \[layers.\*.feed_forward.down",
+        ),
+        (
+            # A rank has 128 of both parts together, and a block of them would reach over two.
+            ["precision.recipe=blockwise", "model.ffn_size=128"],
+            r"precision.keep \[layers.\*.feed_forward.down, layers.\*.feed_forward.up",
+        ),
+        (
+            ["precision.recipe=mxfp8", "model.ffn_size=32"],
+            "layers.0.feed_forward.down has 16 inputs in a row on each tensor-parallel rank and 5 ",
+        ),
+    ],
+)
+def test_parts_of_ranks_that_are_no_whole_blocks_are_refused(given, words, tiny) -> None:
+    sizes = [*SIZES, "parallel.tp=2", "training.sequence_length=256"]
+    loaded = load_config(tiny.config, [*sizes, *given])
+    with pytest.raises(ConfigError, match=words):
+        check_precision(loaded, loaded.model(300))
+
+
+def test_one_rank_may_have_any_sizes(tiny, tmp_path) -> None:
+    sizes = ["model.hidden_size=24", "model.ffn_size=40", "training.sequence_length=128"]
+    for recipe in ("blockwise", "mxfp8", "nvfp4"):
+        out = tmp_path / recipe
+        tiny.run(out, *sizes, "training.steps=2", f"precision.recipe={recipe}")
+        assert len(losses(out)) == 2
 
 
 def test_layers_are_kept_by_place_and_by_name_and_it_is_said_once(tiny, tmp_path, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,11 +19,11 @@ from mt_fp8.matmul import matmul
 from mt_fp8.operand import Form, Operand
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import amax_of, quantize, scaling_of
-from mt_fp8.recipe import Recipe, Role
+from mt_fp8.recipe import ROLES, Recipe, Role
 from mt_fp8.scaling import Scaling
 
 Group: TypeAlias = dist.ProcessGroup | None
-_STEPS, _SEED = 1 << 31, 1 << 62
+_SEED = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ class Products(nn.Module):
         if recipe.history:
             self.delayed = DelayedScales(recipe, device=device)
         self._weight: tuple[object, Tensor, Operand] | None = None
-        self._step = self._drawn = 0
+        self._counted: Counter[Role] = Counter()
+        self.begin_step(0)
 
     def operand(self, x: Tensor, role: Role) -> Operand:
         """Quantise a tensor.
@@ -152,9 +154,16 @@ class Products(nn.Module):
         """Quantise the weight again at its next use."""
         self._weight = None
 
-    def begin_step(self, step: int) -> None:
-        """Say which optimizer step comes, on which the random numbers of its rounding depend."""
-        self._step, self._drawn = step, 0
+    def begin_step(self, step: int, *, part: int = 0, parts: int = 1) -> None:
+        """Say which optimizer step comes, on which the random numbers of its rounding depend.
+
+        Args:
+            step: Its number.
+            part: Where ranks share its micro-batches in turns, whose turn this rank has.
+            parts: How many such ranks there are.
+        """
+        self._step, self._part, self._parts = step, part, parts
+        self._counted.clear()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe.name!r})"
@@ -172,6 +181,7 @@ class Products(nn.Module):
     def _made(self, x: Tensor, role: Role) -> Operand:
         matrix, scaling = x.detach().flatten(0, -2), self.recipe.scaling(role)
         made = Operand(role=role, dtype=x.dtype, shape=tuple(x.shape), source=matrix)
+        self._counted[role] += 1
         if scaling is None:
             made.rows = matrix
             return made
@@ -212,25 +222,27 @@ class Products(nn.Module):
                 return quantize(matrix, scaling, factor=factor)
             margin = scaling.margin + self.recipe.margin
             scaling = dataclasses.replace(scaling, margin=margin)
+        group = None if split is None else split.both
+        seed = self._seed_of(role, group, column=column) if scaling.stochastic else None
         if split is None:
-            return quantize(matrix, scaling, amax=amax, seed=self._next_seed(scaling))
+            return quantize(matrix, scaling, amax=amax, seed=seed)
         if scaling.block == "row":
             across = split.rows if column else split.columns
             amax = None if across is None else _agreed(amax_of(matrix, scaling), across)
-        elif amax is not None and split.both is not None:
-            amax = _agreed(amax.clone(), split.both)
-        group = split.both if amax is None else None
+        elif amax is not None and group is not None:
+            amax = _agreed(amax.clone(), group)
         return quantize(
-            matrix, scaling, amax=amax, seed=self._next_seed(scaling, split.both), group=group
+            matrix, scaling, amax=amax, seed=seed, group=group if amax is None else None
         )
 
-    def _next_seed(self, scaling: Scaling, group: Group = None) -> int | None:
-        """Return a seed of its own for each tensor of a step, and for each part of a tensor."""
-        if not scaling.stochastic:
-            return None
-        self._drawn += 1
+    def _seed_of(self, role: Role, group: Group, *, column: bool) -> int:
+        """Return a seed of its own for each tensor of a step, and for each part of a tensor.
+
+        Which micro-batch a tensor is of counts, not which rank has it.
+        """
+        micro_batch = (self._counted[role] - 1) * self._parts + self._part
         rank = 0 if group is None else dist.get_rank(group)
-        words = (self.seed, self._step, self._drawn, rank)
+        words = (self.seed, self._step, ROLES.index(role), micro_batch, int(column), rank)
         mixed = 0
         for word in words:
             mixed = (mixed * 6364136223846793005 + word + 1442695040888963407) % _SEED

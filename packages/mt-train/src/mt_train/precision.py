@@ -58,7 +58,7 @@ class LowPrecision:
     def begin_step(self, step: int) -> None:
         """Say which step is trained, on which its random rounding depends."""
         for gemm in self._gemms.values():
-            gemm.begin_step(step)
+            gemm.begin_step(step, part=self._state.index("dp"), parts=self._state.size("dp"))
 
     def end_step(self) -> None:
         """Make the scales of the next step, and let go of this step's weights; all ranks call it.
