@@ -1,5 +1,10 @@
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
+from types import ModuleType
+
+import mt_moe
 
 SCRIPT = """
 import sys, torch
@@ -15,3 +20,11 @@ assert not {"torch._dynamo", "triton"} & set(sys.modules)
 
 def test_import_is_light_and_a_step_imports_neither_dynamo_nor_triton():
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)
+
+
+def test_no_module_hides_a_public_name_once_it_is_imported():
+    modules = {each.name for each in pkgutil.iter_modules(mt_moe.__path__)}
+    for name in modules - {"gpu"}:
+        import_module(f"mt_moe.{name}")
+    assert not modules & set(mt_moe.__all__)
+    assert not [n for n in mt_moe.__all__ if isinstance(getattr(mt_moe, n), ModuleType)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mt_moe.routing import RouterOptions, Routing, route
     from mt_moe.rules import Choice, check_choice, check_form, check_number
     from mt_moe.shared import SharedExpert
-    from mt_moe.sinkhorn import sinkhorn, sinkhorn_bias
+    from mt_moe.sinkhorn_scaling import sinkhorn, sinkhorn_bias
 
 __all__ = [
     "DISPATCHERS",
@@ -94,5 +94,5 @@ __getattr__ = resolve_later(
     routing="RouterOptions Routing route",
     rules="Choice check_choice check_form check_number",
     shared="SharedExpert",
-    sinkhorn="sinkhorn sinkhorn_bias",
+    sinkhorn_scaling="sinkhorn sinkhorn_bias",
 )

@@ -21,7 +21,7 @@ from mt_moe.initial import filled
 from mt_moe.record import RoutingRecord
 from mt_moe.routing import RouterOptions, Routing, route
 from mt_moe.rules import check_number
-from mt_moe.sinkhorn import sinkhorn_bias
+from mt_moe.sinkhorn_scaling import sinkhorn_bias
 
 
 class Routed(NamedTuple):

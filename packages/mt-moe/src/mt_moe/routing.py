@@ -67,8 +67,9 @@ class RouterOptions:
     def __post_init__(self) -> None:
         for name in ("top_k", "num_groups", "top_groups", "sinkhorn"):
             check_type(name, getattr(self, name), int)
-            if getattr(self, name) < (name != "sinkhorn"):
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value, least = getattr(self, name), int(name != "sinkhorn")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
         if not 0 <= self.jitter < 1:
@@ -165,7 +166,8 @@ def scores_of(logits: Tensor, options: RouterOptions) -> Tensor:
         case "sigmoid":
             return wide.sigmoid()
         case "sqrtsoftplus":
-            return F.softplus(wide).sqrt()
+            # A root of 0 has an infinite gradient, and softplus of a low logit is 0.
+            return F.softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
         case _:
             return wide.softmax(-1)
 
