@@ -149,7 +149,7 @@ def test_the_bias_is_state_and_stays_fp32_and_moves_from_meta():
 def test_what_has_no_bias_is_left_alone_and_errors_say_what_is_wrong():
     update_expert_biases(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="module"):
-        update_expert_biases([])
+        update_expert_biases([torch.ones(2)])
     with pytest.raises(ValueError, match="follows scores"):
         RouterOptions(score="softmax_of_chosen", expert_bias=BiasOptions(kind="quantile"))
     for fields, words in (
