@@ -69,12 +69,11 @@ class AllToAllDispatcher:
         self._slots = self._slots.to(experts.device)
         slots = self._slots[experts].flatten(1)
         rows, places, counts = permute(x, slots, self._nowhere + 1)
-        sent, received = self._exchange(counts[: self._nowhere], finite(weights))
+        sent, received, local = self._exchange(counts[: self._nowhere], finite(weights))
         to, of = ([sum(row) for row in table] for table in (sent, received))
         arrived = all_to_all_rows(
             rows[: sum(to)], self.groups.experts, input_splits=to, output_splits=of
         )
-        local = torch.tensor(received, device=x.device)
         order = None
         if self.local_experts > 1:
             ids = torch.arange(self.local_experts, device=x.device).repeat(len(of))
@@ -98,10 +97,13 @@ class AllToAllDispatcher:
             back = torch.cat([back, back.new_zeros(dropped, back.shape[1])])
         return unpermute(back, way.places, way.weights)
 
-    def _exchange(self, counts: Tensor, good: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def _exchange(
+        self, counts: Tensor, good: Tensor
+    ) -> tuple[list[list[int]], list[list[int]], Tensor]:
         """Tell each rank how many rows it gets of each expert: by rank, what is sent and comes.
 
-        A rank with weights that are not finite says -1, so that all of them know.
+        What comes is returned on the device too. A rank with weights that are not finite says -1,
+        so that all of them know.
         """
         own = torch.where(good, counts, -1)
         other = torch.empty_like(own)
@@ -113,7 +115,7 @@ class AllToAllDispatcher:
         bad = [rank for rank, row in enumerate(both[1]) if row[0] < 0]
         if bad:
             raise RoutingError(not_finite(f"rank {bad[0]} of the experts' group"))
-        return both[0], both[1]
+        return both[0], both[1], other.view(-1, self.local_experts)
 
     def __repr__(self) -> str:
         return f"AllToAllDispatcher({self.num_experts}, ep={self.groups.ep}, etp={self.groups.etp})"

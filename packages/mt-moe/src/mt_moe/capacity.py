@@ -58,6 +58,7 @@ def kept_choices(
     *,
     group: Group = None,
     token_index: Tensor | None = None,
+    together: int | None = None,
 ) -> Tensor:
     """Say which choices their experts take.
 
@@ -72,13 +73,15 @@ def kept_choices(
         group: The ranks that have the other tokens, each as many as this one.
         token_index: A number for each token, which decides which comes first; `None` is their
             order in the group. It also decides between equal weights.
+        together: How many tokens the group has; None is this rank's for each rank, which is too
+            many where some are none.
 
     Shape:
         weights, experts: [T, k]; token_index: [T]. Returns [T, k], bool.
     """
     tokens, k = experts.shape
     ranks = group_size(group)
-    limit = capacity.of(tokens * ranks, k, num_experts)
+    limit = capacity.of(tokens * ranks if together is None else together, k, num_experts)
     ids = all_gather(experts, group, dim=0).flatten()
     order = torch.arange(len(ids), device=ids.device)
     if token_index is not None:

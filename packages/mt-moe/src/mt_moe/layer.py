@@ -209,7 +209,9 @@ class MoELayer(nn.Module):
         alone = self.groups.tp is None or self.sequence_parallel
         parts, length = (x, valid, token_index), x.shape[SEQUENCE_DIM]
         own = parts if alone else _share(*parts, group=self.groups.tp)
-        out = self._apply_to(*own)
+        ranks = group_size(self.groups.tokens)
+        together = -(-len(x) * length * ranks // (1 if alone else group_size(self.groups.tp)))
+        out = self._apply_to(*own, together=together)
         hidden = out.hidden
         if not alone:
             hidden = gather_from_group(hidden, self.groups.tp, dim=SEQUENCE_DIM)
@@ -218,13 +220,16 @@ class MoELayer(nn.Module):
             hidden = hidden + self.shared(x)
         return out._replace(hidden=hidden)
 
-    def _apply_to(self, x: Tensor, valid: Tensor | None, token_index: Tensor | None) -> MoEOutput:
+    def _apply_to(
+        self, x: Tensor, valid: Tensor | None, token_index: Tensor | None, *, together: int
+    ) -> MoEOutput:
+        """Apply router and experts to this rank's tokens, of which the group has `together`."""
         routed = self.router(x, valid=valid, token_index=token_index)
-        weights, chosen, dropped = self._limit(routed, token_index)
+        weights, chosen, dropped = self._limit(routed, token_index, together)
         inner = x if self.to_latent is None else self.to_latent(x)
         drops = valid is not None or self._capacity is not None
         sent = self.dispatcher.dispatch(inner.flatten(0, 1), chosen, weights, drops=drops)
-        slots = self._slots(chosen)
+        slots = self._slots(together)
         rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
         y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
         y = y if self.from_latent is None else self.from_latent(y)
@@ -237,7 +242,7 @@ class MoELayer(nn.Module):
         return self.options.capacity if self.training else None
 
     def _limit(
-        self, routed: Routed, token_index: Tensor | None
+        self, routed: Routed, token_index: Tensor | None, together: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take away the choices that are beyond the experts' capacity."""
         weights, experts, _ = routed
@@ -247,6 +252,7 @@ class MoELayer(nn.Module):
             *(weights, experts, self.num_experts, self._capacity),
             group=self.groups.tokens,
             token_index=token_index,
+            together=together,
         )
         dropped = (~kept & (experts < self.num_experts)).sum()
         return (
@@ -255,14 +261,13 @@ class MoELayer(nn.Module):
             dropped,
         )
 
-    def _slots(self, chosen: Tensor) -> int | None:
+    def _slots(self, together: int) -> int | None:
         """Rows of each expert with a padded capacity: of all groups of tokens that send to it."""
         capacity = self._capacity
         if capacity is None or not capacity.pad:
             return None
-        together = group_size(self.groups.tokens)
-        most = capacity.of(len(chosen) * together, chosen.shape[1], self.num_experts)
-        return most * self._senders(together)
+        most = capacity.of(together, self.options.router.top_k, self.num_experts)
+        return most * self._senders(group_size(self.groups.tokens))
 
     def _senders(self, together: int) -> int:
         """How many groups of tokens send to this rank's experts, each up to its own capacity."""
