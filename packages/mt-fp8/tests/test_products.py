@@ -196,6 +196,16 @@ def test_random_bits_belong_to_the_micro_batch_and_not_to_its_rank() -> None:
     assert torch.equal(products.operand(grad, "grad").rows.data, whole[0][0])
 
 
+def test_tokens_that_can_not_be_rotated_are_refused_where_they_are_to_be() -> None:
+    model = nn.Sequential(nn.Linear(IN, OUT))
+    convert_linears(model, "nvfp4")
+    x = torch.randn(20, IN)
+    with pytest.raises(ValueError, match=r"16 tokens at a time .* there are 20; use 16 or 32, or"):
+        model(x)
+    with torch.no_grad():  # no gradient, no rotation
+        assert model(x).isfinite().all()
+
+
 class _Reference:
     """Delayed scaling of one tensor written down once more, with numbers."""
 
@@ -307,10 +317,15 @@ def test_linear_layers_of_a_model_are_converted_but_for_those_that_are_kept() ->
     assert len(products_of(model)) == 2
     for bad, words in (
         ({"keep": ["lm_head"]}, "keep: 'lm_head' is the name of no linear layer"),
+        ({"keep": ["*"]}, "Sequential has no torch.nn.Linear to convert: keep leaves all as they"),
         ({"recipe": "fp9"}, "recipe 'fp9' is unknown"),
     ):
         with pytest.raises(ValueError, match=words):
             convert_linears(model, **({"recipe": "mxfp8"} | bad))
+    with pytest.raises(TypeError, match=r"each of keep must be a str, got 3 \(int\)"):
+        convert_linears(model, "mxfp8", keep=[3])
+    with pytest.raises(ValueError, match="Linear to convert: there is none inside it"):
+        convert_linears(nn.Sequential(nn.ReLU()), "mxfp8")
     with pytest.raises(ValueError, match="is a linear layer itself"):
         convert_linears(nn.Linear(2, 2), "mxfp8")
     with pytest.raises(TypeError, match="module must be"):

@@ -188,3 +188,23 @@ def test_layers_get_recipes_by_name_and_keep_their_parameters() -> None:
     assert set(net.state_dict()) == {*before, *state}
     with pytest.raises(TypeError, match="what recipe_for returns must be"):
         quantize_gemms(net, lambda _: "delayed")
+
+
+def test_without_a_gradient_a_tensor_is_quantised_once(monkeypatch) -> None:
+    made: list[str] = []
+    inner = QuantizedGemm._quantized
+
+    def counting(self, matrix, role, amax, *, column=False):
+        made.append(role)
+        return inner(self, matrix, role, amax, column=column)
+
+    monkeypatch.setattr(QuantizedGemm, "_quantized", counting)
+    net = Net(None)
+    quantize_gemms(net, lambda _: recipe("mxfp8"))
+    x = _batches(1)[0]
+    with torch.no_grad():
+        without = net(x)
+    assert made.count("input") == 2
+    made.clear()
+    torch.testing.assert_close(net(x), without, rtol=0, atol=0)
+    assert made.count("input") == 4  # in the form that backward multiplies, too

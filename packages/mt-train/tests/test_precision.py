@@ -7,6 +7,7 @@ import json
 import pytest
 from mt_train import ConfigError, load_config
 from mt_train.precision import check_precision
+from mt_train.trainer import NonFiniteLossError
 
 SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=3"]
 SIZES += ["training.sequence_length=32", "training.steps=2"]
@@ -121,6 +122,13 @@ def test_layers_are_kept_by_place_and_by_name_and_it_is_said_once(tiny, tmp_path
     assert said.count("precision mxfp8: 6 linear layers") == 1
     kept = "precision: as training.dtype layers.0.mixer.qkv, layers.0.mixer.out, "
     assert " ".join(said.split()).count(kept) == 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "nvfp4"])
+def test_what_is_not_finite_ends_a_run_though_codes_saturate(recipe, tiny, tmp_path) -> None:
+    given = [*SIZES, f"precision.recipe={recipe}", "training.dtype=fp32", "optimizer.lr=1e38"]
+    with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan\. The step was not applied"):
+        tiny.run(tmp_path / "run", *given, "training.steps=6", "optimizer.schedule=constant")
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])

@@ -55,17 +55,23 @@ class QuantizedLinear(nn.Linear):
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input {tuple(input.shape)} must end with {self.in_features}")
         rows = input if input.dim() > 1 else input.unsqueeze(0)
-        y = _Linear.apply(rows, self.weight, self.bias, self.products)
+        y = _Linear.apply(rows, self.weight, self.bias, self.products, torch.is_grad_enabled())
         return y if input.dim() > 1 else y.squeeze(0)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        keeps: bool,  # noqa: FBT001 - torch passes by position
     ) -> Tensor:
         own, matrix = products.operand(x, "input"), products.operand(weight, "weight")
-        need_x, need_w = ctx.needs_input_grad[:2]
+        # The context says what needs a gradient, also where none is made.
+        need_x, need_w = ctx.needs_input_grad[:2] if keeps else (False, False)
         kept = products.saved(own) if need_w else ()
         ctx.products, ctx.count, ctx.dtypes = products, len(kept), (x.dtype, weight.dtype)
         ctx.save_for_backward(*kept, *(products.saved(matrix) if need_x else ()))
@@ -88,7 +94,7 @@ class _Linear(torch.autograd.Function):
                 grad_w = products.wgrad(grad, x)
         if need_b:
             grad_b = grads[0].flatten(0, -2).sum(0)
-        return grad_x, grad_w, grad_b, None
+        return grad_x, grad_w, grad_b, None, None
 
 
 def convert_linears(
@@ -109,8 +115,8 @@ def convert_linears(
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: There is no such recipe, a glob of `keep` is of no linear layer, or the module
-            is a linear layer itself.
+        ValueError: There is no such recipe, a glob of `keep` is of no linear layer, no layer is
+            left to convert, or the module is a linear layer itself.
 
     Example:
         >>> from torch import nn
@@ -126,6 +132,12 @@ def convert_linears(
     linears = {name: m for name, m in module.named_modules() if type(m) is nn.Linear}
     kept = _kept(list(linears), [keep] if isinstance(keep, str) else list(keep))
     names = [name for name in linears if name not in kept]
+    if not names:
+        why = "keep leaves all as they are" if linears else "there is none inside it"
+        raise ValueError(
+            f"{type(module).__name__} has no torch.nn.Linear to convert: {why} (a subclass of "
+            "Linear is none)"
+        )
     for number, name in enumerate(names):
         linear = linears[name]
         products = Products(chosen, seed=number, device=linear.weight.device)
@@ -137,6 +149,7 @@ def convert_linears(
 def _kept(names: list[str], globs: list[str]) -> set[str]:
     found: set[str] = set()
     for glob in globs:
+        check_type("each of keep", glob, str)
         matching = {name for name in names if fnmatchcase(name, glob)}
         if not matching:
             raise ValueError(

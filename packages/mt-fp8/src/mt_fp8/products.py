@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_files import check_type
+from mt_files import check_type, multiples_near
 from torch import Tensor, nn
 
 from mt_fp8.delayed_scales import DelayedScales
@@ -20,7 +20,7 @@ from mt_fp8.operand import Form, Operand
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import amax_of, quantize, scaling_of
 from mt_fp8.recipe import ROLES, Recipe, Role
-from mt_fp8.scaling import Scaling
+from mt_fp8.scaling import HADAMARD, Scaling
 
 Group: TypeAlias = dist.ProcessGroup | None
 _SEED = 1 << 62
@@ -209,6 +209,13 @@ class Products(nn.Module):
             raise ValueError(
                 f"this operand has no second form of the {operand.role}: it was gathered, or "
                 "restored, for other products"
+            )
+        tokens = operand.num_rows
+        if self.recipe.hadamard and operand.role != "weight" and tokens % HADAMARD:
+            raise ValueError(
+                f"recipe {self.recipe.name!r} rotates {HADAMARD} tokens at a time for the weight's "
+                f"gradient, and there are {tokens}; use {multiples_near(tokens, HADAMARD)}, or a "
+                "recipe with hadamard=False"
             )
         return self._quantized(operand.source.t(), operand.role, operand.amax, column=True)
 

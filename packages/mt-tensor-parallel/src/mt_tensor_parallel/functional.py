@@ -51,6 +51,7 @@ class How:
         store: Takes the weight gradients while it is active; None for none.
         sink: Where the weight's gradient is summed, or None for autograd.
         overlap: How gathering and scattering are hidden.
+        keeps: Whether there may be a backward, for which something has to be kept.
     """
 
     weight: Tensor
@@ -60,6 +61,7 @@ class How:
     store: WgradStore | None
     sink: GradSink | None
     overlap: Overlap
+    keeps: bool
 
     @property
     def waits(self) -> bool:
@@ -73,7 +75,8 @@ class How:
 
     def save(self, ctx: Any, x: Operand, weight: Operand) -> None:
         """Keep each of the two where the other one gets a gradient."""
-        need_x, need_w = ctx.needs_input_grad[:2]
+        # A function's context says what needs a gradient, also where none is made.
+        need_x, need_w = ctx.needs_input_grad[:2] if self.keeps else (False, False)
         kept = self.gemm.saved(x) if need_w else ()
         ctx.how, ctx.count = self, len(kept)
         ctx.save_for_backward(*kept, *(self.gemm.saved(weight) if need_x else ()))
@@ -222,6 +225,7 @@ def how_to(
         store=wgrad_store,
         sink=grad_sink,
         overlap=overlap,
+        keeps=torch.is_grad_enabled(),
     )
 
 
