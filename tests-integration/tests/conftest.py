@@ -39,12 +39,27 @@ evaluation:
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels", help="model.kernels of every run of the tiny configuration that names none"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Starts the tiny run on pool ranks or as the real command."""
+    """Starts the tiny run on pool ranks or as the real command.
+
+    `kernels` is what computes where a test names nothing; None leaves it to the model.
+    """
 
     config: Path
     ranks: Callable[..., list[object]]
+    kernels: str | None
+
+    def overrides(self, given: tuple[str, ...]) -> list[str]:
+        named = any(override.startswith(("model.kernels", "model=")) for override in given)
+        chosen = [] if self.kernels is None or named else [f"model.kernels={self.kernels}"]
+        return [*chosen, *given]
 
     def train(
         self,
@@ -60,7 +75,7 @@ class Runner:
         `kinds` are of layers that a test adds: a rank knows those that reach it. `backend` is what
         torch.compile has in place of inductor.
         """
-        config = self.config
+        config, given = self.config, self.overrides(overrides)
 
         def body() -> None:
             assert all(kinds)
@@ -77,19 +92,20 @@ class Runner:
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-                run(load_config(config, list(overrides)), env, out, on_event=on_event)
+                run(load_config(config, given), env, out, on_event=on_event)
 
         self.ranks(nproc, body, timeout=120 if backend == "inductor" else 300)
         return out
 
     def command(self, out: Path, *overrides: str, nproc: int = 1) -> list[str]:
         """The command line of the same run."""
-        run = [sys.executable, "-m", "mt_train", "run", str(self.config), *overrides]
+        run = [sys.executable, "-m", "mt_train", "run", str(self.config)]
+        run += self.overrides(overrides)
         return [*run, "--out", str(out), "--nproc", str(nproc)]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
     from mt_data import build_corpus, read_documents, standard_library_sources, train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -102,7 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
     build_corpus(documents[20:], data / "validation", tokenizer)
     config = folder / "tiny.yaml"
     config.write_text(TINY.format(data=data))
-    return Runner(config=config, ranks=ranks)
+    return Runner(config=config, ranks=ranks, kernels=request.config.getoption("--kernels"))
 
 
 @pytest.fixture(scope="session")
