@@ -64,6 +64,9 @@ class Generate:
     out."""
     pp: int = 1
     """Pipeline stages, each with a part of the layers; several processes share one."""
+    ep: int = 1
+    """Parts to which the experts of each layer are dealt: divides the processes of a stage, which
+    split each expert among those that have the same part."""
 
 
 _COMMANDS = {"generate": Generate}
@@ -176,6 +179,12 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
             f"--pp {command.pp} does not divide {max(command.nproc, env.world_size)} processes; "
             "start a multiple of it"
         )
+    shared = max(command.nproc, env.world_size) // command.pp
+    if command.ep < 1 or shared % command.ep:
+        raise ValueError(
+            f"--ep {command.ep} does not divide the {shared} processes that share a stage; start "
+            "a multiple of it"
+        )
     temperature = 1.0 if command.temperature is None else command.temperature
     sampling = Sampling(
         temperature=0.0 if command.greedy else temperature,
@@ -222,6 +231,8 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     processes = max(command.nproc or 1, env.world_size)
     try:
         validate_split(run.config, processes // command.pp)
+        etp = processes // command.pp // command.ep
+        run.config.check_experts(ep=command.ep, etp=etp)
     except ValueError as error:
         raise ValueError(f"{processes} processes can't share this model: {error}") from error
     if command.pp > run.config.num_layers:
@@ -264,7 +275,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
 
     from mt_infer.loading import load_weights, same_run
 
-    layout = ParallelLayout(tp=env.world_size // command.pp, pp=command.pp)
+    tp = env.world_size // command.pp
+    layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
         with same_run(run, state) as agreed:
             generator = load_weights(

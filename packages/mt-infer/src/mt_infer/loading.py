@@ -24,7 +24,7 @@ from mt_ckpt import (
 )
 from mt_data import Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig
+from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig, saved_buffers
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 
@@ -108,7 +108,7 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
     prefix = f"{RunFolder.WEIGHTS}/"
     weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
     stored = sum(math.prod(spec.shape) for spec in weights)
-    if stored != config.num_parameters:
+    if stored != config.num_parameters + config.num_buffers:
         raise RunError(
             f"{path}: its metadata describes a model of {config.num_parameters} parameters, and "
             f"{stored} are stored; use another step"
@@ -208,6 +208,9 @@ def load_weights(
         check_ema(run)
         wanted, other = other, wanted
     shards = param_shards(named, state.layout, state.rank, prefix=wanted)
+    buffers = saved_buffers([model])  # of which no average is kept
+    place = (state.layout, state.rank)
+    shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)

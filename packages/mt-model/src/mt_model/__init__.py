@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from mt_model.kernels import KernelChoice, KernelError
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
+    from mt_model.routers import balance_experts, expert_loads, saved_buffers
     from mt_model.saved_activations import KeptBytes
     from mt_model.shared_input import SharedInput
     from mt_model.stack import Stack
@@ -149,10 +150,12 @@ __all__ = [
     "VisionConfig",
     "VisionEncoder",
     "YarnScaling",
+    "balance_experts",
     "describe_pretrained",
     "encoder_decoder_layers",
     "expand_image_tokens",
     "expected_bytes",
+    "expert_loads",
     "export_checkpoint",
     "export_lora",
     "find_family",
@@ -167,6 +170,7 @@ __all__ = [
     "open_pretrained",
     "preset",
     "save_pretrained",
+    "saved_buffers",
     "validate_context",
     "validate_split",
     "vision_preset",
@@ -197,6 +201,7 @@ __getattr__ = resolve_later(
         "hugging_face.registry": "find_family known_families",
         "hugging_face.saving": "save_pretrained",
     },
+    routers="balance_experts expert_loads saved_buffers",
     saved_activations="KeptBytes",
     shared_input="SharedInput",
     stack="Stack",

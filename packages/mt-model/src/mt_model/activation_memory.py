@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from mt_moe import Router
 from torch import Tensor
 
 from mt_model.batch import check_batch
@@ -21,7 +22,7 @@ def expected_bytes(stage: GPT, batch: Mapping[str, Any]) -> dict[int, KeptBytes]
     ranks that share the stage's weights or sequences call it together.
 
     Args:
-        stage: whose layers they are.
+        stage: whose layers they are; its buffers stay as they are.
         batch: as the stage is called with.
 
     Returns:
@@ -41,12 +42,18 @@ def expected_bytes(stage: GPT, batch: Mapping[str, Any]) -> dict[int, KeptBytes]
         sizes = (1, length, stage.config.hidden_size)
         x = torch.zeros(sizes, dtype=place.dtype, device=place.device, requires_grad=True)
     found: dict[int, KeptBytes] = {}
+    held = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     with torch.enable_grad():
         x, shared = stage.begin(x, one)
         saved = SavedActivations(plan, x.device, found)
         shared = replace(shared, saved=saved, plain=True)
         x, _ = stage.run_layers(x, shared)
         stage.run_ahead(x, shared, one)
+    for buffer, before in held:  # what layers count in training is not of this pass
+        buffer.copy_(before)
+    for module in stage.modules():
+        if isinstance(module, Router):
+            module.end_step()
     return {i: KeptBytes(kept.device * rows, kept.host * rows) for i, kept in found.items()}
 
 

@@ -10,6 +10,7 @@ from mt_moe import (
     MoELayer,
     MoEOptions,
     RouterOptions,
+    in_backward,
 )
 from torch import Tensor
 
@@ -84,6 +85,10 @@ class MoE(MoELayer):
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, with
         losses where the configuration has any.
+
+    Attributes:
+        load: how often this rank's tokens chose each expert since a step began, int64 [E + 1]; the
+            last is the choices that no expert took.
     """
 
     def __init__(
@@ -102,6 +107,9 @@ class MoE(MoELayer):
             device="meta",
         )
         self.config, self.placement = config, placement
+        self.load: Tensor
+        load = torch.zeros(config.num_experts + 1, dtype=torch.int64)
+        self.register_buffer("load", load, persistent=False)
         self.max_length = model.max_sequence_length
         writers = (self.experts.down, self.shared and self.shared.down, self.from_latent)
         for linear in writers:
@@ -115,7 +123,10 @@ class MoE(MoELayer):
         self, x: Tensor, shared: Pass | None = None
     ) -> Tensor | tuple[Tensor, Losses]:
         """Apply the layer."""
-        y, losses, *_ = super().forward(x, token_index=self._token_index(x, shared))
+        y, losses, load, dropped = super().forward(x, token_index=self._token_index(x, shared))
+        if self.training and not in_backward():  # where a layer is made again it was counted
+            none = load.new_zeros(()) if dropped is None else dropped
+            self.load += torch.cat([load, none.view(1)])
         if not self.config.loss_weights:
             return y
         own = {"router_z" if name == "z" else name: each.sum for name, each in losses.items()}

@@ -170,6 +170,11 @@ class MoEConfig(FeedForwardConfig):
             )
         return total if self.latent_size is None else total + 2 * hidden_size * inner
 
+    @property
+    def num_buffers(self) -> int:
+        """The bias that balances experts."""
+        return self.num_experts if self.bias_rate else 0
+
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
         """Count the router, the experts that serve a token, and what serves every token."""
         del sequence_length

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 from mt_context_parallel import Algorithm
 from mt_files import check_type, did_you_mean
-from mt_moe import ExpertGroups, Router, update_expert_biases
+from mt_moe import ExpertGroups
 from mt_parallel_state import (
     GradSink,
     ParallelLayout,
@@ -207,18 +207,6 @@ class Stack(nn.Module, ABC, Generic[Config]):
         like = torch.empty(0, dtype=self.placement.dtype, device=self.placement.device)
         found = (m.kernel_choices(like) for m in self.modules() if isinstance(m, ChoosesKernels))
         return distinct(choice for choices in found for choice in choices)
-
-    def end_step(self) -> None:
-        """Have routers follow the load of the step's micro-batches; every rank calls it once.
-
-        That is an all-reduce of integers where some have a bias that balances their experts.
-        """
-        if not self.config.has_experts:
-            return
-        update_expert_biases(self, self.state.group("tp-cp-dp"))
-        for module in self.modules():
-            if isinstance(module, Router):
-                module.end_step()
 
     def watch_logits(self) -> None:
         """Keep the largest attention score of each key head in training, for `max_logits`.

@@ -62,6 +62,11 @@ class EntryConfig(ABC):
         return ()
 
     @property
+    def num_buffers(self) -> int:
+        """How many elements a checkpoint keeps beside the parameters."""
+        return 0
+
+    @property
     def loss_weights(self) -> Mapping[str, float]:
         """What the losses that its module returns weigh in the objective, by name.
 
@@ -351,6 +356,12 @@ class StackConfig(ABC):
         for layer, repeats in runs(self.all_layers):
             total += repeats * self.layer_parameters(layer)
         return total
+
+    @property
+    def num_buffers(self) -> int:
+        """Elements that a checkpoint keeps beside the parameters."""
+        entries = chain.from_iterable(layer.entries for layer in self.all_layers)
+        return sum(entry.num_buffers for entry in entries)
 
     def layer_parameters(self, layer: LayerConfig) -> int:
         """Count the parameters of one layer, with its norms."""

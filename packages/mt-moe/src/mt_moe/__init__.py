@@ -11,6 +11,7 @@ from mt_moe.error import RoutingError
 if TYPE_CHECKING:
     from mt_moe.all_gather import AllGatherDispatcher
     from mt_moe.all_to_all import AllToAllDispatcher
+    from mt_moe.backward import in_backward
     from mt_moe.balance import LossSum, balance_loss, count_choices, shares_of, z_loss
     from mt_moe.capacity import Capacity, kept_choices
     from mt_moe.dispatch import Dispatcher, LocalDispatcher, Sent
@@ -62,6 +63,7 @@ __all__ = [
     "check_number",
     "count_choices",
     "grouped_obstacles",
+    "in_backward",
     "kept_choices",
     "make_dispatcher",
     "recorded_routes",
@@ -79,6 +81,7 @@ __getattr__ = resolve_later(
     __name__,
     all_gather="AllGatherDispatcher",
     all_to_all="AllToAllDispatcher",
+    backward="in_backward",
     balance="LossSum balance_loss count_choices shares_of z_loss",
     capacity="Capacity kept_choices",
     dispatch="Dispatcher LocalDispatcher Sent",

@@ -105,4 +105,4 @@ def sum_counts(counts: Tensor, tokens: Tensor, group: Group) -> tuple[Tensor, Te
 def _number(x: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None:
         return valid.sum()
-    return torch.tensor(x.shape[:-1].numel(), device=x.device)
+    return torch.full((), x.shape[:-1].numel(), device=x.device)

@@ -24,6 +24,7 @@ class ExpertGroups:
             parallelism.
         tokens: Ranks that have the tokens of the same sequences and micro-batch: for balancing
             losses, Sinkhorn and capacity.
+        step: Ranks that have tokens of the same step and layers: for `global_aux`.
     """
 
     experts: Group = None
@@ -31,6 +32,7 @@ class ExpertGroups:
     places: tuple[tuple[int, int], ...] | None = None
     tp: Group = None
     tokens: Group = None
+    step: Group = None
 
     def __post_init__(self) -> None:
         ranks = group_size(self.experts)
@@ -63,6 +65,7 @@ class ExpertGroups:
             places=tuple((each["ep"], each["etp"]) for each in axes),
             tp=state.group("tp"),
             tokens=state.group(tokens),
+            step=state.group("tp-cp-dp"),
         )
 
     @property

@@ -151,7 +151,8 @@ class MoELayer(nn.Module):
         how: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(
             *(hidden_size, num_experts, options.router),
-            **{"group": groups.tokens, "partial_grad": partial, "seed": seed, "name": name, **how},
+            **{"group": groups.tokens, "step_group": groups.step, "partial_grad": partial},
+            **{"seed": seed, "name": name, **how},
         )
         inner = hidden_size if options.latent_size is None else options.latent_size
         self.experts = Experts(inner, ffn_size, num_experts, options.experts, groups=groups, **how)

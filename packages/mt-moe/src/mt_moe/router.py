@@ -55,6 +55,7 @@ class Router(nn.Module):
         options: See `RouterOptions`.
         group: The ranks that have the other tokens of the same sequences and micro-batch; None is
             none. A balancing loss is the same however it cuts the tokens.
+        step_group: All ranks that have tokens of a step, for `global_aux`; None is `group`.
         partial_grad: Axes over which the gradients are partial sums: `("tp",)` where tokens are
             split over tp.
         seed: Of the jitter.
@@ -82,6 +83,7 @@ class Router(nn.Module):
         options: RouterOptions,
         *,
         group: Group = None,
+        step_group: Group = None,
         partial_grad: tuple[str, ...] = (),
         seed: int = 0,
         name: str = "router",
@@ -91,7 +93,8 @@ class Router(nn.Module):
         super().__init__()
         check_type("options", options, RouterOptions)
         check_number(options, num_experts)
-        self.options, self.num_experts, self.group = options, num_experts, group
+        self.options, self.num_experts = options, num_experts
+        self.group, self.step_group = group, group if step_group is None else step_group
         self.record: RoutingRecord | None = None
         self._key = hash_key("jitter", seed, name)
         how = {"std": 1 / sqrt(3 * hidden_size), "dtype": dtype, "device": device}
@@ -213,11 +216,12 @@ class Router(nn.Module):
             chosen = routing.scores.topk(k, -1).indices.view(*shape[:-1], k)
             counts = count_choices(chosen, self.num_experts, valid)
             tokens = counts.new_full((shape[0],), shape[1]) if valid is None else valid.sum(1)
+            own = counts.sum(0, keepdim=True), tokens.sum(0, keepdim=True)
             counts, tokens = sum_counts(counts, tokens, self.group)
             whole = counts.sum(0, keepdim=True), tokens.sum(0, keepdim=True)
         loads = {"aux": whole, "sequence_aux": (counts, tokens)}
         if "global_aux" in self.options.losses:
-            loads["global_aux"] = self._step_load(*whole)
+            loads["global_aux"] = self._step_load(*own) if self.training else whole
         return {
             name: balance_loss(shares, *loads[name], top_k=k, valid=valid)
             for name in loads
@@ -225,14 +229,13 @@ class Router(nn.Module):
         }
 
     def _step_load(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What was chosen in this step so far; a recomputation sees what its forward saw."""
+        """What all ranks chose in this step so far; a recomputation sees what its forward saw."""
         if in_backward() and self._fractions:
             return self._fractions.popleft()
         so_far = cast("Tensor", self.so_far)
-        total = so_far + torch.cat([counts, tokens.unsqueeze(1)], 1)
-        load = total[:, :-1], total[:, -1]
-        if self.training and not in_backward():
-            so_far.copy_(total)
+        so_far += torch.cat([counts, tokens.unsqueeze(1)], 1)
+        load = sum_counts(so_far[:, :-1], so_far[:, -1], self.step_group)
+        if not in_backward():
             self._fractions.append(load)
         return load
 

@@ -129,6 +129,7 @@ def describe(record: Record) -> dict[str, str]:
         **{name: f"{value:.4g}" for name, value in other_losses(record)},
         "lr": f"{record['lr']:.2e}",
         "grad norm": f"{record['grad_norm']:.3f}",
+        **_of_experts(record),
         **({"skipped": str(skipped)} if (skipped := record.get("skipped_steps")) else {}),
         **({"loss scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}),
         "tokens/s": f"{record['tokens_per_second']:,.0f}",
@@ -139,6 +140,14 @@ def describe(record: Record) -> dict[str, str]:
     shown["memory"] = f"{record['memory_bytes'] / 2**30:.2f} GiB"
     shown["ETA"] = _duration(record["eta_seconds"])
     return shown
+
+
+def _of_experts(record: Record) -> dict[str, str]:
+    if "expert_imbalance" not in record:
+        return {}
+    text = f"busiest x{record['expert_imbalance']:.2f}"
+    dropped = record["dropped_choices"]
+    return {"experts": f"{text}, {dropped:.1%} dropped" if dropped else text}
 
 
 def _duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from mt_ckpt import (
     param_shards,
     save_checkpoint,
 )
-from mt_model import open_pretrained
+from mt_model import open_pretrained, saved_buffers
 from mt_parallel_state import PartitionSpec, shard_param, sharding_of
 from torch.nn import Parameter
 
@@ -98,7 +98,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     found = open_pretrained(folder).padded(vocab_multiple)
     tensors = _tensors(trainer, moments=False)
     tensors.pop(RunFolder.EMA, None)
-    for shard in _to_fill(trainer, tensors):
+    for shard in _to_fill(trainer, tensors) + _buffer_shards(trainer):
         name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
@@ -139,7 +139,7 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     ignored.append(RunFolder.SCALING)  # layers that are no longer quantised have no use for it
     load_checkpoint(
         path,
-        _to_fill(trainer, tensors) + scaling,
+        _to_fill(trainer, tensors) + _buffer_shards(trainer) + scaling,
         group=trainer.state.group(WORLD),
         ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only,
@@ -195,7 +195,15 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
     for prefix, tensors in _tensors(trainer, moments=True).items():
         whole = trainer.buffer.assemble(tensors).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
+    shards += _buffer_shards(trainer)
     return shards + _factor_shards(trainer, peers=peers) + _scaling_shards(trainer)
+
+
+def _buffer_shards(trainer: Trainer) -> list[TensorShard]:
+    """List what a model keeps beside parameters."""
+    layout, rank = trainer.state.layout, trainer.state.rank
+    found = saved_buffers(trainer.stages)
+    return param_shards(found.items(), layout, rank, prefix=RunFolder.WEIGHTS, params=found)
 
 
 def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:

@@ -12,7 +12,7 @@ import torch
 from mt_data import BatchSampler
 from mt_data_parallel import reduce_partial_grads, shard
 from mt_files import UserError
-from mt_model import DTYPES, ModelConfig
+from mt_model import DTYPES, ModelConfig, balance_experts
 from mt_optim import DistributedOptimizer, StepResult, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
@@ -22,6 +22,7 @@ from mt_train.agreement import summed, uploaded
 from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction, shard_options
+from mt_train.experts import ExpertLoads
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.losses import loss_record, totals, weighed
@@ -133,6 +134,7 @@ class Trainer:
         )
         self.named_parameters = list(named_parameters(*here).items())
         self.precision = LowPrecision(config, self.stages, state)
+        self._experts = ExpertLoads(self.stages, state, every=config.logging.every)
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
@@ -220,11 +222,10 @@ class Trainer:
         self.on_event("train.reduce")
         reduce_partial_grads(self.optimizer.pieces, self.state)
         self.on_event("train.update")
-        losses, stop, save, seconds = self._agree(outputs, total, save=save)
+        losses, loads, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
         self.precision.end_step()
-        for stage in self.stages:
-            stage.end_step()
+        balance_experts(self.stages)
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here
@@ -240,7 +241,7 @@ class Trainer:
         tokens = total[0]
         if self.config.data.objective == "mlm":  # of which a few are labels
             tokens = self.sampler.global_batch_size * self.config.training.sequence_length
-        record = self._record(losses, lr, tokens, seconds) | self._activations.record()
+        record = self._record(losses, lr, tokens, seconds) | loads | self._activations.record()
         if self.config.training.compile and self._is_first:
             record["first_step_seconds"] = seconds
         self._is_first = False
@@ -296,8 +297,8 @@ class Trainer:
 
     def _agree(
         self, outputs: list[Any], total: list[float], *, save: bool
-    ) -> tuple[Record, bool, bool, float]:
-        """Sum the losses over ranks, and agree on a stop, on a checkpoint and on the time."""
+    ) -> tuple[Record, Record, bool, bool, float]:
+        """Sum losses and loads over ranks, and agree on a stop, a checkpoint and the time."""
         device = self.state.device
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
         own = totals(outputs if self.state.index("tp") == 0 else [], self.loss_weights, device)
@@ -305,11 +306,15 @@ class Trainer:
         seconds = lap if self.state.rank == 0 else 0.0
         flags = uploaded([self._stop.requested, save, seconds], device)
         # With the norm, so that the host waits for the device once in a step.
-        *sums, stop, save_, seconds = self.optimizer.measure(torch.cat([own, flags]))
+        own = torch.cat([own, self._experts.own(), flags])
+        *sums, stop, save_, seconds = self.optimizer.measure(own)
         divisors = dict(zip(self.counts, total, strict=True))
-        pairs = zip(self.loss_weights, sums, strict=True)
+        losses, loads = sums[: len(self.loss_weights)], sums[len(self.loss_weights) :]
+        pairs = zip(self.loss_weights, losses, strict=True)
         means = {name: value / divisors[self.loss_counts[name]] for name, value in pairs}
-        return loss_record(means, self.loss_weights, ""), stop > 0, save_ > 0, seconds
+        record = loss_record(means, self.loss_weights, "")
+        found = self._experts.record(loads, self.progress.step + 1)
+        return record, found, stop > 0, save_ > 0, seconds
 
     def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:
         rate = tokens / seconds
