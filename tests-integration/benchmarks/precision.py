@@ -4,8 +4,8 @@
         [--recipes tensorwise blockwise] [--seeds 1 2]
 
 Trains the quickstart's model in bf16 and with each recipe, over the same batches from the same
-weights, and measures all on the held-out text as they learn. Two runs that differ by a rounding
-end up to a percent apart, so there are some, with weights and batches of their own.
+weights, and measures all on the held-out text as they learn. Runs that differ by roundings alone
+part too: `halves` is bf16 once more, with a batch in two micro-batches, for the first seed.
 """
 
 import argparse
@@ -21,16 +21,17 @@ from typing import Any
 from mt_testing import environment, write_report
 
 EVERY = 50  # steps between measurements
+CHANGES = {"bf16": [], "halves": ["training.micro_batch_size=4"]}
 
 
 def train(folder: Path, steps: int, recipe: str, seed: int) -> dict[int, float]:
     """Train a run that is not there yet; return held-out bits per byte by step."""
     if not (folder / "summary.json").exists():
-        name = "null" if recipe == "bf16" else recipe
+        changes = CHANGES.get(recipe, [f"precision.recipe={recipe}"])
         command = [sys.executable, "-m", "mt_train", "quickstart", "--steps", str(steps)]
         command += ["--out", str(folder), "data.max_files=300", "training.dtype=bf16"]
         command += [f"evaluation.every={EVERY}", "evaluation.max_windows=128"]
-        command += [f"training.seed={seed}", f"precision.recipe={name}"]
+        command += [f"training.seed={seed}", *changes]
         subprocess.run(command, check=True)  # noqa: S603 - our own command
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["bits_per_byte"] for row in rows if "bits_per_byte" in row}
@@ -44,11 +45,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="where runs are kept, and found that have ended")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    recipes = ("bf16", *options.recipes)
-    curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in recipes}
+    runs = list(itertools.product(options.seeds, ("bf16", *options.recipes)))
+    runs.append((options.seeds[0], "halves"))
+    curves: dict[str, dict[int, dict[int, float]]] = {name: {} for _, name in runs}
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
-        for seed, name in itertools.product(options.seeds, recipes):
+        for seed, name in runs:
             curve = train(folder / f"{name}-{seed}", options.steps, name, seed)
             curves[name][seed] = curve
             print(name, seed, *(f"{step}:{bits:.4f}" for step, bits in curve.items()), flush=True)
