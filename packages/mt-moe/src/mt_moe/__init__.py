@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mt_moe.rules import Choice, check_choice, check_form, check_number
     from mt_moe.shared import SharedExpert
     from mt_moe.sinkhorn_scaling import sinkhorn, sinkhorn_bias
+    from mt_moe.upcycling import upcycle, upcycle_router
 
 __all__ = [
     "DISPATCHERS",
@@ -72,6 +73,8 @@ __all__ = [
     "shares_of",
     "sinkhorn",
     "sinkhorn_bias",
+    "upcycle",
+    "upcycle_router",
     "update_expert_biases",
     "z_loss",
 ]
@@ -98,4 +101,5 @@ __getattr__ = resolve_later(
     rules="Choice check_choice check_form check_number",
     shared="SharedExpert",
     sinkhorn_scaling="sinkhorn sinkhorn_bias",
+    upcycling="upcycle upcycle_router",
 )

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
-from mt_parallel_state import Group, share_json
+from mt_parallel_state import Group, group_size, share_json
 
 from mt_moe.error import RoutingError
 
 
 class Agreement:
-    """Compares settings between the ranks of a group, once, at the first use.
+    """Compares settings between the ranks of groups, once, at the first use.
 
     Args:
-        group: None is one rank, which agrees with itself.
+        *groups: In an order that all ranks have; None is one rank, which agrees with itself.
+
+    Attributes:
+        reached: Whether nothing is left to compare.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group, self._agreed = group, False
+    def __init__(self, *groups: Group) -> None:
+        self.groups = [group for group in dict.fromkeys(groups) if group_size(group) > 1]
+        self.reached = not self.groups
 
     def check(self, device: torch.device, **settings: object) -> None:
-        """Raise RoutingError on every rank if some setting differs."""
-        if self._agreed or self.group is None:
+        """Raise RoutingError on every rank if some setting differs.
+
+        What one group finds is told to the next, so that ranks of both raise together.
+        """
+        if self.reached:
             return
-        mine = {name: str(value) for name, value in settings.items()}
-        found = share_json(mine, self.group, device=device)
-        for name in mine:
-            values = [each.get(name) for each in found]
-            if len(set(values)) > 1:
-                shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-                raise RoutingError(
-                    f"the ranks of the experts' group differ in {name} ({shown}); build the same "
-                    "layer on each of them"
-                )
-        self._agreed = True
+        mine: dict[str, str | None] = {name: str(value) for name, value in settings.items()}
+        fault: str | None = None
+        for group in self.groups:
+            found = share_json({"fault": fault, **mine}, group, device=device)
+            told = (each["fault"] for each in found if each["fault"])
+            fault = fault or next(told, None) or _difference(found, list(mine))
+        if fault is not None:
+            raise RoutingError(fault)
+        self.reached = True
+
+
+def _difference(found: Sequence[Mapping[str, str | None]], names: Sequence[str]) -> str | None:
+    for name in names:
+        values = [each.get(name) for each in found]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return (
+                f"ranks that share experts or tokens differ in {name} ({shown}); build the same "
+                "layer on each of them"
+            )
+    return None

@@ -66,10 +66,12 @@ class AllGatherDispatcher:
         ids = torch.where((ids >= 0) & (ids < self.local_experts), ids, self.local_experts)
         counts = ids.new_zeros(self.local_experts + 1)
         counts = counts.scatter_add_(0, ids, torch.ones_like(ids))[:-1]
-        taken = ids.argsort(stable=True)[: int(counts.sum())]
+        numbers: list[int] = counts.tolist()
+        taken = ids.argsort(stable=True)[: sum(numbers)]
         tokens = taken.div(k, rounding_mode="floor")
         own = shares.flatten().index_select(0, taken)
-        return Sent(rows.index_select(0, tokens), counts, _Taken(tokens, own, len(rows), len(x)))
+        handle = _Taken(tokens, own, len(rows), len(x))
+        return Sent(rows.index_select(0, tokens), counts, handle, most=max(numbers))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`. Sums in fp32 (fp64 for fp64), and once more over ranks."""

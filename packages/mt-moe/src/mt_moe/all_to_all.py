@@ -80,7 +80,8 @@ class AllToAllDispatcher:
             own = ids.repeat_interleave(local.flatten(), output_size=sum(of)).unsqueeze(1)
             arrived, order, _ = permute(arrived, own, self.local_experts)
         shares = weights.repeat_interleave(self.groups.etp, 1)
-        return Sent(arrived, local.sum(0), _Way(places, shares, to, of, order))
+        most = max(map(sum, zip(*received, strict=True)))
+        return Sent(arrived, local.sum(0), _Way(places, shares, to, of, order), most=most)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`."""

@@ -19,6 +19,7 @@ class Sent(NamedTuple):
         counts: Rows of each of this rank's experts.
         handle: What `combine` needs.
         exact: Whether `counts` adds up to N.
+        most: Rows of the expert that has most, where the host knows it.
 
     Shape:
         rows: [N, H]; counts: [local experts], int64.
@@ -28,6 +29,7 @@ class Sent(NamedTuple):
     counts: Tensor
     handle: Any
     exact: bool = True
+    most: int = 0
 
 
 class Dispatcher(Protocol):
@@ -121,7 +123,7 @@ def check_finite(weights: Tensor) -> None:
     except RuntimeError:
         if weights.device.type != "cpu":
             raise
-        raise RoutingError(not_finite("this rank")) from None
+        raise RoutingError(not_finite("this rank, or of one that shares its tokens,")) from None
 
 
 def not_finite(who: str) -> str:

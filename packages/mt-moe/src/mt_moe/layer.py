@@ -14,14 +14,17 @@ from mt_parallel_state import (
     gather_from_group,
     group_rank,
     group_size,
+    outside_graph,
     scatter_to_group,
     shard_param,
 )
 from mt_tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
+from mt_moe.agreement import Agreement
 from mt_moe.balance import LossSum, count_choices
 from mt_moe.capacity import Capacity, kept_choices
+from mt_moe.dispatch import finite
 from mt_moe.dispatchers import make_dispatcher
 from mt_moe.expert_options import ExpertOptions
 from mt_moe.experts import Experts
@@ -45,7 +48,7 @@ class MoEOptions:
         shared_gate: Whether a sigmoid of the token scales that one.
         latent_size: Size to which tokens are projected before the experts, and back after; None is
             their own. The router and the shared expert see the whole.
-        dispatcher: "auto", "local", "all_to_all", "all_gather" or "deep_ep".
+        dispatcher: "auto", "local", "all_to_all" or "all_gather".
     """
 
     router: RouterOptions = field(default_factory=RouterOptions)
@@ -171,6 +174,9 @@ class MoELayer(nn.Module):
             self.to_latent = _whole_linear(hidden_size, inner, partial, how)
             self.from_latent = _whole_linear(inner, hidden_size, partial, how)
         self.dispatcher = make_dispatcher(options.dispatcher, num_experts, groups)
+        self._agreement = Agreement(groups.experts, groups.tokens)
+        told = set(_ranks(groups.tokens)) <= set(_ranks(groups.experts))  # by the dispatcher
+        self._tells = group_size(groups.tokens) > 1 and not told
 
     def forward(
         self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
@@ -207,6 +213,15 @@ class MoELayer(nn.Module):
             lift = [None if each is None else each.unsqueeze(0) for each in (valid, token_index)]
             out = self.forward(x.unsqueeze(0), valid=lift[0], token_index=lift[1])
             return out._replace(hidden=out.hidden.squeeze(0))
+        if not self._agreement.reached:
+            outside_graph(self._agreement.check)(
+                x.device,
+                num_experts=self.num_experts,
+                hidden_size=x.shape[-1],
+                dtype=x.dtype,
+                router=self.options.router,
+                capacity=self.options.capacity,
+            )
         alone = self.groups.tp is None or self.sequence_parallel
         parts, length = (x, valid, token_index), x.shape[SEQUENCE_DIM]
         own = parts if alone else _share(*parts, group=self.groups.tp)
@@ -227,10 +242,12 @@ class MoELayer(nn.Module):
         """Apply router and experts to this rank's tokens, of which the group has `together`."""
         routed = self.router(x, valid=valid, token_index=token_index)
         weights, chosen, dropped = self._limit(routed, token_index, together)
+        if self._tells:
+            weights = outside_graph(_told)(weights, self.groups.tokens)
         inner = x if self.to_latent is None else self.to_latent(x)
         drops = valid is not None or self._capacity is not None
         sent = self.dispatcher.dispatch(inner.flatten(0, 1), chosen, weights, drops=drops)
-        slots = self._slots(together)
+        slots = self._slots(together, sent.most)
         rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
         y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
         y = y if self.from_latent is None else self.from_latent(y)
@@ -262,13 +279,16 @@ class MoELayer(nn.Module):
             dropped,
         )
 
-    def _slots(self, together: int) -> int | None:
-        """Rows of each expert with a padded capacity: of all groups of tokens that send to it."""
+    def _slots(self, together: int, most: int) -> int | None:
+        """Rows of each expert with a padded capacity: of all groups of tokens that send to it.
+
+        Where a group has more tokens than this rank's, its experts can have more: `most`.
+        """
         capacity = self._capacity
         if capacity is None or not capacity.pad:
             return None
-        most = capacity.of(together, self.options.router.top_k, self.num_experts)
-        return most * self._senders(group_size(self.groups.tokens))
+        own = capacity.of(together, self.options.router.top_k, self.num_experts)
+        return max(most, own * self._senders(group_size(self.groups.tokens)))
 
     def _senders(self, together: int) -> int:
         """How many groups of tokens send to this rank's experts, each up to its own capacity."""
@@ -279,6 +299,13 @@ class MoELayer(nn.Module):
         if tokens >= ranks:
             return 1
         return -(-len(ranks) // together) if tokens <= ranks else len(ranks)
+
+
+def _told(weights: Tensor, group: Group) -> Tensor:
+    """Make the weights NaN on all ranks of a group if they are so on one: all raise, none waits."""
+    good = finite(weights).int()
+    torch.distributed.all_reduce(good, op=torch.distributed.ReduceOp.MIN, group=group)
+    return torch.where(good.bool(), weights, torch.nan)
 
 
 def _ranks(group: Group) -> list[int]:
