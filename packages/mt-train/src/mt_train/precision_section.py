@@ -25,7 +25,8 @@ class PrecisionSection:
         keep: Linear layers that stay in `training.dtype`, as globs of their names, such as
             `layers.*.mixer.out`.
         keep_first: Layers at the start of the model that do.
-        keep_last: Layers at its end that do. Embedding, head, norms and attention always do.
+        keep_last: Layers at its end that do. Embedding, head, norms, attention and routed experts
+            always do.
         history: Steps whose largest magnitudes `delayed` remembers; 1 by default.
         largest: Which of them `delayed` scales by: the `most_recent` (the default) or the `max`.
         margin: Powers of two that `delayed` leaves free above it; 0 by default.
