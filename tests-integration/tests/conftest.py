@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # rows of one file are used in another
+
 TINY = """\
 model:
   hidden_size: 32

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -62,6 +62,8 @@ class Generate:
     nproc: int | None = None
     """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it
     out."""
+    cuda_graphs: bool = False
+    """Replay a CUDA graph for each token; on a CPU run what it would, checked."""
     pp: int = 1
     """Pipeline stages, each with a part of the layers; several processes share one."""
     ep: int = 1
@@ -70,8 +72,8 @@ class Generate:
 
 
 _COMMANDS = {"generate": Generate}
-_SWITCHES = ("greedy", "ema")
-_FLAGS = tuple(f"--{no}{name}" for name in _SWITCHES for no in ("", "no-"))
+_SWITCHES = ("greedy", "ema", "cuda_graphs")
+_FLAGS = tuple(f"--{no}{name}".replace("_", "-") for name in _SWITCHES for no in ("", "no-"))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -251,7 +253,7 @@ def _as_arguments(command: Generate, step: int) -> list[str]:
         if field.name not in ("run", *_SWITCHES)
         and (value := getattr(command, field.name)) is not None
     ]
-    switches = [f"--{name}" for name in _SWITCHES if getattr(command, name)]
+    switches = [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(command, name)]
     return ["generate", *options, *switches, "--", str(command.run)]
 
 
@@ -282,6 +284,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             generator = load_weights(
                 agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
             )
+        if command.cuda_graphs:
+            generator = replace(generator, cuda_graphs=True, on_eager=_say)
         _use_threads(generator)
         return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from mt_data import DataError, Tokenizer
-from mt_model import GPT, KVCache, ModelConfig
+from mt_model import GPT, GraphedDecoding, KVCache, ModelConfig
 from torch import Tensor
 
-from mt_infer.sampling import Sampling, choose
+from mt_infer.sampling import Sampling, choose, choose_by
 
 
 class PromptError(ValueError):
@@ -73,12 +73,19 @@ class Generator:
         config: The model's layer list.
         tokenizer: The one the model was trained with.
         stages: The ranks that hold the stages, in order; None: this rank holds all layers.
+        cuda_graphs: Replay a CUDA graph for each token behind the prompt; the tokens are the same.
+            On a CPU nothing is captured, and what a replay would compute wrong raises
+            `mt_fusions.GraphError`.
+        on_eager: Told once a text why its passes are not replayed, where they can't be; None
+            raises `mt_fusions.GraphError`.
     """
 
     model: GPT
     config: ModelConfig
     tokenizer: Tokenizer
     stages: dist.ProcessGroup | None = None
+    cuda_graphs: bool = False
+    on_eager: Callable[[str], object] | None = None
 
     def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
         """Continue a text; returns the continuation alone. See `complete`."""
@@ -126,34 +133,64 @@ class Generator:
         cache = self.model.new_cache(batch_size=1, max_length=length)
         whole = [fed]
         waiting: Tensor | None = None
+        decoding: GraphedDecoding | None = None
         for position in range(first, length):
-            # Padding rows of the embedding are no tokens.
-            allowed = self._scores(fed, cache, encoded)[:, -1, : self.tokenizer.vocab_size]
+            found = self._scores(fed, cache, encoded, decoding)
             encoded = None  # the cache has what is made of it
             # A token is read only when the device has the next step to do.
             if waiting is not None:
                 if int(waiting) == self.tokenizer.eod_id:
                     return
                 yield int(waiting)
-            waiting = choose(allowed, sampling, position)
+            if decoding is not None and self.stages is None:
+                waiting = found.clone()  # the next pass overwrites what a graph returned
+            else:
+                waiting = choose(self._allowed(found), sampling, position)
             fed = waiting[:, None]
             whole.append(fed)
+            if self.cuda_graphs and decoding is None and position + 1 < length:
+                decoding = self._decoding(cache, sampling)
             # Keys made with other rotary factors don't serve a longer sequence.
             if self.config.cache_break(cache.length, position + 1) is not None:
                 cache = self.model.new_cache(batch_size=1, max_length=length)
-                fed = torch.cat(whole, dim=1)
+                fed, decoding = torch.cat(whole, dim=1), None
         if waiting is not None and int(waiting) != self.tokenizer.eod_id:
             yield int(waiting)
 
-    def _scores(self, tokens: Tensor, cache: KVCache, encoded: Tensor | None = None) -> Tensor:
-        """Scores after the last of the tokens, on every rank.
+    def _allowed(self, scores: Tensor) -> Tensor:
+        """Scores after the last token of what may follow: padding rows of the embedding may not."""
+        return scores[:, -1, : self.tokenizer.vocab_size]
+
+    def _decoding(self, cache: KVCache, sampling: Sampling) -> GraphedDecoding:
+        """Replay what follows the prompt; the choice of a token too, but for several stages."""
+        if self.stages is not None:
+            return GraphedDecoding(self.model, cache, on_eager=self.on_eager)
+        keys = torch.tensor([sampling.key(place) for place in range(cache.max_length + 1)])
+        keys = keys.to(next(self.model.parameters()).device)
+
+        def then(scores: Tensor, place: Tensor) -> Tensor:
+            key = keys.index_select(0, place.view(1)).squeeze(0)
+            return choose_by(key, self._allowed(scores), sampling)
+
+        state = {"keys": keys}
+        return GraphedDecoding(self.model, cache, then=then, state=state, on_eager=self.on_eager)
+
+    def _scores(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        encoded: Tensor | None,
+        decoding: GraphedDecoding | None,
+    ) -> Tensor:
+        """Scores after the last of the tokens, on every rank; of one stage what `decoding` returns.
 
         The activation goes from stage to stage by send and recv, and the last one broadcasts the
         scores.
         """
         batch = {"tokens": tokens, "cache": cache, "encoder_tokens": encoded}
+        run = decoding or self.model
         if self.stages is None:
-            return cast("Tensor", self.model(None, batch))
+            return cast("Tensor", run(None, batch))
         stage, last = dist.get_rank(self.stages), dist.get_world_size(self.stages) - 1
         where = {"dtype": self.model.placement.dtype, "device": tokens.device}
         x = None
@@ -161,7 +198,7 @@ class Generator:
             length = tokens.shape[1] + (0 if encoded is None else encoded.shape[1])
             x = torch.empty(tokens.shape[0], length, self.config.hidden_size, **where)
             dist.recv(x, group=self.stages, group_src=stage - 1)
-        y = cast("Tensor", self.model(x, batch)).contiguous()
+        y = cast("Tensor", run(x, batch)).contiguous()
         if stage < last:
             dist.send(y, group=self.stages, group_dst=stage + 1)
             y = torch.empty(tokens.shape[0], 1, self.config.vocab_size, **where)

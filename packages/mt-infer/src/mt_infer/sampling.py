@@ -35,6 +35,10 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: use a number above 0 and at most 1")
 
+    def key(self, position: int) -> int:
+        """Return the key of the random number that chooses the token at a position."""
+        return hash_key("mt-infer", self.seed, position)
+
 
 def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     """Choose one token per row.
@@ -54,6 +58,11 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
         raise TypeError(f"logits must be a tensor of shape [B, vocab], not {_kind(logits)}")
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling, not {_kind(sampling)}")
+    return choose_by(sampling.key(position), logits, sampling)
+
+
+def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+    """Choose one token per row with the random number of a key, which may be a tensor."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     scores = logits.double()
@@ -70,7 +79,6 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     cumulative = probabilities.cumsum(-1)
     rows = torch.arange(logits.shape[0], device=logits.device)
-    key = hash_key("mt-infer", sampling.seed, position)
     draw = random_uniform(key, rows, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, draw, right=True)
     # A draw that rounds up to the total would fall behind the last kept token.

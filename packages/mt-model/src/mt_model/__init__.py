@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mt_model.allocator import keep_freed_memory
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
+    from mt_model.decoding import GraphedDecoding
     from mt_model.dtype import DTYPES
     from mt_model.encoder_decoder import EncoderDecoder
     from mt_model.hugging_face.checkpoint import export_checkpoint, import_pretrained
@@ -106,6 +107,7 @@ __all__ = [
     "FeedForwardConfig",
     "GatedDeltaNetConfig",
     "GraphOptions",
+    "GraphedDecoding",
     "ImageInputConfig",
     "KVCache",
     "KeptBytes",
@@ -184,6 +186,7 @@ __getattr__ = resolve_later(
     allocator="keep_freed_memory",
     cache="KVCache",
     decoder="GPT",
+    decoding="GraphedDecoding",
     dtype="DTYPES",
     encoder_decoder="EncoderDecoder",
     initialization="initializer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -20,12 +21,20 @@ class KVCache:
         max_length: tokens that fit.
         length: tokens that it holds, padding too; those of the next pass follow them.
         mask: False at the places of padding, [B, max_length]; None where there is none.
+        place: `length` as a tensor, int64 [], which a CUDA graph reads in its stead, or None.
     """
 
     layers: Mapping[int, MutableMapping[str, Tensor]]
     max_length: int
     length: int = 0
     mask: Tensor | None = None
+    place: Tensor | None = None
+
+    def places(self, count: int, device: torch.device) -> Tensor:
+        """Return the places of the tokens of the next pass, [count]."""
+        if self.place is None:
+            return torch.arange(self.length, self.length + count, device=device)
+        return self.place + torch.arange(count, device=device)
 
     def note(self, mask: Tensor | None) -> None:
         """Note which of the tokens of the next pass are padding.

@@ -378,7 +378,7 @@ class GPT(Stack[ModelConfig]):
                     "there. Make a new cache, and give all tokens again"
                 )
             self._note_padding(cache, whole_of(batch, "mask", length))
-            places = torch.arange(cache.length, cache.length + length, device=device)
+            places = cache.places(length, device)
             mask = cache.mask
         else:
             self._check_length(length)
@@ -407,7 +407,7 @@ class GPT(Stack[ModelConfig]):
         documents, mask = whole_of(batch, "documents", length), batch.get("mask")
         attend: Attend = self.placement.context
         if cache is not None:
-            places = torch.arange(cache.length, cache.length + length, device=device)
+            places = cache.places(length, device)
             attend = CachedAttend(cache=cache, places=places)
         if mask is not None:
             documents = padding_as_document(mask, documents)
