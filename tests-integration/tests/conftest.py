@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # rows of one file are used in another
-
 TINY = """\
 model:
   hidden_size: 32
