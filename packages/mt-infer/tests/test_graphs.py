@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from mt_infer import Generator, Sampling
 from mt_model import GPT, AlibiConfig, LongropeScaling, RopeConfig, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_schedule import split_layers
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
 LONGROPE = LongropeScaling(
@@ -51,8 +54,41 @@ def test_what_no_graph_serves_says_so_and_gives_the_same_tokens() -> None:
     assert "makes a tensor of Python's values" in said[0]
 
 
+def two_stages(sampling: Sampling, *, cuda_graphs: bool) -> list[int]:
+    config = gpt(**SIZES, max_sequence_length=32, init_std=0.5)
+    with ParallelState(ParallelLayout(pp=2)) as state:
+        layers = split_layers(2, 2)[state.index("pp")]
+        model = GPT(config, state, layers=layers, seed=1).eval()
+        stages = state.group("pp")
+        return tokens(model, sampling, stages=stages, cuda_graphs=cuda_graphs)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=20, seed=2)])
+def test_two_stages_give_the_same_tokens_with_graphs(ranks, sampling) -> None:
+    config = gpt(**SIZES, max_sequence_length=32, init_std=0.5)
+    expected = tokens(GPT(config, seed=1).eval(), sampling)
+    for cuda_graphs in (False, True):
+        for found in ranks(2, partial(two_stages, sampling, cuda_graphs=cuda_graphs)):
+            assert found == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_pass_chooses_the_tokens_of_eager_mode() -> None:
+    model = GPT(gpt(**SIZES, max_sequence_length=32, init_std=0.5), seed=1).cuda().eval()
+    for sampling in (Sampling(temperature=0), Sampling(top_k=20, top_p=0.9, seed=2)):
+        assert tokens(model, sampling, cuda_graphs=True) == tokens(model, sampling)
+
+
 def test_the_command_takes_graphs(saved_run, generate) -> None:
     options = ("--max-tokens", 8, "--seed", 3)
     plain = generate(saved_run, *options)
     assert plain[0] == 0
     assert generate(saved_run, *options, "--cuda-graphs") == plain
+
+
+def test_processes_are_told_of_graphs(saved_run, generate, monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr("mt_parallel_state.launch", lambda *call: calls.append(call) or 0)
+    generate(saved_run, "--nproc", 2, "--cuda-graphs")
+    assert "--cuda-graphs" in calls[0][1]

@@ -117,6 +117,10 @@ def _say(message: str) -> None:
         sys.stderr.write(f"mt-infer: {_bounded(message)}\n")
 
 
+def _keep_quiet(_: str) -> None:
+    """Leave it to another rank, which is the same in this."""
+
+
 def _bounded(text: str) -> str:
     """Cut a message that quotes something very long."""
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
@@ -285,7 +289,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
                 agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
             )
         if command.cuda_graphs:
-            generator = replace(generator, cuda_graphs=True, on_eager=_say)
+            told = _say if env.local_rank == 0 else _keep_quiet
+            generator = replace(generator, cuda_graphs=True, on_eager=told)
         _use_threads(generator)
         return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
 

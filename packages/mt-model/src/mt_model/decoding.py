@@ -12,6 +12,8 @@ from mt_model.batch import Batch
 from mt_model.cache import KVCache
 from mt_model.decoder import GPT
 
+_NAME = "a step of decoding"
+
 
 class GraphedDecoding:
     """A stage's passes of one token after those of a cache, each the replay of one CUDA graph.
@@ -20,6 +22,9 @@ class GraphedDecoding:
     Where the next token goes is a tensor (`KVCache.place`), so one graph serves all; what it
     returns is overwritten by the next call. On a CPU each pass runs as it is, and what a replay
     would compute wrong raises `mt_fusions.GraphError`.
+
+    Eagerly run the passes of ALiBi, whose slopes are made of Python's numbers, of a rope whose
+    angles change with the length, and, on a CPU, of ranks that share tensors.
 
     Args:
         stage: Of a language model.
@@ -66,12 +71,11 @@ class GraphedDecoding:
         obstacle = _obstacle(stage, cache)
         if obstacle is None:
             held = {**dict(_held(stage, cache)), **(state or {}), "place": self._place}
-            name = "a step of decoding"
-            self._run = Graph(self._step, state=held, name=name, on_eager=on_eager)
+            self._run = Graph(self._step, state=held, name=_NAME, on_eager=on_eager)
         elif on_eager is None:
-            raise GraphError(obstacle)
+            raise GraphError(f"{_NAME} can't run as a CUDA graph: {obstacle}")
         else:
-            on_eager(obstacle)
+            on_eager(f"{_NAME} runs eagerly: {obstacle}")
 
     @property
     def replays(self) -> int:
