@@ -233,8 +233,9 @@ class Router(nn.Module):
         if in_backward() and self._fractions:
             return self._fractions.popleft()
         so_far = cast("Tensor", self.so_far)
-        so_far += torch.cat([counts, tokens.unsqueeze(1)], 1)
-        load = sum_counts(so_far[:, :-1], so_far[:, -1], self.step_group)
+        total = so_far + torch.cat([counts, tokens.unsqueeze(1)], 1)
+        so_far.copy_(total)
+        load = sum_counts(total[:, :-1], total[:, -1], self.step_group)
         if not in_backward():
             self._fractions.append(load)
         return load
