@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mt_model.placement import Placement
 
 MAX_EXPERTS = 1 << 16
+_LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "router_z_loss")
 _OF_NAMES = string.ascii_lowercase + "_"
 
 
@@ -153,6 +154,17 @@ class MoEConfig(FeedForwardConfig):
             "router_z": self.router_z_loss,
         }
         return {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def evaluated(self) -> MoEConfig:
+        """The same without what only training has."""
+        return replace(
+            self,
+            **dict.fromkeys((*_LOSSES, "jitter", "sinkhorn"), 0),
+            capacity_factor=None,
+            drop="probability",
+            dispatcher="auto",
+        )
 
     @property
     def drops(self) -> bool:

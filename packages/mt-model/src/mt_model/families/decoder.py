@@ -203,12 +203,24 @@ def first_layer(config: StackConfig) -> tuple[AttentionConfig, MLPConfig]:
     return mixer, mlp
 
 
+def first_mixer(config: StackConfig) -> AttentionConfig:
+    """Return the attention of the first layer.
+
+    Raises:
+        ValueError: Its mixer is another.
+    """
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, AttentionConfig):
+        raise ValueError(f"layer 0 has {type(mixer).__name__}, and no attention")  # noqa: TRY004
+    return mixer
+
+
 def decoder_links(
     config: ModelConfig,
     *,
     norms: Mapping[str, str] = _NORMS,
     attention: EntryLinks[AttentionConfig] | None = None,
-    mlp: EntryLinks[MLPConfig] | None = None,
+    mlp: EntryLinks[Any] | None = None,
 ) -> Iterator[Link]:
     """Yield what Llama, Mistral and Qwen call each parameter.
 
@@ -222,7 +234,7 @@ def decoder_links(
     yield from end_links(config)
     for index, layer in enumerate(config.layers):
         source, target = f"model.layers.{index}", f"layers.{index}"
-        mixer, entry = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
+        mixer, entry = cast("AttentionConfig", layer.mixer), cast("Any", layer.feed_forward)
         for norm, ours in norms.items():
             yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
         link = attention or attention_links

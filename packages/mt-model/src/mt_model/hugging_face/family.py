@@ -169,11 +169,11 @@ class Family:
 def comparable(config: StackConfig) -> StackConfig:
     """Return a model without what changes no logit: dropout, initial values, padding.
 
-    Nor does it have where norms round in bf16, weights of losses, and modules that predict further
-    tokens in training.
+    Nor does it have where norms round in bf16, weights of losses, what routers do in training only,
+    and modules that predict further tokens in training.
     """
     layers = tuple(
-        replace(layer, mixer=_undropped(layer.mixer), feed_forward=_undropped(layer.feed_forward))
+        replace(layer, mixer=_evaluated(layer.mixer), feed_forward=_evaluated(layer.feed_forward))
         for layer in config.layers
     )
     same: dict[str, Any] = {"dropout": 0.0, "init_std": StackConfig.init_std, "embedding_std": None}
@@ -188,7 +188,9 @@ def comparable(config: StackConfig) -> StackConfig:
     return replace(config, layers=layers, norm=norm, **same)
 
 
-def _undropped(entry: Any) -> Any:
+def _evaluated(entry: Any) -> Any:
+    if hasattr(entry, "evaluated"):
+        return entry.evaluated
     return replace(entry, dropout=0.0) if hasattr(entry, "dropout") else entry
 
 
