@@ -54,21 +54,22 @@ def test_what_no_graph_serves_says_so_and_gives_the_same_tokens() -> None:
     assert "makes a tensor of Python's values" in said[0]
 
 
-def two_stages(sampling: Sampling, *, cuda_graphs: bool) -> list[int]:
+def two_ranks(sampling: Sampling, pp: int, *, cuda_graphs: bool) -> list[int]:
     config = gpt(**SIZES, max_sequence_length=32, init_std=0.5)
-    with ParallelState(ParallelLayout(pp=2)) as state:
-        layers = split_layers(2, 2)[state.index("pp")]
+    with ParallelState(ParallelLayout(tp=2 // pp, pp=pp)) as state:
+        layers = split_layers(2, pp)[state.index("pp")]
         model = GPT(config, state, layers=layers, seed=1).eval()
         stages = state.group("pp")
         return tokens(model, sampling, stages=stages, cuda_graphs=cuda_graphs)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=20, seed=2)])
-def test_two_stages_give_the_same_tokens_with_graphs(ranks, sampling) -> None:
+def test_two_ranks_give_the_same_tokens_with_graphs(ranks, sampling, pp) -> None:
     config = gpt(**SIZES, max_sequence_length=32, init_std=0.5)
     expected = tokens(GPT(config, seed=1).eval(), sampling)
     for cuda_graphs in (False, True):
-        for found in ranks(2, partial(two_stages, sampling, cuda_graphs=cuda_graphs)):
+        for found in ranks(2, partial(two_ranks, sampling, pp, cuda_graphs=cuda_graphs)):
             assert found == expected
 
 

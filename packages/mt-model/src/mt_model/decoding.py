@@ -23,8 +23,8 @@ class GraphedDecoding:
     returns is overwritten by the next call. On a CPU each pass runs as it is, and what a replay
     would compute wrong raises `mt_fusions.GraphError`.
 
-    Eagerly run the passes of ALiBi, whose slopes are made of Python's numbers, of a rope whose
-    angles change with the length, and, on a CPU, of ranks that share tensors.
+    ALiBi, whose slopes are made of Python's numbers, and a rope whose angles change with the length
+    run eagerly.
 
     Args:
         stage: Of a language model.
