@@ -65,7 +65,7 @@ class MoEConfig(FeedForwardConfig):
         shared_gate: a sigmoid of the token scales that one (Qwen2-MoE).
         latent_size: tokens are projected to this width before the experts, and back after.
         dispatcher: how tokens travel to ranks with their experts: `auto`, `all_to_all`,
-            `all_gather`, `deep_ep`, or `local` on one rank.
+            `all_gather`, or `local` on one rank.
     """
 
     num_experts: int
@@ -97,7 +97,7 @@ class MoEConfig(FeedForwardConfig):
     shared_size: int = 0
     shared_gate: bool = False
     latent_size: int | None = None
-    dispatcher: Literal["auto", "local", "all_to_all", "all_gather", "deep_ep"] = "auto"
+    dispatcher: Literal["auto", "local", "all_to_all", "all_gather"] = "auto"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
