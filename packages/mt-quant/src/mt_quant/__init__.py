@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
+
 from mt_quant.awq import awq, awq_scale, clipped_grid
 from mt_quant.calibration import RANGES, Magnitudes, find_range
 from mt_quant.config import Explanation, QuantizationConfig
@@ -27,7 +31,14 @@ from mt_quant.statistics import Statistics
 from mt_quant.svdquant import svdquant
 from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_weight
 
+if TYPE_CHECKING:
+    from mt_quant.compressed import describe_compressed, write_compressed
+    from mt_quant.installation import compressed_state, install, stored_layer
+    from mt_quant.layout import LAYOUTS, Layout
+    from mt_quant.stored import StoredLinear, join_rows
+
 __all__ = [
+    "LAYOUTS",
     "MATMULS",
     "METHODS",
     "RANGES",
@@ -42,6 +53,7 @@ __all__ = [
     "InputSource",
     "KVCalibrator",
     "KVScales",
+    "Layout",
     "LinearShape",
     "Magnitudes",
     "Matmul",
@@ -58,11 +70,14 @@ __all__ = [
     "SharedInput",
     "SplitLinear",
     "Statistics",
+    "StoredLinear",
     "WeightFormat",
     "awq",
     "awq_scale",
     "choose_formats",
     "clipped_grid",
+    "compressed_state",
+    "describe_compressed",
     "distillation_loss",
     "encode",
     "find_grid",
@@ -70,6 +85,8 @@ __all__ = [
     "fold_scale",
     "fold_scales",
     "gptq",
+    "install",
+    "join_rows",
     "load_quantized",
     "measure_costs",
     "output_error",
@@ -79,6 +96,17 @@ __all__ = [
     "rtn",
     "smoothquant",
     "smoothquant_scale",
+    "stored_layer",
     "svdquant",
     "weight_bits",
+    "write_compressed",
 ]
+
+# Layouts of other software are for who reads or writes them.
+__getattr__ = resolve_later(
+    __name__,
+    compressed="describe_compressed write_compressed",
+    installation="compressed_state install stored_layer",
+    layout="LAYOUTS Layout",
+    stored="StoredLinear join_rows",
+)

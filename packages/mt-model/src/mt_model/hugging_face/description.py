@@ -103,7 +103,7 @@ def describe_pretrained(folder: str | Path) -> Description:
         raise ExchangeError(f"{folder} is not a folder; name one with {CONFIG} and safetensors")
     given = read_config(folder)
     family = family_of(given, folder / CONFIG)
-    config = family.config_of(given, folder / CONFIG, _names(family, folder))
+    config = family.config_of(unquantized(given), folder / CONFIG, _names(family, folder))
     return Description(folder=folder, family=family, config=config, given=given)
 
 
@@ -126,6 +126,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ExchangeError(f"{path}: is no mapping of fields; restore it")
     return given
+
+
+def unquantized(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json without how its weights are stored."""
+    return {name: value for name, value in given.items() if name != "quantization_config"}
 
 
 def root_of(folder: Path) -> Path:

@@ -12,7 +12,13 @@ import torch
 from mt_files import write_file
 from torch import Tensor
 
-from mt_model.hugging_face.description import CARRIED, CONFIG, copy_into, read_config
+from mt_model.hugging_face.description import (
+    CARRIED,
+    CONFIG,
+    copy_into,
+    read_config,
+    unquantized,
+)
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family, comparable
 from mt_model.hugging_face.folder import by_source, linked, stored_dtype
@@ -147,12 +153,13 @@ def _content(
     only = next(iter(dtypes)) if len(dtypes) == 1 else None
     told = stored_dtype(given)
     if like is not None and family.name == family_of(given, like / CONFIG).name:
-        before = family.config_of(given, like / CONFIG, {tensor.name for tensor in planned})
+        plain = unquantized(given)
+        before = family.config_of(plain, like / CONFIG, {tensor.name for tensor in planned})
         if comparable(before) == comparable(config):
-            if only is None or told in (only, None):
+            if plain == given and (only is None or told in (only, None)):
                 return like / CONFIG
             fields = {name: given[name] for name in ("architectures",) if given.get(name)}
-    content = {**given, "architectures": [family.architectures[0]]}
+    content = {**unquantized(given), "architectures": [family.architectures[0]]}
     content |= {"model_type": family.model_types[0], **fields}
     if only is not None:
         content["dtype" if "dtype" in given else "torch_dtype"] = str(only).removeprefix("torch.")

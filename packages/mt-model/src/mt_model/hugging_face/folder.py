@@ -108,7 +108,7 @@ def open_pretrained(folder: str | Path) -> Pretrained:
     """
     described = describe_pretrained(folder)
     links, shapes = linked(described.family, described.config)
-    found = _unwrapped(described.family, open_tensors(described.folder))
+    found = _unwrapped(described.family, _opened(described))
     found = _renamed(described, found, {link.source for link in links})
     return Pretrained(
         folder=described.folder,
@@ -119,6 +119,18 @@ def open_pretrained(folder: str | Path) -> Pretrained:
         links=by_target(links, shapes),
         shapes=shapes,
     )
+
+
+def _opened(described: Description) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a folder, of layers in low precision their weights alone."""
+    tensors = open_tensors(described.folder)
+    if described.given.get("quantization_config") is None:
+        return tensors
+    from mt_model.hugging_face.low_bit import layout_of, with_layers  # brings mt-quant
+
+    layout = layout_of(described.given, described.folder / CONFIG)
+    dtype = stored_dtype(described.given) or torch.bfloat16
+    return tensors if layout is None else with_layers(tensors, layout, dtype)
 
 
 def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:

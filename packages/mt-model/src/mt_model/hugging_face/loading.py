@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_parallel_state import ParallelLayout, ParallelState
 
 from mt_model.config import ModelConfig
-from mt_model.hugging_face.folder import open_pretrained
+from mt_model.hugging_face.error import ExchangeError
+from mt_model.hugging_face.folder import Pretrained, open_pretrained
 from mt_model.stack import Stack
+
+if TYPE_CHECKING:
+    from mt_quant import StoredLinear
 
 
 def from_pretrained(
@@ -19,13 +23,15 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     state: ParallelState | None = None,
     vocab_multiple: int | None = None,
+    dequantize: bool = False,
     **arguments: Any,
 ) -> Stack[Any]:
     """Build a model from a folder of Hugging Face transformers, on this rank's layout.
 
     Each rank reads its own part of each tensor, and none waits for another. The model is in
     evaluation mode, as transformers has it; `model(tokens)` gives logits, and `model(images)` of an
-    encoder of images what transformers returns first.
+    encoder of images what transformers returns first. Layers that the folder has in low precision
+    are `mt_quant.QuantizedLinear`s of the same codes, each rank with its part.
 
     Args:
         folder: With config.json and safetensors files.
@@ -33,6 +39,8 @@ def from_pretrained(
         state: This rank's place; None is a single process.
         vocab_multiple: Of the model; where None the smallest that lets the ranks share the
             vocabulary: 1 where tp divides it, else tp.
+        dequantize: Fill the weights of layers that the folder has in low precision with their
+            values, in place of layers that compute with the codes.
         arguments: Others of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
 
     Raises:
@@ -50,8 +58,30 @@ def from_pretrained(
     chosen = pretrained.dtype if dtype is None else dtype
     model = cast("Stack[Any]", pretrained.config.build(state, dtype=chosen, seed=None, **arguments))
     fill = pretrained.initializer(state)
+    low_bits = {} if dequantize else _low_bits(model, pretrained)
     for name, param in model.named_parameters():
-        if not param.is_meta:
+        if not param.is_meta and name.removesuffix(".weight") not in low_bits:
             fill(name, param)
+    _install(model, low_bits)
     model.origin = pretrained
     return model.eval()
+
+
+def _low_bits(model: Stack[Any], pretrained: Pretrained) -> dict[str, StoredLinear]:
+    """Return the layers that are in low precision, by name."""
+    if pretrained.given.get("quantization_config") is None:
+        return {}
+    from mt_model.hugging_face.low_bit_layers import low_bit_layers  # brings mt-quant
+
+    return dict(low_bit_layers(model, pretrained))
+
+
+def _install(model: Stack[Any], layers: dict[str, StoredLinear]) -> None:
+    if not layers:
+        return
+    from mt_quant import QuantizationError, install
+
+    try:
+        install(model, layers)
+    except QuantizationError as error:
+        raise ExchangeError(str(error)) from error

@@ -32,7 +32,8 @@ def save_pretrained(
 
     Every rank of the model's layout calls it. The tensors are sent one by one to the first rank,
     which writes them: nobody has more than one whole tensor. The folder appears under its name
-    when it is complete.
+    when it is complete. A model with layers in low precision, which is written from one process,
+    becomes a folder in the layout of compressed-tensors.
 
     Args:
         model: This rank's stage, or its stages where a schedule has several on it.
@@ -51,6 +52,8 @@ def save_pretrained(
             left at `folder`.
     """
     stages = [model] if isinstance(model, Stack) else list(model)
+    if _save_low_bits(stages, Path(folder), like, family, dtype, file_size):
+        return
     gather, export, problem, cause = Gather(stages), None, "", None
     if gather.is_first:
         try:
@@ -74,6 +77,31 @@ def save_pretrained(
     problem = gather.tell(problem)
     if problem:
         raise ExchangeError(problem) from cause
+
+
+def _save_low_bits(
+    stages: Sequence[Stack[Any]],
+    folder: Path,
+    like: str | Path | None,
+    family: str | None,
+    dtype: torch.dtype | None,
+    file_size: int,
+) -> bool:
+    """Write a model with layers in low precision; False for another model."""
+    from mt_model.hugging_face.low_bit_saving import has_low_bits, write_low_bits  # mt-quant
+
+    if not any(has_low_bits(stage) for stage in stages):
+        return False
+    if len(stages) > 1 or stages[0].state.layout.world_size > 1:
+        raise ExchangeError(
+            "a model in low precision is written from one process; quantise it there, or read it "
+            "from its folder"
+        )
+    check_free(folder)
+    kept = dtype or stages[0].placement.dtype
+    export = _plan(stages[0], like, family, kept, file_size)
+    write_low_bits(stages[0], export, folder, dtype=kept, file_size=file_size)
+    return True
 
 
 def _plan(

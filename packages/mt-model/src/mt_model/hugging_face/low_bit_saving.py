@@ -1,0 +1,135 @@
+"""From a model with layers in low precision to a folder in the layout of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from mt_quant import (
+    InputFormat,
+    QuantizationError,
+    QuantizedLinear,
+    StoredLinear,
+    WeightFormat,
+    describe_compressed,
+    stored_layer,
+    write_compressed,
+)
+from torch import Tensor
+
+from mt_model.hugging_face.description import read_config
+from mt_model.hugging_face.error import ExchangeError
+from mt_model.hugging_face.export import Export
+from mt_model.hugging_face.link import inside
+from mt_model.hugging_face.low_bit_layers import as_source
+from mt_model.hugging_face.writing import Planned, plan_files
+from mt_model.stack import Stack
+
+_WEIGHT = ".weight"
+Formats: TypeAlias = tuple[WeightFormat, InputFormat | None]
+
+
+def has_low_bits(model: Stack[Any]) -> bool:
+    """Whether a model has layers in low precision."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def write_low_bits(
+    model: Stack[Any], export: Export, folder: Path, *, dtype: torch.dtype, file_size: int
+) -> None:
+    """Write a model of one process, tensor by tensor; the folder appears when it is complete.
+
+    Args:
+        model: With layers in low precision.
+        export: Of the same model in full precision.
+        folder: Does not exist, or is empty.
+        dtype: Of scales.
+        file_size: Bytes of tensors in a file.
+
+    Raises:
+        ExchangeError: A layer has what the layout has no place for. Nothing is left at `folder`.
+    """
+    writer = _Writer(model, export, dtype)
+    planned = []
+    for part in export.files.values():
+        for tensor in part:
+            planned += writer.planned(tensor)
+    content = writer.content()
+    files = plan_files(planned, file_size)
+    replace(export, files=files, content=content).write(folder, writer.fill)
+
+
+class _Writer:
+    """The tensors of a folder, of the parameters of a model."""
+
+    def __init__(self, model: Stack[Any], export: Export, dtype: torch.dtype) -> None:
+        self._export, self._dtype = export, dtype
+        self._params = dict(model.named_parameters())
+        self._layers: dict[str, StoredLinear] = {}
+        self._outputs: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, QuantizedLinear):
+                self._layers[f"{name}{_WEIGHT}"] = _stored(name, module)
+                self._outputs[f"{name}{_WEIGHT}"] = len(module.shape.outputs)
+        self._sources: dict[str, str] = {}  # tensors that are parts of a layer, and its weight
+        self._formats: dict[str, Formats] = {}
+
+    def planned(self, tensor: Planned) -> list[Planned]:
+        """Return what is written in place of a tensor."""
+        links = self._export.links[tensor.name]
+        low = [link.target in self._layers for link in links]
+        if not any(low):
+            return [tensor]
+        if not all(low):
+            raise ExchangeError(
+                f"{tensor.name} is part of layers of which some are in low precision and others "
+                "not; give them the same rule"
+            )
+        layer = self._source(tensor.name)
+        formats = layer.weight.format, layer.input
+        self._formats[tensor.name.removesuffix(_WEIGHT)] = formats
+        made = self._parts(tensor.name, layer)
+        self._sources |= dict.fromkeys(made, tensor.name)
+        return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in made.items()]
+
+    def content(self) -> str:
+        """Return config.json, with what is in low precision and how."""
+        given = self._export.content
+        fields = read_config(given.parent) if isinstance(given, Path) else json.loads(given)
+        try:
+            fields["quantization_config"] = describe_compressed(self._formats)
+        except QuantizationError as error:
+            raise ExchangeError(str(error)) from error
+        return json.dumps(fields, indent=2) + "\n"
+
+    def fill(self, name: str, into: Tensor) -> None:
+        """Fill a tensor of the folder."""
+        if name in self._sources:
+            source = self._sources[name]
+            into.copy_(self._parts(source, self._source(source))[name])
+            return
+        for link in self._export.links[name]:
+            shape = self._export.shapes[link.target]
+            whole = tuple((0, size) for size in shape)
+            box = self._params[link.target].detach()[inside(link.area(shape), whole)]
+            link.window(into, shape).copy_(box)
+
+    def _source(self, name: str) -> StoredLinear:
+        export = self._export
+        return as_source(export.links[name], self._layers, export.shapes, self._outputs)
+
+    def _parts(self, source: str, layer: StoredLinear) -> Mapping[str, Tensor]:
+        prefix = source.removesuffix("weight")
+        made = write_compressed(layer, self._dtype)
+        return {f"{prefix}{leaf}": tensor for leaf, tensor in made.items()}
+
+
+def _stored(name: str, layer: QuantizedLinear) -> StoredLinear:
+    try:
+        return stored_layer(layer)
+    except QuantizationError as error:
+        raise ExchangeError(f"{name}: {error}") from error
