@@ -119,7 +119,8 @@ def test_the_configuration_of_a_run_folder_continues_it(tmp_path: Path) -> None:
 def test_config_shows_the_whole_model_and_loads_back_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for override in ("model.preset=qwen3-0.6b", "model.preset=gpt2", "model.bias=true"):
+    presets = ("model.preset=qwen3-0.6b", "model.preset=gpt2", "model.preset=mixtral-8x7b")
+    for override in (*presets, "model.bias=true", "model.moe={num_experts: 4}"):
         code, out, _ = command(["config", str(TINY), override], capsys)
         assert code == 0
         model = yaml.safe_load(out)["model"]
@@ -137,6 +138,7 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
             "embedding_std",
             "mtp",
             "pooled_head",
+            "moe",
         }  # null says that there is none
         assert missing <= {"preset", "from", "vocab_size", "vocab_multiple", *off}
         again = tmp_path / "again.yaml"

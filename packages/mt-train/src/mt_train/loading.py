@@ -141,6 +141,8 @@ class LoadedConfig:
         for name in ("rope", "score_bias"):
             if arguments.get(name) is not None:
                 arguments[name] = getattr(model.layers[0].mixer, name)
+        if arguments.get("moe") is not None:
+            arguments["moe"] = model.layers[0].feed_forward
         if section.layers or "layers" in arguments:  # a preset may have layers that differ, too
             arguments |= dict.fromkeys(UNIFORM_FIELDS)
             arguments["layers"] = tuple(replace(layer, repeat=n) for layer, n in model.runs)
