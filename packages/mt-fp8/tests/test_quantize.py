@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from drawing import LAYOUTS, bits, hard, laid_out, same_bits
 from exact import magnitudes, nearest, step
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mt_fp8 import QTensor, Recipe, Scaling, amax_of, quantize, quantize_both, recipe
 
@@ -82,6 +82,7 @@ def test_error_is_half_a_step_of_the_block(name, finite):
     st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
     st.sampled_from(list(SCALINGS)),
 )
+@example([3.190147189883798e38], "tensor e5m2 pow2")  # its code stands for 2^128
 def test_error_is_half_a_step_whatever_the_numbers(numbers, name):
     x = torch.tensor([numbers], dtype=torch.float32)
     scaling = SCALINGS[name]

@@ -83,19 +83,21 @@ class QTensor:
 
         Args:
             dtype: Of the result; None for that of the tensor that it was made of. The values are
-                made in fp32 and rounded once.
+                made in fp32 and rounded once; for fp64 they are exact products, which a number
+                near the end of fp32 may need.
             rotated: Leave a rotation in, as a product of two rotated tensors takes it.
 
         Shape:
             Returns `shape`.
         """
-        blocks = in_blocks(self.codes(), self.scaling)
-        values = out_of_blocks(
-            blocks * per_block(self.steps(), self.scaling), self.shape, self.scaling
-        )
+        target = self.dtype if dtype is None else dtype
+        wide = torch.float64 if target == torch.float64 else torch.float32
+        blocks = in_blocks(self.codes().to(wide), self.scaling)
+        steps = per_block(self.steps(), self.scaling).to(wide)
+        values = out_of_blocks(blocks * steps, self.shape, self.scaling)
         if self.scaling.hadamard and not rotated:
             values = rotate_back(values)
-        return values.to(self.dtype if dtype is None else dtype)
+        return values.to(target)
 
     def codes(self) -> Tensor:
         """Return the numbers that the codes are, without scales, in fp32.
