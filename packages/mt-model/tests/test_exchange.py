@@ -23,6 +23,8 @@ from mt_model import (
     known_families,
     open_pretrained,
     preset,
+    save_pretrained,
+    saved_buffers,
 )
 from mt_model.cli import main
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -78,6 +80,39 @@ def test_import_and_export_give_the_bytes_back(original, tmp_path, capsys):
         for name in ("config.json", "tokenizer.json"):
             assert (out / name).read_bytes() == (original / name).read_bytes()
     assert "layers" in capsys.readouterr().out
+
+
+def test_biases_of_experts_stay_wide_and_are_in_no_average(tmp_path):
+    row = next(row for row in ROWS if row.name == "deepseek_v3")
+    folder, out = tmp_path / "model", tmp_path / "out"
+    row.build(0).to(torch.bfloat16).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    tensors |= {name: torch.rand(tensors[name].shape) for name in biases}
+    save_file(tensors, path, metadata={"format": "pt"})
+    import_pretrained(folder, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", out)
+    assert biases
+    assert_same(out, folder)
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    model = from_pretrained(folder)
+    model.origin = None
+    save_pretrained(model, tmp_path / "bare")
+    assert_same(tmp_path / "bare", folder)
+    run = RunFolder(tmp_path / "averaged")
+    shards, params = [], dict(model.named_parameters())
+    for prefix, values in ((run.WEIGHTS, 0.0), (run.EMA, 1.0)):
+        named = [(name, torch.full_like(p, values)) for name, p in params.items()]
+        shards += param_shards(named, ParallelLayout(), 0, prefix=prefix, params=params)
+    buffers = saved_buffers([model])
+    how = {"prefix": run.WEIGHTS, "params": buffers}
+    shards += param_shards(buffers.items(), ParallelLayout(), 0, **how)
+    saved = {"model": model.config.to_dict(), "tokenizer": None}
+    save_checkpoint(run.checkpoints, 1, shards, saved)
+    export_checkpoint(run.path, tmp_path / "average", ema=True)
+    for name, tensor in tensors_of(tmp_path / "average").items():
+        assert torch.equal(tensor, tensors[name] if name in biases else torch.ones_like(tensor))
 
 
 def save_part(root, config, tp):

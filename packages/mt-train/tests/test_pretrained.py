@@ -13,11 +13,16 @@ from mt_model import (
     GPT,
     ClassPoolingConfig,
     ImageInputConfig,
+    LayerConfig,
+    MLAConfig,
+    MoEConfig,
+    RopeConfig,
     VisionEncoder,
     from_pretrained,
     gpt,
     import_pretrained,
     save_pretrained,
+    saved_buffers,
     vit,
 )
 from mt_train import ConfigError, load_config
@@ -78,6 +83,42 @@ def test_it_trains_and_goes_on(started, folder, tmp_path) -> None:
     name = "layers.1.mixer.qkv.weight"
     assert not torch.equal(tensors_of(out)[name], tensors_of(folder)[name])
     assert tensors_of(out)[name].dtype == torch.float32
+
+
+def test_it_goes_on_with_the_biases_that_balance_experts(tiny, tmp_path) -> None:
+    """The model is DeepSeek-V3's; where weights stand still, biases move by their rate."""
+    mixer = MLAConfig(
+        num_heads=2,
+        kv_lora_rank=8,
+        nope_head_dim=4,
+        rope_head_dim=4,
+        v_head_dim=4,
+        rope=RopeConfig(interleaved=True),
+        norm_eps=1e-6,
+    )
+    moe = MoEConfig(
+        num_experts=4, ffn_size=8, top_k=2, score="sigmoid", bias_rate=0.001, shared_size=8
+    )
+    layers = [LayerConfig(mixer=mixer, feed_forward=moe)] * 2
+    config = gpt(vocab_size=301, hidden_size=16, max_sequence_length=32, layers=layers)
+    model, name = GPT(config, seed=9), "layers.1.feed_forward.router.expert_bias.value"
+    saved_buffers([model])[name].copy_(torch.tensor([-0.5, 0.25, 0.0, 0.5]))
+    folder, out = tmp_path / "model", tmp_path / "out"
+    save_pretrained(model, folder, family="deepseek_v3")
+    shutil.copy(tiny.data / "tokenizer.json", folder)
+    given = yaml.safe_load(tiny.config.read_text())
+    given["model"] = {"from": str(folder)}
+    del given["data"]["tokenizer"]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(given))
+    started = dataclasses.replace(tiny, config=path)
+    started.run(tmp_path / "run", *STILL, f"export.hugging_face={out}")
+    found = saved_buffers([from_pretrained(out)])[name]
+    moved = (found - torch.tensor([-0.5, 0.25, 0.0, 0.5])).abs()
+    assert moved.max() > 0
+    assert all(each == 0 or abs(each - 0.001) < 1e-7 for each in moved.tolist())
+    for key, tensor in tensors_of(folder).items():
+        assert torch.equal(tensors_of(out)[key], tensor), key
 
 
 def test_imported_weights_are_loaded_into_a_run(started, folder, tmp_path) -> None:

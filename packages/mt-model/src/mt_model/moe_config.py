@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mt_model.placement import Placement
 
 MAX_EXPERTS = 1 << 16
+BIAS_RATE = 0.001  # of DeepSeek-V3
 _LOSSES = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "router_z_loss")
 _OF_NAMES = string.ascii_lowercase + "_"
 
@@ -161,6 +162,8 @@ class MoEConfig(FeedForwardConfig):
         return replace(
             self,
             **dict.fromkeys((*_LOSSES, "jitter", "sinkhorn"), 0),
+            bias_rate=BIAS_RATE if self.bias_rate else 0.0,
+            bias_kind="sign",
             capacity_factor=None,
             drop="probability",
             dispatcher="auto",

@@ -171,7 +171,7 @@ class YarnScaling(RopeScaling):
         beta_slow: Turns below which it is divided by the factor.
         mscale: See above.
         mscale_all_dim: See above. Multi-head latent attention multiplies its scores by the square
-            of its `m` too; that is for the layer's `scale` to say.
+            of its `m` too, `score_factor`; that is for the layer's `scale` to say.
         attention_factor: The magnitude itself.
         truncate: The bounds of the blend are whole indices.
     """
@@ -206,6 +206,11 @@ class YarnScaling(RopeScaling):
         if self.mscale and self.mscale_all_dim:
             return self._m(self.mscale) / self._m(self.mscale_all_dim)
         return self._m(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What multi-head latent attention multiplies its scores with beside (DeepSeek-V2)."""
+        return self._m(self.mscale_all_dim or 0.0) ** 2
 
     def _m(self, scale: float) -> float:
         return 0.1 * scale * log(self.factor) + 1.0

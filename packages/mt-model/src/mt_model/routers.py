@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from mt_moe import Router, update_expert_biases
@@ -14,6 +14,7 @@ from mt_model.moe import MoE
 from mt_model.stack import Stack
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_BIAS = "expert_bias.value"
 
 
 def balance_experts(stages: Sequence[Stack[Any]]) -> None:
@@ -50,7 +51,7 @@ def expert_loads(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
     return {name: layer.load for name, layer in _named(stages, MoE).items()}
 
 
-def saved_buffers(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
+def saved_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return what a checkpoint keeps beside parameters: biases that balance experts, by name.
 
     Each rank has them whole; a record says so, as of a parameter.
@@ -63,12 +64,21 @@ def saved_buffers(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
         if router.expert_bias is not None:
             is_copy = sharding_of(router.weight).is_copy
             value = cast("Parameter", router.expert_bias.value)
-            found[f"{name}.expert_bias.value"] = shard_param(
-                value, PartitionSpec(), is_copy=is_copy
-            )
+            found[f"{name}.{_BIAS}"] = shard_param(value, PartitionSpec(), is_copy=is_copy)
     return found
 
 
-def _named(stages: Sequence[Stack[Any]], kind: type[_Module]) -> dict[str, _Module]:
+def is_buffer(name: str) -> bool:
+    """Whether a name of a model's tensor is that of one of `saved_buffers`."""
+    return name.endswith(f".{_BIAS}")
+
+
+def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all that a stage's numbers come from: its parameters, then `saved_buffers`."""
+    yield from stage.named_parameters()
+    yield from saved_buffers([stage]).items()
+
+
+def _named(stages: Sequence[nn.Module], kind: type[_Module]) -> dict[str, _Module]:
     named = (each for stage in stages for each in stage.named_modules())
     return {name: module for name, module in named if isinstance(module, kind)}

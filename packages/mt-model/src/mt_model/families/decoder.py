@@ -14,6 +14,7 @@ from mt_model.config import ModelConfig
 from mt_model.families.rope import check_rope, read_rope, write_rope
 from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.mla_config import MLAConfig
 from mt_model.norm_config import NormConfig
 from mt_model.rope import RopeConfig
 from mt_model.stack_config import MAX_LAYERS, LayerConfig, StackConfig
@@ -133,6 +134,11 @@ def decoder_config(
         )
         for window in windows
     )
+    return model_of(given, layers)
+
+
+def model_of(given: DecoderFields, layers: tuple[LayerConfig, ...]) -> ModelConfig:
+    """Return the model of a config.json that has these layers."""
     return ModelConfig(
         vocab_size=given.vocab_size,
         hidden_size=given.hidden_size,
@@ -156,6 +162,25 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         ValueError: The first layer is not attention and an MLP.
     """
     mixer, mlp = first_layer(config)
+    return fields_of(kind, config, mixer, mlp, **rest)
+
+
+def fields_of(
+    kind: type[FieldsT],
+    config: ModelConfig,
+    mixer: AttentionConfig | MLAConfig,
+    mlp: MLPConfig,
+    **rest: Any,
+) -> FieldsT:
+    """Return the fields of a model all of whose layers have the same of what they say.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        mixer: Of a layer.
+        mlp: Its feed-forward.
+        rest: What the family has beside those that all have.
+    """
     known = {item.name for item in fields(kind)}
     common = {
         "vocab_size": config.vocab_size,
@@ -163,7 +188,7 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         "intermediate_size": mlp.ffn_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
+        "num_key_value_heads": getattr(mixer, "num_kv_heads", mixer.num_heads),
         "head_dim": mixer.head_dim,
         "hidden_act": ACTIVATION_NAMES[mlp.activation],
         "max_position_embeddings": config.max_sequence_length,
@@ -173,7 +198,8 @@ def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fie
         "attention_dropout": mixer.dropout,
         **write_rope(mixer.rope),
     }
-    return kind(**{name: value for name, value in common.items() if name in known}, **rest)
+    shared = {name: value for name, value in common.items() if name in known}
+    return kind(**shared | rest)
 
 
 def check_activation(checks: Checks, name: str, activation: str) -> None:

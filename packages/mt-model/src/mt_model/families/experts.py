@@ -80,12 +80,17 @@ def expert_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fiel
         ValueError: No layer has experts, or the first one has no attention.
     """
     moe, _ = experts_of(config)
-    entries = [layer.feed_forward for layer in config.layers]
-    alike = MLPConfig(ffn_size=moe.width, activation=moe.activation, gated=moe.gated, bias=moe.bias)
-    dense = next((each for each in entries if isinstance(each, MLPConfig)), alike)
+    dense = dense_of(config, moe)
     layers = tuple(replace(layer, feed_forward=dense) for layer in config.layers)
     rest |= {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.aux_loss}
     return decoder_fields(kind, replace(config, layers=layers), **rest)
+
+
+def dense_of(config: ModelConfig, moe: MoEConfig) -> MLPConfig:
+    """Return the MLP of a layer that has no experts; one like an expert where all have."""
+    entries = [layer.feed_forward for layer in config.layers]
+    alike = MLPConfig(ffn_size=moe.width, activation=moe.activation, gated=moe.gated, bias=moe.bias)
+    return next((each for each in entries if isinstance(each, MLPConfig)), alike)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,11 +106,7 @@ def export_checkpoint(
     with open_arrays(source) as arrays:
         config = StackConfig.from_dict(arrays.manifest.metadata_as(SavedModel).model)
         told = None if like is None else stored_dtype(read_config(Path(like)))
-        stored = {
-            name.removeprefix(f"{prefix}/"): getattr(torch, spec.dtype)
-            for name, spec in arrays.manifest.arrays.items()
-            if name.startswith(f"{prefix}/")
-        }
+        stored = _stored(arrays, prefix)
         if not stored:
             raise ExchangeError(f"{arrays.path} has no {prefix}; give a checkpoint that has")
         if dtype is None and told not in stored.values():
@@ -120,7 +116,7 @@ def export_checkpoint(
             like=None if like is None else Path(like),
             family=family,
             dtype=dtype,
-            dtypes=stored,
+            dtypes={**_stored(arrays, RunFolder.WEIGHTS), **stored},
             file_size=file_size,
         )
 
@@ -129,7 +125,8 @@ def export_checkpoint(
                 shape = export.shapes[link.target]
                 starts = tuple(start for start, _ in link.area(shape))
                 window = link.window(into, shape)
-                _fill(arrays, f"{prefix}/{link.target}", window, shape, starts)
+                place = prefix if link.target in stored else RunFolder.WEIGHTS  # of buffers
+                _fill(arrays, f"{place}/{link.target}", window, shape, starts)
 
         export.write(Path(folder), fill)
 
@@ -140,6 +137,15 @@ def _fill(
     from mt_ckpt import TensorShard
 
     arrays.fill(TensorShard(name, into, global_shape=shape, offsets=starts))
+
+
+def _stored(arrays: ArrayReader, prefix: str) -> dict[str, torch.dtype]:
+    """Return the dtypes of the arrays under a prefix, by the names behind it."""
+    return {
+        name.removeprefix(f"{prefix}/"): getattr(torch, spec.dtype)
+        for name, spec in arrays.manifest.arrays.items()
+        if name.startswith(f"{prefix}/")
+    }
 
 
 def _source(checkpoint: Path) -> tuple[Path, RunFolder]:

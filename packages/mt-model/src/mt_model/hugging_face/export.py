@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from mt_model.hugging_face.writing import (
     write_index,
     write_tensor,
 )
+from mt_model.routers import is_buffer
 from mt_model.stack_config import Sizes, StackConfig
 
 FILE_SIZE = 5_000_000_000
@@ -45,7 +46,7 @@ class Export:
         family: Of the model.
         content: What its config.json holds.
         links: Of the model, by source.
-        shapes: Of the model's parameters.
+        shapes: Of the model's parameters and saved buffers.
         files: The tensors of each file, in order.
         carried: Files that are copied, as they are.
     """
@@ -101,7 +102,7 @@ def plan_export(
         config: The model.
         like: A folder of the same family whose other files are carried over; None for none.
         family: Its name; that of `like`, or the first that has such a model, where None.
-        dtype: Of all tensors; None for those of `dtypes`.
+        dtype: Of all tensors but those of buffers; None for those of `dtypes`.
         dtypes: By the name of the tensor, or of a parameter that is linked to it.
         file_size: Bytes of tensors in a file.
 
@@ -118,13 +119,14 @@ def plan_export(
     listed, shapes = linked(chosen, config)
     links = by_source(chosen, config, listed)
     planned = [
-        Planned(name=name, shape=each[0].shape, dtype=dtype or _dtype_of(name, each, dtypes))
+        Planned(name=name, shape=each[0].shape, dtype=_dtype_of(name, each, dtype, dtypes))
         for name, each in links.items()
     ]
+    buffers = {name for name, each in links.items() if is_buffer(each[0].target)}
     carried = [] if like is None else [like / n for n in CARRIED if (like / n).exists()]
     return Export(
         family=chosen,
-        content=_content(chosen, config, fields, given, like, planned),
+        content=_content(chosen, config, fields, given, like, planned, buffers),
         links=links,
         shapes=shapes,
         files=plan_files(planned, file_size),
@@ -132,8 +134,17 @@ def plan_export(
     )
 
 
-def _dtype_of(name: str, links: Sequence[Link], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+def _dtype_of(
+    name: str,
+    links: Sequence[Link],
+    dtype: torch.dtype | None,
+    dtypes: Mapping[str, torch.dtype],
+) -> torch.dtype:
     first = links[0]
+    if is_buffer(first.target):
+        dtypes = {first.target: torch.float32, **dtypes}
+    elif dtype is not None:
+        return dtype
     found = next((dtypes[key] for key in (name, first.source, first.target) if key in dtypes), None)
     if found is None:
         raise ExchangeError(f"nothing says which dtype {name} has; name one")
@@ -147,9 +158,10 @@ def _content(
     given: Mapping[str, Any],
     like: Path | None,
     planned: Sequence[Planned],
+    buffers: Collection[str],
 ) -> str | Path:
     """Return what config.json holds: that of `like`, where it still says what the model is."""
-    dtypes = {tensor.dtype for tensor in planned}
+    dtypes = {tensor.dtype for tensor in planned if tensor.name not in buffers}
     only = next(iter(dtypes)) if len(dtypes) == 1 else None
     told = stored_dtype(given)
     if like is not None and family.name == family_of(given, like / CONFIG).name:

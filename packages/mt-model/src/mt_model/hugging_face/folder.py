@@ -21,6 +21,7 @@ from mt_model.hugging_face.family import Family
 from mt_model.hugging_face.link import Link, Range, check_links, common, inside
 from mt_model.hugging_face.tensors import StoredTensor, open_tensors
 from mt_model.initialization import VOCABULARY, blank_padding
+from mt_model.routers import saved_tensors
 from mt_model.stack_config import Sizes, StackConfig
 
 _SHOWN = 5  # tensors in a message
@@ -33,7 +34,7 @@ class Pretrained(Description):
     Attributes:
         tensors: The tensors that are linked, by name.
         links: Which of them are which of the model's parameters, by parameter.
-        shapes: Of the model's parameters.
+        shapes: Of the model's parameters, and of buffers that are saved beside them.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -85,7 +86,8 @@ class Pretrained(Description):
     def initializer(self, state: ParallelState) -> Callable[[str, nn.Parameter], None]:
         """Return what gives parameters of a model on the meta device these values, one by one.
 
-        It is what `mt_data_parallel.shard` takes as `init`; see `mt_model.initializer`.
+        It is what `mt_data_parallel.shard` takes as `init`; see `mt_model.initializer`. Buffers
+        (`mt_model.saved_buffers`) are whole on each rank: `fill` gives them theirs.
         """
 
         def fill(name: str, param: nn.Parameter) -> None:
@@ -141,11 +143,11 @@ def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def linked(family: Family, config: StackConfig) -> tuple[list[Link], dict[str, Sizes]]:
-    """Return the links of a model, checked, and the shapes of its parameters."""
+    """Return the links of a model, checked, and the shapes of its parameters and buffers."""
     if isinstance(config, ModelConfig):  # modules of training alone have no tensors in a folder
         config = replace(config, mtp=None)
-    params = config.build(device="meta").named_parameters()
-    shapes = {name: tuple(param.shape) for name, param in params}
+    model = config.build(device="meta")
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
     links, padding = [], {}
     tokens: dict[int, Range] = {}
     if isinstance(config, ModelConfig) and config.vocab_rows > config.vocab_size:

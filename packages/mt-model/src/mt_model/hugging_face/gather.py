@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import is_owner, offsets_of, shardings, share_json
+from mt_parallel_state import is_owner, offsets_of, sharding_of, shardings, share_json
 from torch import Tensor
+from torch.nn import Parameter
 
 from mt_model.hugging_face.link import Area, Link, common, inside, sizes_of
+from mt_model.routers import saved_tensors
 from mt_model.stack import Stack
 
 _WORLD = "tp-cp-dp-pp"
 
 
 class Gather:
-    """What each rank has of a model's parameters, and the way from there to the first rank.
+    """What each rank has of a model's tensors, and the way from there to the first rank.
 
     Making one is collective over the ranks of the model's layout: they tell each other which
-    boxes they have. Of the ranks that have the same box one sends it.
+    boxes of parameters and saved buffers they have. Of the ranks that have the same box one sends
+    it.
 
     Args:
         stages: This rank's stages.
@@ -38,16 +41,19 @@ class Gather:
         self._own: dict[str, tuple[Tensor, Area]] = {}
         for stage in stages:
             shardings(stage)
-            for name, param in stage.named_parameters():
+            for name, tensor in saved_tensors(stage):
+                param = cast("Parameter", tensor)  # a buffer has a record too
                 starts = offsets_of(param, state.layout, state.rank)
                 pairs = zip(starts, param.shape, strict=True)
                 area = tuple((start, start + size) for start, size in pairs)
-                if is_owner(shardings(stage)[name], state.layout, state.rank):
+                if is_owner(sharding_of(param), state.layout, state.rank):
                     self._own[name] = (param.detach(), area)
-        areas = {name: area for name, (_, area) in self._own.items()}
+        reports = [[name, area, _name_of(part.dtype)] for name, (part, area) in self._own.items()]
         self._owners: dict[str, list[tuple[int, Area]]] = {}
-        for rank, report in enumerate(self._all([[n, a] for n, a in areas.items()])):
-            for name, area in report:
+        self._dtypes: dict[str, torch.dtype] = {}
+        for rank, report in enumerate(self._all(reports)):
+            for name, area, dtype in report:
+                self._dtypes[name] = getattr(torch, dtype)
                 found = tuple((start, stop) for start, stop in area)
                 self._owners.setdefault(name, []).append((rank, found))
 
@@ -74,8 +80,8 @@ class Gather:
                 if not self.is_first:
                     dist.send(piece.contiguous(), group=self._group, group_dst=0)
             elif self.is_first:
-                like = next(iter(self._own.values()))[0]
-                piece = torch.empty(sizes_of(shared), dtype=like.dtype, device=self._device)
+                dtype = self._dtypes[link.target]
+                piece = torch.empty(sizes_of(shared), dtype=dtype, device=self._device)
                 dist.recv(piece, group=self._group, group_src=rank)
             else:
                 continue
@@ -96,3 +102,7 @@ class Gather:
     def _all(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank."""
         return share_json(value, self._group, device=self._device)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

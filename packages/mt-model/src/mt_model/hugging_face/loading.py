@@ -11,6 +11,7 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from mt_model.config import ModelConfig
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.folder import Pretrained, open_pretrained
+from mt_model.routers import saved_buffers
 from mt_model.stack import Stack
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def from_pretrained(
     for name, param in model.named_parameters():
         if not param.is_meta and name.removesuffix(".weight") not in low_bits:
             fill(name, param)
+    for name, buffer in saved_buffers([model]).items():
+        if not buffer.is_meta:
+            pretrained.fill(name, buffer)
     _install(model, low_bits)
     model.origin = pretrained
     return model.eval()

@@ -27,6 +27,7 @@ from mt_model.hugging_face.export import Export
 from mt_model.hugging_face.link import inside
 from mt_model.hugging_face.low_bit_layers import as_source
 from mt_model.hugging_face.writing import Planned, plan_files
+from mt_model.routers import saved_tensors
 from mt_model.stack import Stack
 
 _WEIGHT = ".weight"
@@ -68,7 +69,7 @@ class _Writer:
 
     def __init__(self, model: Stack[Any], export: Export, dtype: torch.dtype) -> None:
         self._export, self._dtype = export, dtype
-        self._params = dict(model.named_parameters())
+        self._params = dict(saved_tensors(model))
         self._layers: dict[str, StoredLinear] = {}
         self._outputs: dict[str, int] = {}
         for name, module in model.named_modules():
