@@ -44,6 +44,7 @@ FOLDER = "docs/families"
 COMMAND = "uv run python tools/family_pages.py"
 # What a config.json has to say, in families of which no model has only defaults.
 NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "llava": {
         "text_config": {"model_type": "llama", "vocab_size": 32064},
         "vision_config": {"model_type": "clip_vision_model"},

@@ -206,10 +206,17 @@ def test_unknown_preset_and_override_suggest_the_nearest():
         ("flan-t5-xxl", 11_135_332_352),
         ("mt5-small", 300_176_768),
         ("mt5-xxl", 12_921_057_280),
+        ("olmoe-1b-7b", 6_919_161_856),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v3", 671_026_419_200),
     ],
 )
 def test_preset_has_the_published_parameter_count(name, count):
-    assert preset(name).num_parameters == count
+    config = preset(name)
+    assert config.num_parameters + config.num_buffers == count
 
 
 def test_flops_match_megatron_goldens():

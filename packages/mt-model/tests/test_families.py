@@ -206,6 +206,7 @@ def test_every_family_has_a_row():
         ("olmoe", ".experts.1."),
         ("qwen2_moe", ".experts.1."),
         ("qwen3_moe", ".experts.1."),
+        ("deepseek_v2", ".experts.1."),
         ("deepseek_v3", ".experts.1."),
         ("deepseek_v3", ".e_score_correction_bias"),
     ],

@@ -16,12 +16,14 @@ from mt_model import (
     ExchangeError,
     Link,
     MTPConfig,
+    describe_pretrained,
     from_pretrained,
     gpt,
     open_pretrained,
     preset,
     save_pretrained,
 )
+from mt_model.hugging_face.family import comparable
 from mt_model.hugging_face.link import check_links
 from mt_model.hugging_face.registry import known_families
 from safetensors.torch import load_file, save_file
@@ -315,6 +317,49 @@ def test_a_failure_is_raised_on_every_rank(ranks, folder, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {}},
+    **{"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "ep_size": 1},
+    **{"bos_token_id": 0, "eos_token_id": 1, "use_cache": True, "pretraining_tp": 1},
+    **{"num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432},
+    **{"num_attention_heads": 128, "num_key_value_heads": 128, "v_head_dim": 128},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+    **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 2048, "moe_layer_freq": 1, "first_k_dense_replace": 3},
+    **{"n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1},
+    **{"aux_loss_alpha": 0.001, "seq_aux": True, "initializer_range": 0.02, "rms_norm_eps": 1e-6},
+    **{"max_position_embeddings": 163840, "rope_theta": 10000, "vocab_size": 129280},
+    **{"tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+
+
+def test_a_published_config_is_the_preset(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    found = describe_pretrained(tmp_path).config
+    assert comparable(found) == comparable(preset("deepseek-v3"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace: leaves no layer that has experts"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: 8 is not num_attention_heads=128"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: 2 is not built"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"n_group": 7}, "num_groups=7 does not divide the 256 experts"),
+    ],
+)
+def test_a_deepseek_that_is_not_built_is_named(tmp_path, fields, says) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, **fields}))
+    with pytest.raises(ExchangeError, match=says):
+        describe_pretrained(tmp_path)
+
+
 def test_published_shapes_are_written_as_their_families_do() -> None:
     families = known_families()
     by_start = {
@@ -323,6 +368,10 @@ def test_published_shapes_are_written_as_their_families_do() -> None:
         "qwen3-30b-a3b": "qwen3_moe",
         "pythia": "gpt_neox",
         "gpt-neox": "gpt_neox",
+        "gpt-oss": "gpt_oss",
+        "qwen1.5-moe": "qwen2_moe",
+        "deepseek-v2": "deepseek_v2",
+        "deepseek-v3": "deepseek_v3",
     }
     not_read = ("tiny", "moe-tiny", "phi2", "granite")
     for name in PRESETS:

@@ -11,6 +11,7 @@ from mt_files import Checks
 
 from mt_model.kinds import heads_obstacle, twice_seen
 from mt_model.rope import RopeConfig, Rotary
+from mt_model.rope_scaling import YarnScaling
 from mt_model.stack_config import MAX_HEADS, MAX_LENGTH, MAX_WIDTH, MixerConfig, Sizes, StackConfig
 
 if TYPE_CHECKING:
@@ -132,3 +133,11 @@ class MLAConfig(MixerConfig):
         ranks = {"ulysses": cp, "hierarchical": inner}.get(algorithm, 1)
         heads = self.num_heads // tp
         return heads_obstacle(algorithm, heads=heads, groups=heads, ranks=ranks)
+
+
+def score_scale(head_dim: int, rope: RopeConfig) -> float | None:
+    """Return the scale of scores that YaRN's `mscale_all_dim` asks for; None for the usual."""
+    scaling = rope.scaling
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
+        return None
+    return head_dim**-0.5 * scaling.score_factor

@@ -13,6 +13,7 @@ from mt_model.encoder_decoders import encoder_decoder_layers
 from mt_model.image_encoders import preset_arguments, vision_preset
 from mt_model.image_input_config import ImageInputConfig
 from mt_model.kinds import AttentionConfig, MLPConfig
+from mt_model.mixtures import MIXTURES
 from mt_model.moe_config import MoEConfig
 from mt_model.presets import gpt
 from mt_model.rope import RopeConfig
@@ -323,6 +324,7 @@ _PRESETS: Mapping[str, _Arguments] = MappingProxyType(
         "mt5-large": _flan_t5(1024, 2816, 24, 16, **_MT5),
         "mt5-xl": _flan_t5(2048, 5120, 24, 32, **_MT5),
         "mt5-xxl": _flan_t5(4096, 10240, 24, 64, **_MT5),
+        **MIXTURES,
     }
 )
 
@@ -331,6 +333,8 @@ _TURNS: Mapping[str, tuple[_Arguments, ...]] = MappingProxyType(
     {
         "gemma2-2b": ({"window": 4096}, {}),
         "gemma2-9b": ({"window": 4096}, {}),
+        "gpt-oss-20b": ({"window": 128}, {}),
+        "gpt-oss-120b": ({"window": 128}, {}),
         "gemma3-1b": (*({"window": 512, "rope_theta": 10000.0},) * 5, {}),
     }
 )

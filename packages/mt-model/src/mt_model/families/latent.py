@@ -20,10 +20,8 @@ from mt_model.families.decoder import (
 from mt_model.families.experts import ExpertNames, dense_of, experts_of, feed_forward_links
 from mt_model.hugging_face.link import Link, leaves
 from mt_model.kinds import MLPConfig
-from mt_model.mla_config import MLAConfig
+from mt_model.mla_config import MLAConfig, score_scale
 from mt_model.moe_config import MoEConfig
-from mt_model.rope import RopeConfig
-from mt_model.rope_scaling import YarnScaling
 from mt_model.stack_config import LayerConfig
 
 NAMES = ExpertNames(shared="shared_experts")
@@ -129,14 +127,6 @@ def latent_config(given: LatentFields, moe: MoEConfig, *, interleaved: bool) -> 
     layers = [LayerConfig(mixer=mixer, feed_forward=mlp)] * first
     layers += [LayerConfig(mixer=mixer, feed_forward=moe)] * (count - first)
     return model_of(given, tuple(layers))
-
-
-def score_scale(head_dim: int, rope: RopeConfig) -> float | None:
-    """Return the scale of scores that YaRN's `mscale_all_dim` asks for; None for the usual."""
-    scaling = rope.scaling
-    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
-        return None
-    return head_dim**-0.5 * scaling.score_factor
 
 
 def latent_fields(kind: type[LatentT], config: ModelConfig, **rest: Any) -> LatentT:
