@@ -1,6 +1,5 @@
 """Every fast function against its plain form, and against torch's own where there is one."""
 
-import operator
 from typing import get_args
 
 import pytest
@@ -13,8 +12,9 @@ from mt_model.bias_gelu import BIAS_GELU_KERNELS, activate_with
 from mt_model.causal_convolution import silu_convolution, silu_convolution_reference
 from mt_model.gemm import CpuGemm
 from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.matmul_attention import HeadNorm, Pairs, matmul_attention, plain_matmul_attention
+from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
 from mt_model.norm import _torch_rms_norm, build_norm, rms_norm, rms_norm_reference
+from mt_model.pairs import Pairs
 from mt_model.reference_attention import reference_attention
 from mt_model.rope import RopeConfig, Rotary
 from mt_model.rotary import rotary_table, rotate, rotate_reference
@@ -359,7 +359,7 @@ PAIRS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
 def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
-    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
+    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
     blocks = pairs.blocks(11)
     assert [i for queries, _ in blocks for i in queries] == list(range(11))
     if pairs.window == 3:
@@ -376,7 +376,7 @@ def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
 def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
-    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
+    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
 
     def of(function):
         return lambda qkv, bias: function(qkv, None, None, pairs=pairs, bias=bias)
@@ -385,21 +385,39 @@ def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monk
     assert_same_function(of(matmul_attention), of(plain_matmul_attention), inputs, dtype)
 
 
-def test_compiled_attention_takes_blocks_too(monkeypatch):
-    monkeypatch.setattr("mt_model.matmul_attention.BLOCK", 4)
-    keys = []
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_compiled_matmul_attention_has_the_bits_of_eager(pairs, monkeypatch):
+    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    table = turning(torch.arange(11), 8)
 
-    def count(graph, _):
-        found = (n for n in graph.graph.nodes if n.target is operator.matmul)
-        keys.extend(node.meta["example_value"].shape[-1] for node in found)
-        return graph.forward
+    def of(qkv, query_weight, key_weight, bias):
+        head_norm = HeadNorm(query_weight, key_weight, 1e-5)
+        return matmul_attention(qkv, table, head_norm, pairs=pairs, bias=bias)
 
-    given, options = (rand(2, 11, 2, 4, 8), None, None), {"pairs": PAIRS["window"]}
-    options["bias"] = rand(4, 21)
-    compiled = torch.compile(matmul_attention, backend=count, fullgraph=True)
-    expected = plain_matmul_attention(*given, **options)
-    assert torch.allclose(compiled(*given, **options), expected, rtol=1e-13, atol=1e-13)
-    assert keys == [4, 8, 6, 8, 5, 8]  # of scores and of what they weigh, in three blocks
+    torch.compiler.reset()
+    inputs = [rand(2, 11, 2, 4, 8), rand(8) + 1, rand(8, seed=3) + 1, rand(4, 21)]
+    found = []
+    for function in (of, torch.compile(of, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = function(*leaves)
+        found.append((y, *torch.autograd.grad(y, leaves, rand(*y.shape, seed=9))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# opcheck itself asks leaves that it has copied for their gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("has", [(True, True, True), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("name", ["all", "window_in_documents"])
+def test_matmul_attention_is_an_operator_that_torch_checks(has, name, monkeypatch):
+    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    normed, turned, biased = has
+    weights = [(rand(8) + 1).requires_grad_() if normed else None for _ in range(2)]
+    table = turning(torch.arange(11), 8).values if turned else None
+    bias = rand(4, 21).requires_grad_() if biased else None
+    causal, window, documents = PAIRS[name]
+    given = rand(2, 11, 2, 4, 8).requires_grad_(), table, *weights, bias, documents
+    call = torch.ops.mt_model.matmul_attention.default
+    torch.library.opcheck(call, (*given, 1e-5, 0.3, False, causal, window))
 
 
 def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():

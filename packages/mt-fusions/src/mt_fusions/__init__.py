@@ -17,6 +17,7 @@ from mt_fusions.linear_cross_entropy import linear_cross_entropy
 from mt_fusions.loss import LossOptions
 from mt_fusions.masked_softmax import masked_softmax
 from mt_fusions.obstacles import obstacles
+from mt_fusions.operator import operator
 from mt_fusions.permute import Permuted, permute, unpermute
 from mt_fusions.rms_norm import rms_norm
 from mt_fusions.rope import apply_rope
@@ -49,6 +50,7 @@ __all__ = [
     "linear_cross_entropy",
     "masked_softmax",
     "obstacles",
+    "operator",
     "permute",
     "quick_geglu",
     "rms_norm",

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMESPACE = "mt_fusions"
-
 
 def operator(
     name: str,
@@ -19,6 +17,7 @@ def operator(
     fake: Callable[..., Any],
     setup: Callable[..., None] | None = None,
     gradient: Callable[..., Any] | None = None,
+    namespace: str = "mt_fusions",
 ) -> Callable[..., Any]:
     """Register an operator of torch for all devices, and return it.
 
@@ -26,22 +25,23 @@ def operator(
     seconds in every process.
 
     Args:
-        name: In `torch.ops.mt_fusions`.
+        name: In its namespace.
         schema: Arguments and results.
         run: Computes it; no result shares memory with an argument.
         fake: Makes results of the right shape, dtype and strides without computing.
         setup: Keeps what the gradient needs, as of `torch.library.register_autograd`.
         gradient: Of the arguments; None means that it has none, and asked for one it raises
             RuntimeError.
+        namespace: In `torch.ops`, the package's name.
     """
-    path = f"{_NAMESPACE}::{name}"
+    path = f"{namespace}::{name}"
     run = run if gradient is not None else _without_gradient(path, run)
     torch.library.define(path, schema)
     torch.library.impl(path, "default", run)
     torch.library.register_fake(path, fake)
     if gradient is not None:
         torch.library.register_autograd(path, gradient, setup_context=setup)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def _without_gradient(path: str, run: Callable[..., Any]) -> Callable[..., Any]:

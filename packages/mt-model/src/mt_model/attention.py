@@ -21,9 +21,10 @@ from mt_model.group_norm import norm_over_group
 from mt_model.initialization import start_from
 from mt_model.kernels import KernelChoice, KernelError
 from mt_model.kinds import AttentionConfig
-from mt_model.matmul_attention import HeadNorm, Pairs, matmul_attention
+from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm, build_rms_norm, rms_norm
+from mt_model.pairs import Pairs
 from mt_model.placement import Placement
 from mt_model.recomputation import made_again
 from mt_model.rotary import RotaryTable, rope_choice, rotate
