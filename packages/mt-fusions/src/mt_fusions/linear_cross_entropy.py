@@ -18,7 +18,7 @@ from mt_fusions.loss import PLAIN_LOSS, LossOptions, Terms, check_labels, local_
 from mt_fusions.operator import operator
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of x, weight and bias; empty where not wanted
-_BLOCK = {"cpu": 1 << 22}  # logits: a few more rows than the products want
+_BLOCK = {"cpu": 1 << 23}  # logits: a few more rows than the products want
 _LARGE_BLOCK = 1 << 29  # a gigabyte in bf16, for which products are as fast as whole
 
 
@@ -108,7 +108,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _blocks(kernel: Kernel, x: Tensor, weight: Tensor) -> list[slice]:
     """Runs of rows."""
     rows = len(x)
-    step = max(256, _BLOCK.get(x.device.type, _LARGE_BLOCK) // len(weight))
+    step = max(512, _BLOCK.get(x.device.type, _LARGE_BLOCK) // len(weight))
     if kernel.name == "reference":
         step = max(1, rows)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
