@@ -331,7 +331,7 @@ def test_the_host_waits_as_often_as_the_table_says(kind, waits):
 
 def test_auto_is_local_on_one_rank_and_a_name_that_cannot_serve_says_why(ranks):
     assert isinstance(make_dispatcher("auto", EXPERTS, ExpertGroups()), LocalDispatcher)
-    assert [kind.name for kind in DISPATCHERS] == ["local", "all_to_all", "all_gather"]
+    assert [kind.name for kind in DISPATCHERS] == ["local", "all_to_all", "all_gather", "deepep"]
 
     def body():
         groups = ExpertGroups(experts=dist.group.WORLD)

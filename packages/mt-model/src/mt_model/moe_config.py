@@ -66,7 +66,8 @@ class MoEConfig(FeedForwardConfig):
         shared_gate: a sigmoid of the token scales that one (Qwen2-MoE).
         latent_size: tokens are projected to this width before the experts, and back after.
         dispatcher: how tokens travel to ranks with their experts: `auto`, `all_to_all`,
-            `all_gather`, or `local` on one rank.
+            `all_gather`, `deepep` (the package DeepEP, in bf16 on NVIDIA Hopper), or `local` on
+            one rank.
     """
 
     num_experts: int
@@ -98,7 +99,7 @@ class MoEConfig(FeedForwardConfig):
     shared_size: int = 0
     shared_gate: bool = False
     latent_size: int | None = None
-    dispatcher: Literal["auto", "local", "all_to_all", "all_gather"] = "auto"
+    dispatcher: Literal["auto", "local", "all_to_all", "all_gather", "deepep"] = "auto"
 
     def __post_init__(self) -> None:
         checks = Checks(self)

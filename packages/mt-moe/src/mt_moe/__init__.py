@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mt_moe.backward import in_backward
     from mt_moe.balance import LossSum, balance_loss, count_choices, shares_of, z_loss
     from mt_moe.capacity import Capacity, kept_choices
+    from mt_moe.deep_ep import DeepEPDispatcher
     from mt_moe.dispatch import Dispatcher, LocalDispatcher, Sent
     from mt_moe.dispatchers import DISPATCHERS, DispatcherKind, make_dispatcher
     from mt_moe.expert_bias import BiasOptions, ExpertBias, update_expert_biases
@@ -38,6 +39,7 @@ __all__ = [
     "BiasOptions",
     "Capacity",
     "Choice",
+    "DeepEPDispatcher",
     "Dispatcher",
     "DispatcherKind",
     "ExpertBias",
@@ -84,6 +86,7 @@ __getattr__ = resolve_later(
     __name__,
     all_gather="AllGatherDispatcher",
     all_to_all="AllToAllDispatcher",
+    deep_ep="DeepEPDispatcher",
     backward="in_backward",
     balance="LossSum balance_loss count_choices shares_of z_loss",
     capacity="Capacity kept_choices",

@@ -10,6 +10,7 @@ from mt_parallel_state import group_size
 
 from mt_moe.all_gather import AllGatherDispatcher
 from mt_moe.all_to_all import AllToAllDispatcher
+from mt_moe.deep_ep import DeepEPDispatcher, deep_ep_obstacle
 from mt_moe.dispatch import Dispatcher, LocalDispatcher
 from mt_moe.groups import ExpertGroups
 
@@ -44,6 +45,7 @@ DISPATCHERS = (
     ),
     DispatcherKind(name="all_to_all", make=AllToAllDispatcher, obstacle=_serves),
     DispatcherKind(name="all_gather", make=AllGatherDispatcher, obstacle=_serves),
+    DispatcherKind(name="deepep", make=DeepEPDispatcher, obstacle=deep_ep_obstacle),
 )
 
 

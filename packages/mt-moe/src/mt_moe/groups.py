@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mt_parallel_state import Group, group_rank, group_size, shard_size
 
@@ -25,6 +25,7 @@ class ExpertGroups:
         tokens: Ranks that have the tokens of the same sequences and micro-batch: for balancing
             losses, Sinkhorn and capacity.
         step: Ranks that have tokens of the same step and layers: for `global_aux`.
+        buffers: Of communication, by their sizes, which layers with these groups share.
     """
 
     experts: Group = None
@@ -33,6 +34,7 @@ class ExpertGroups:
     tp: Group = None
     tokens: Group = None
     step: Group = None
+    buffers: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ranks = group_size(self.experts)

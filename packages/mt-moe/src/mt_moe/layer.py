@@ -48,7 +48,7 @@ class MoEOptions:
         shared_gate: Whether a sigmoid of the token scales that one.
         latent_size: Size to which tokens are projected before the experts, and back after; None is
             their own. The router and the shared expert see the whole.
-        dispatcher: "auto", "local", "all_to_all" or "all_gather".
+        dispatcher: "auto", "local", "all_to_all", "all_gather" or "deepep".
     """
 
     router: RouterOptions = field(default_factory=RouterOptions)
