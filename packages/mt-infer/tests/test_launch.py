@@ -90,7 +90,8 @@ def test_of_the_ranks_of_a_node_one_says_what_is_wrong(saved_run, generate, monk
 def test_a_missing_folder_is_one_message(tmp_path, generate, launched) -> None:
     code, out, err = generate(tmp_path / "nowhere", "--nproc", 2)
     assert (code, out, launched) == (1, "", [])
-    assert err.endswith("nowhere is not a folder; pass the --out folder of an mt-train run\n")
+    wanted = "pass the --out folder of an mt-train run, or a folder of Hugging Face"
+    assert err.endswith(f"nowhere is not a folder; {wanted}\n")
     assert err.count("\n") == 1
 
 

@@ -66,6 +66,14 @@ def test_plain_values_make_an_equal_configuration(tmp_path: Path) -> None:
     assert QuantizationConfig.from_dict(config.to_dict()) == config
 
 
+def test_options_of_a_file_have_the_types_of_the_method(tmp_path: Path) -> None:
+    options = "{damping: 0.02, act_order: true}"
+    text = f"rules: [{{weight: int4-g32, method: gptq, options: {options}}}]"
+    (rule,) = _from_yaml(tmp_path, text).rules
+    assert rule.options == {"damping": 0.02, "act_order": True}
+    assert [type(value) for value in rule.options.values()] == [float, bool]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_leaves_heads_and_routers(name: str) -> None:
     model = nn.ModuleDict({"up": nn.Linear(128, 128), "lm_head": nn.Linear(128, 128)})

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from mt_files import did_you_mean, quick_imports, shorten
 
+from mt_infer.console import bounded, check_printable, keep_quiet, open_streams, print_text, say
+from mt_infer.quantize import Quantize, run_quantize
+
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
 
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from mt_infer.sampling import Sampling
 
 _BAD_COMMAND = 2
-_MAX_MESSAGE = 2000
 _MAX_PROMPT_BYTES = 1 << 24
 _MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
 _ONE_THREAD_PARAMETERS = 1 << 22
@@ -32,10 +34,10 @@ _ONE_THREAD_PARAMETERS = 1 << 22
 
 @dataclass(kw_only=True)
 class Generate:
-    """Continue a prompt with a checkpoint of a run; prints the continuation alone."""
+    """Continue a prompt with a run or a folder of Hugging Face; prints the continuation alone."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The --out folder of an mt-train run."""
+    """The --out folder of an mt-train run, or a folder of Hugging Face."""
     prompt: str
     """The text to continue; - reads it from standard input."""
     step: int | None = None
@@ -71,24 +73,23 @@ class Generate:
     split each expert among those that have the same part."""
 
 
-_COMMANDS = {"generate": Generate}
-_SWITCHES = ("greedy", "ema", "cuda_graphs")
-_FLAGS = tuple(f"--{no}{name}".replace("_", "-") for name in _SWITCHES for no in ("", "no-"))
+_COMMANDS = {"generate": Generate, "quantize": Quantize}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and generate; exits with its status."""
+    """Parse the command line and run the command; exits with its status."""
     sys.exit(_main(sys.argv[1:] if arguments is None else arguments))
 
 
 def _main(arguments: list[str]) -> int:
-    has_stdout = _open_streams()
+    has_stdout = open_streams()
     try:
         if arguments[:1] == ["--version"]:
-            _print(f"mt-infer {version('mt-infer')}")
+            print_text(f"mt-infer {version('mt-infer')}")
             return 0
         command = _parse(arguments)
-        return _run(command, can_print=has_stdout)
+        check_printable(has_stdout=has_stdout)
+        return run_quantize(command) if isinstance(command, Quantize) else _run(command)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -98,42 +99,16 @@ def _main(arguments: list[str]) -> int:
         if explained is None:
             raise
         code, message = explained
-        _say(message)
+        say(message)
         return code
 
 
-def _open_streams() -> bool:
-    """Replace streams that the shell closed (`>&-`); tell whether standard output was open."""
-    has_stdout = sys.stdout is not None
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
-    return has_stdout
-
-
-def _say(message: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"mt-infer: {_bounded(message)}\n")
-
-
-def _keep_quiet(_: str) -> None:
-    """Leave it to another rank, which is the same in this."""
-
-
-def _bounded(text: str) -> str:
-    """Cut a message that quotes something very long."""
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
-
-
-def _run(command: Generate, *, can_print: bool) -> int:
+def _run(command: Generate) -> int:
     with quick_imports():
         from mt_parallel_state import detect_env, launch, must_launch
 
         from mt_infer.loading import open_run
 
-    if not can_print:
-        raise OSError("standard output is closed, so nothing can be printed; open or redirect it")
     env = detect_env()
     with contextlib.ExitStack() as stack:
         with _told_once(env):
@@ -144,10 +119,10 @@ def _run(command: Generate, *, can_print: bool) -> int:
             return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
         completion = _generate(command, env, run, sampling)
     if env.rank == 0:
-        _print(completion.text)
+        print_text(completion.text)
         if completion.end == "context":
             limit, new = run.config.max_sequence_length, completion.num_tokens
-            _say(f"the model's context of {limit} tokens is full after {new} new tokens")
+            say(f"the model's context of {limit} tokens is full after {new} new tokens")
     return 0
 
 
@@ -248,32 +223,14 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     encode_prompt(command.prompt, run.tokenizer, run.config)
 
 
-def _as_arguments(command: Generate, step: int) -> list[str]:
+def _as_arguments(command: Generate, step: int | None) -> list[str]:
     """The command line of a rank: the step is chosen, and the prompt read."""
     command.step = step
-    options = [
-        f"--{field.name.replace('_', '-')}={value}"
-        for field in fields(command)
-        if field.name not in ("run", *_SWITCHES)
-        and (value := getattr(command, field.name)) is not None
-    ]
-    switches = [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(command, name)]
+    names, switches = _options(Generate)
+    given = {name: getattr(command, name) for name in names}
+    options = [f"{_flag(name)}={value}" for name, value in given.items() if value is not None]
+    switches = [_flag(name) for name in switches if getattr(command, name)]
     return ["generate", *options, *switches, "--", str(command.run)]
-
-
-def _print(text: str) -> None:
-    """Write to stdout, whatever its encoding; a reader that left early is no error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        # What is still in the buffer would fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            error.filename = "standard output"
-            raise
 
 
 def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
@@ -289,7 +246,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
                 agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
             )
         if command.cuda_graphs:
-            told = _say if env.local_rank == 0 else _keep_quiet
+            told = say if env.local_rank == 0 else keep_quiet
             generator = replace(generator, cuda_graphs=True, on_eager=told)
         _use_threads(generator)
         return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
@@ -307,7 +264,7 @@ def _use_threads(generator: Generator) -> None:
         torch.set_num_threads(1)
 
 
-def _parse(arguments: list[str]) -> Generate:
+def _parse(arguments: list[str]) -> Generate | Quantize:
     first = arguments[0] if arguments else ""
     if first and not first.startswith("-") and first not in _COMMANDS:
         raise ValueError(f"{shorten(first)} is no command. {did_you_mean(first, _COMMANDS)}")
@@ -317,17 +274,32 @@ def _parse(arguments: list[str]) -> Generate:
             return tyro.extras.subcommand_cli_from_dict(
                 _COMMANDS,
                 prog="mt-infer",
-                description="Generate text from a trained run. `--version` prints the version.",
+                description="Generate text from a trained model, and store it in low precision. "
+                "`--version` prints the version.",
                 args=_joined_values(arguments),
             )
     finally:
-        sys.stderr.write(_bounded(said.getvalue()))
+        sys.stderr.write(bounded(said.getvalue()))
+
+
+def _options(command: type[Generate] | type[Quantize]) -> tuple[list[str], list[str]]:
+    """The fields of a command that are options with a value, and those that are switches."""
+    named = [field for field in fields(command) if "Positional" not in str(field.type)]
+    switches = [field.name for field in named if field.type == "bool"]
+    return [field.name for field in named if field.name not in switches], switches
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _joined_values(arguments: list[str]) -> list[str]:
     """Join each option and its value, which may begin with a dash; refuse unknown options."""
-    known = {f"--{field.name.replace('_', '-')}" for field in fields(Generate)} - {"--run"}
-    known |= {*_FLAGS, "--help"}
+    if not arguments or arguments[0] not in _COMMANDS:
+        return arguments
+    names, switches = _options(_COMMANDS[arguments[0]])
+    flags = {_flag(f"{no}{name}") for name in switches for no in ("", "no_")}
+    known = {*map(_flag, names), *flags, "--help"}
     words, rest = [], iter(arguments)
     for word in rest:
         name, equals, _ = word.partition("=")
@@ -338,7 +310,7 @@ def _joined_values(arguments: list[str]) -> list[str]:
             words.append(word)
         elif name not in known:
             raise ValueError(f"{shorten(name)} is no option. {did_you_mean(name, sorted(known))}")
-        elif equals or name in _FLAGS:
+        elif equals or name in flags:
             words.append(word)
         else:
             value = next(rest, None)

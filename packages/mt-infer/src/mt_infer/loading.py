@@ -1,4 +1,4 @@
-"""Open a run that mt-train left behind."""
+"""Open a run that mt-train left behind, or a folder of Hugging Face."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,26 @@ from mt_ckpt import (
     load_checkpoint,
     param_shards,
 )
-from mt_data import Tokenizer, load_tokenizer
+from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig, saved_buffers
+from mt_model import (
+    DTYPES,
+    GPT,
+    Kernels,
+    KernelSet,
+    ModelConfig,
+    Pretrained,
+    from_pretrained,
+    open_pretrained,
+    saved_buffers,
+)
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 
 from mt_infer.generation import Generator
 
 _WORLD = "tp-cp-dp-pp"
+_WANTED = "pass the --out folder of an mt-train run, or a folder of Hugging Face"
 
 
 class RunError(UserError):
@@ -39,41 +50,46 @@ class RunError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder holds, checked, before any weight is read.
+    """What a folder holds, checked, before any weight is read.
 
     Attributes:
-        folder: The run folder.
-        checkpoint: The step directory.
-        step: Its step.
+        folder: The run folder, or that of Hugging Face.
         config: The model's layer list.
         tokenizer: The one the model was trained with.
+        source: The step directory, or the tensors of a folder of Hugging Face.
+        step: That of a step directory.
     """
 
-    folder: RunFolder
-    checkpoint: Path
-    step: int
+    folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    source: Path | Pretrained
+    step: int | None = None
 
 
 @contextmanager
 def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
-    """Find and check what a run folder holds; training beside does not remove it meanwhile.
+    """Find and check what a folder holds; training beside does not remove it meanwhile.
 
     Args:
-        folder: A run folder, with `checkpoints/` and `tokenizer.json`.
-        step: Which checkpoint; None: the latest.
+        folder: A run folder, with `checkpoints/` and `tokenizer.json`, or one of Hugging Face, with
+            `config.json`, safetensors and a tokenizer.
+        step: Which checkpoint of a run; None: the latest.
 
     Raises:
-        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit.
+        RunError: The folder is neither, or has no committed checkpoint, or its parts don't fit.
         CheckpointError: There is no such step, or its manifest is damaged.
-        DataError: `tokenizer.json` is none.
+        ExchangeError: What a folder of Hugging Face holds is not known, or damaged.
+        DataError: The tokenizer is none.
     """
-    run = RunFolder(folder)
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder; pass the --out folder of an mt-train run")
+        raise RunError(f"{folder} is not a folder; {_WANTED}")
+    run = RunFolder(folder)
+    if (folder / "config.json").exists() and not run.checkpoints.exists():
+        yield _open_pretrained(folder, step)
+        return
     if not run.tokenizer.exists():
-        raise RunError(f"{run.tokenizer} is missing; pass the --out folder of an mt-train run")
+        raise RunError(f"{run.tokenizer} is missing; {_WANTED}")
     if step is None and latest_checkpoint(run.checkpoints) is None:
         raise RunError(f"{run.checkpoints} has no committed checkpoint; let the run save one first")
     with hold_checkpoint(run.checkpoints, step) as path:
@@ -83,10 +99,37 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
         if saved.tokenizer is None:
             raise RunError(f"{path} came without a tokenizer; import it from a folder that has one")
         tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
-        _check_tokenizer(run, saved.tokenizer, tokenizer, config)
+        _check_tokenizer(run, saved.tokenizer, tokenizer)
+        _check_vocabulary(run.tokenizer, tokenizer, config)
         yield Run(
-            folder=run, checkpoint=path, step=manifest.step, config=config, tokenizer=tokenizer
+            folder=folder, config=config, tokenizer=tokenizer, source=path, step=manifest.step
         )
+
+
+def _open_pretrained(folder: Path, step: int | None) -> Run:
+    """Check a folder of Hugging Face, of weights in full or in low precision."""
+    if step is not None:
+        raise RunError(f"{folder} is a folder of Hugging Face and has no steps; leave --step out")
+    found = open_pretrained(folder)
+    config = found.config
+    if not isinstance(config, ModelConfig):
+        raise RunError(f"{folder}: a {found.family.name} model writes no text; pass one that does")
+    _check_writes(config, folder)
+    path = found.tokenizer
+    if path is None:
+        raise RunError(
+            f"{folder} has no tokenizer; put its tokenizer.json or tokenizer.model there"
+        )
+    try:
+        tokenizer = load_tokenizer(path, eod=found.eos_token)
+    except DataError as error:
+        raise RunError(
+            f"{error}; or name the token as eos_token in {folder / 'tokenizer_config.json'}"
+        ) from error
+    _check_vocabulary(path, tokenizer, config)
+    found = found.padded(config.usual_vocab_multiple)
+    padded = cast("ModelConfig", found.config)
+    return Run(folder=folder, config=padded, tokenizer=tokenizer, source=found)
 
 
 def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
@@ -99,12 +142,7 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
             f"{path}: its metadata holds no model that this version can build: {problems}; use the "
             "version that trained it"
         ) from error
-    writing = config.layers[config.encoder_layers :]
-    if any(not getattr(layer.mixer, "causal", True) for layer in writing):
-        raise RunError(
-            f"{path}: its model sees tokens on both sides (causal: false), so it can't continue a "
-            "text; use mt_model.GPT for its scores of hidden tokens"
-        )
+    _check_writes(config, path)
     prefix = f"{RunFolder.WEIGHTS}/"
     weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
     stored = sum(math.prod(spec.shape) for spec in weights)
@@ -116,33 +154,46 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
     return config
 
 
-def _check_tokenizer(
-    run: RunFolder, saved: SavedTokenizer, tokenizer: Tokenizer, config: ModelConfig
-) -> None:
+def _check_writes(config: ModelConfig, path: Path) -> None:
+    """Refuse a model that does not predict the next token."""
+    writing = config.layers[config.encoder_layers :]
+    if any(not getattr(layer.mixer, "causal", True) for layer in writing):
+        raise RunError(
+            f"{path}: its model sees tokens on both sides (causal: false), so it can't continue a "
+            "text; use mt_model.GPT for its scores of hidden tokens"
+        )
+
+
+def _check_tokenizer(run: RunFolder, saved: SavedTokenizer, tokenizer: Tokenizer) -> None:
     expected = saved.sha256
     if tokenizer.sha256 != expected:
         raise RunError(
             f"{run.tokenizer} is not the tokenizer with which the model was trained: its sha256 is "
             f"{tokenizer.sha256[:12]}..., the checkpoint's {expected[:12]}...; put that one there"
         )
+
+
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         raise RunError(
-            f"{run.tokenizer} has {tokenizer.vocab_size} tokens, and the model's vocabulary "
-            f"{config.vocab_size}; use another step"
+            f"{path} has {tokenizer.vocab_size} tokens, and the model's vocabulary "
+            f"{config.vocab_size}; use the tokenizer with which it was trained"
         )
 
 
 @contextmanager
 def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
     """Yield the run as the first rank opened it: a save may have come between two ranks."""
-    chosen = torch.tensor(run.step)
     group = state.group(_WORLD)
-    if group is not None:
-        dist.broadcast(chosen, group=group, group_src=0)
+    if group is None or run.step is None:
+        yield run
+        return
+    chosen = torch.tensor(run.step)
+    dist.broadcast(chosen, group=group, group_src=0)
     if int(chosen) == run.step:
         yield run
         return
-    with open_run(run.folder.path, int(chosen)) as other:
+    with open_run(run.folder, int(chosen)) as other:
         yield other
 
 
@@ -155,10 +206,11 @@ def load_run(
     ema: bool = False,
     kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
-    """Load a checkpoint of a run on this rank's layout.
+    """Load a checkpoint of a run, or a folder of Hugging Face, on this rank's layout.
 
     Args:
-        folder: A run folder, with `checkpoints/` and `tokenizer.json`.
+        folder: A run folder, with `checkpoints/` and `tokenizer.json`, or one of Hugging Face,
+            whose layers in low precision stay in it.
         state: This rank's place; tensor parallelism and pipeline stages are used.
         step: Which checkpoint; None: the latest, as the first rank sees it.
         dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU, bf16 on a GPU.
@@ -167,10 +219,11 @@ def load_run(
 
     Raises:
         KernelError: A kernel that was asked for does not serve.
-        RunError: The folder is no run, or has no committed checkpoint, or its parts don't fit, or
+        RunError: The folder is neither, or has no committed checkpoint, or its parts don't fit, or
             the run kept no average.
         CheckpointError: There is no such step, or it is damaged.
-        DataError: `tokenizer.json` is none.
+        ExchangeError: What a folder of Hugging Face holds is not known, or damaged.
+        DataError: The tokenizer is none.
     """
     with open_run(folder, step) as own, same_run(own, state) as run:
         return load_weights(run, state, dtype=dtype, ema=ema, kernels=kernels)
@@ -178,11 +231,12 @@ def load_run(
 
 def check_ema(run: Run) -> None:
     """Raise RunError unless the checkpoint has an average of the weights."""
-    arrays = inspect_checkpoint(run.checkpoint).arrays
+    path = run.source if isinstance(run.source, Path) else None
+    arrays = {} if path is None else inspect_checkpoint(path).arrays
     if not any(name.startswith(f"{RunFolder.EMA}/") for name in arrays):
         raise RunError(
-            f"{run.checkpoint} has no average of the weights; train with optimizer.ema, or leave "
-            "--ema out"
+            f"{path or run.folder} has no average of the weights; train with optimizer.ema, or "
+            "leave --ema out"
         )
 
 
@@ -195,17 +249,29 @@ def load_weights(
     kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
+    if ema:
+        check_ema(run)
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
     config = replace(run.config, mtp=None)  # what serves training alone is not read
-    how = {"layers": layers, "kernels": kernels, "dtype": chosen, "seed": None}
-    model = cast("GPT", config.build(state, **how))
+    how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}
+    if isinstance(run.source, Path):
+        model = cast("GPT", config.build(state, **how, seed=None))
+        _fill(model, run.source, state, ema=ema)
+    else:
+        multiple = config.vocab_multiple
+        model = from_pretrained(run.folder, state=state, vocab_multiple=multiple, **how)
+        model = cast("GPT", model)
     model.eval()
+    return Generator(model=model, config=config, tokenizer=run.tokenizer, stages=state.group("pp"))
+
+
+def _fill(model: GPT, checkpoint: Path, state: ParallelState, *, ema: bool) -> None:
+    """Read a checkpoint's weights into a model."""
     # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
     named = model.named_parameters()
     wanted, other = RunFolder.WEIGHTS, RunFolder.EMA
     if ema:
-        check_ema(run)
         wanted, other = other, wanted
     shards = param_shards(named, state.layout, state.rank, prefix=wanted)
     buffers = saved_buffers([model])  # of which no average is kept
@@ -213,5 +279,4 @@ def load_weights(
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = (*unused, f"{wanted}/mtp.")
-    load_checkpoint(run.checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
-    return Generator(model=model, config=config, tokenizer=run.tokenizer, stages=state.group("pp"))
+    load_checkpoint(checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)

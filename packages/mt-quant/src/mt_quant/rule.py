@@ -75,7 +75,7 @@ class Decision:
     output: InputFormat | None = None
     kv_cache: InputFormat | None = None
     method: str = "rtn"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Rule:
     output: InputFormat | str | None = None
     kv_cache: InputFormat | str | None = None
     method: str = "rtn"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     optional: bool = False
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Export:
         shapes: Of the model's parameters and saved buffers.
         files: The tensors of each file, in order.
         carried: Files that are copied, as they are.
+        beside: Content of other files, by name; it replaces that of a carried one.
     """
 
     family: Family
@@ -57,6 +58,7 @@ class Export:
     shapes: Mapping[str, Sizes]
     files: Mapping[str, Sequence[Planned]]
     carried: Sequence[Path]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def order(self) -> list[str]:
@@ -84,7 +86,10 @@ class Export:
             else:
                 write_file(temporary / CONFIG, self.content)
             for path in self.carried:
-                copy_into(path, temporary)
+                if path.name not in self.beside:
+                    copy_into(path, temporary)
+            for name, content in self.beside.items():
+                write_file(temporary / name, content)
 
 
 def plan_export(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def save_pretrained(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     file_size: int = FILE_SIZE,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a model as a folder that Hugging Face transformers loads.
 
@@ -45,6 +47,7 @@ def save_pretrained(
             the model.
         file_size: Bytes of tensors in a file; where there are more, there are several files and
             an index.
+        beside: Content of files that stand beside the weights, such as a tokenizer, by name.
 
     Raises:
         ExchangeError: The model is of no known family, or not of this one; there is something at
@@ -52,13 +55,14 @@ def save_pretrained(
             left at `folder`.
     """
     stages = [model] if isinstance(model, Stack) else list(model)
-    if _save_low_bits(stages, Path(folder), like, family, dtype, file_size):
+    if _save_low_bits(stages, Path(folder), like, family, dtype, file_size, beside or {}):
         return
     gather, export, problem, cause = Gather(stages), None, "", None
     if gather.is_first:
         try:
             check_free(Path(folder))
             export = _plan(stages[0], like, family, dtype, file_size)
+            export = replace(export, beside=beside or {})
         except (ValueError, OSError) as error:
             problem, cause = str(error), error
     plan = None if export is None else [export.family.name, export.order]
@@ -86,6 +90,7 @@ def _save_low_bits(
     family: str | None,
     dtype: torch.dtype | None,
     file_size: int,
+    beside: Mapping[str, bytes],
 ) -> bool:
     """Write a model with layers in low precision; False for another model."""
     from mt_model.hugging_face.low_bit_saving import has_low_bits, write_low_bits  # mt-quant
@@ -99,7 +104,7 @@ def _save_low_bits(
         )
     check_free(folder)
     kept = dtype or stages[0].placement.dtype
-    export = _plan(stages[0], like, family, kept, file_size)
+    export = replace(_plan(stages[0], like, family, kept, file_size), beside=beside)
     write_low_bits(stages[0], export, folder, dtype=kept, file_size=file_size)
     return True
 

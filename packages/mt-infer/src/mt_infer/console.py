@@ -1,0 +1,60 @@
+"""What the command writes, to streams that may be closed, full or of any encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+_MAX_MESSAGE = 2000
+
+
+def open_streams() -> bool:
+    """Replace streams that the shell closed (`>&-`); tell whether standard output was open."""
+    has_stdout = sys.stdout is not None
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
+    return has_stdout
+
+
+def say(message: str) -> None:
+    """Write a line to stderr, where somebody reads it."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"mt-infer: {bounded(message)}\n")
+
+
+def keep_quiet(_: str) -> None:
+    """Leave it to another rank, which is the same in this."""
+
+
+def bounded(text: str) -> str:
+    """Cut a message that quotes something very long."""
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+def check_printable(*, has_stdout: bool) -> None:
+    """Refuse to work for nothing.
+
+    Raises:
+        OSError: Standard output is closed.
+    """
+    if not has_stdout:
+        raise OSError("standard output is closed, so nothing can be printed; open or redirect it")
+
+
+def print_text(text: str) -> None:
+    """Write to stdout, whatever its encoding; a reader that left early is no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            error.filename = "standard output"
+            raise
