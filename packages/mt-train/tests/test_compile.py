@@ -30,9 +30,16 @@ def assert_close(ours: dict, theirs: dict) -> None:
         np.testing.assert_allclose(value, theirs[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("options", [(), ("training.recompute=full",)], ids=lambda x: "-".join(x))
+RECOMPUTE = {  # and how many graphs that takes
+    "none": ((), 1),
+    "full": (("training.recompute=full",), 2),
+    "two_layers": (("training.recompute={rules: [{first: 2}]}",), 3),
+}
+
+
+@pytest.mark.parametrize(("options", "kinds"), RECOMPUTE.values(), ids=RECOMPUTE)
 def test_like_layers_are_compiled_once_and_train_like_eager_ones(
-    options, compile_counts, tiny, tmp_path, losses, weights, rows
+    options, kinds, compile_counts, tiny, tmp_path, losses, weights, rows
 ) -> None:
     eager = tiny.run(tmp_path / "eager", *LAYERS, *options)
     seen = []
@@ -47,8 +54,8 @@ def test_like_layers_are_compiled_once_and_train_like_eager_ones(
     assert_close(weights(tmp_path / "run", 2), weights(tmp_path / "eager", 2))
     assert compiled.evaluation["val_loss"] == pytest.approx(eager.evaluation["val_loss"], rel=1e-10)
     # One graph of the layer with gradients, made in the first step, for two micro-batches of each
-    # step and all layers; and, for recomputation and evaluation, one without.
-    kinds = 1 + bool(options)
+    # step and all layers; for recomputation and evaluation one without, and one where its input is
+    # the result of such a layer.
     assert {tuple(counts) for name, *counts in seen if name == "train.update"} == {(kinds, 0)}
     assert compile_counts()[1] == 0
     first, *others = (row for row in rows(tmp_path / "run") if "loss" in row)

@@ -96,8 +96,8 @@ BROKEN = {
         "run.yaml:12: training.recompute: 'selective' does not go with training.compile",
     ),
     "a plan of compiled stages": (
-        MINIMAL + "  recompute: {rules: [{first: 2}]}\n  compile: true\n",
-        "run.yaml:12: training.recompute: a plan does not go with training.compile",
+        MINIMAL + "  recompute: {rules: [{modules: [mixer]}]}\n  compile: true\n",
+        "run.yaml:12: training.recompute: a plan of modules does not go with training.compile",
     ),
     "a plan of no layers": (
         MINIMAL + "  recompute: {rules: [{first: 0}]}\n",

@@ -141,6 +141,11 @@ class RecomputePlan:
         return not self.rules and self.offload is None
 
     @property
+    def has_only_layers(self) -> bool:
+        """Whether all that it says is which layers keep their input only."""
+        return self.offload is None and all(r.modules == ("layer",) for r in self.rules)
+
+    @property
     def of_all_layers(self) -> RecomputePlan:
         """What it says of every layer by words alone, which layers of another model follow too."""
         rules = tuple(r for r in self.rules if r.has_all and set(r.modules) <= set(WORDS))

@@ -54,7 +54,7 @@ class TrainingSection:
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
             and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
-            The numbers stay the same.
+            The numbers stay the same. `compile` takes whole layers only.
     """
 
     steps: int
@@ -72,12 +72,13 @@ class TrainingSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        if self.compile and self.recompute not in ("none", "full"):
-            shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan"
+        if self.compile and not RecomputePlan.of(self.recompute).has_only_layers:
+            shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan of modules"
             checks.add(
                 "recompute",
                 f"{shown} does not go with training.compile, whose compiler decides itself what "
-                'of a layer to compute again; use "none" or "full", or compile: false',
+                'of a layer to compute again; use "none", "full" or a plan of whole layers, or '
+                "compile: false",
             )
         if self.cuda_graphs != "none":
             self._check_graphs(checks)
