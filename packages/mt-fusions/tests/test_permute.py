@@ -121,8 +121,24 @@ def test_opcheck(tokens):
     torch.library.opcheck(_unpermute, (leaf, places, weights, "auto"))
     torch.library.opcheck(_unpermute, (leaf, places, None, "auto"))
     sliced = drawn(tokens, 6, layout="sliced")
-    torch.library.opcheck(_unpermute_backward, (sliced, rows, places, weights.detach(), "auto"))
-    torch.library.opcheck(_unpermute_backward, (sliced, rows[:0, :0], places, None, "auto"))
+    own = weights.detach()
+    for args in ((rows, places, own), (None, places, own), (None, places, None)):
+        torch.library.opcheck(_unpermute_backward, (sliced, *args, "auto"))
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_without_a_gradient_of_weights_rows_are_not_kept_and_theirs_is_the_same(kernel):
+    experts, weights = drawn_experts(40, 4, 9), drawn(40, 4, seed=1).requires_grad_()
+    places = mt_fusions.permute(drawn(40, 24), experts, 9).places
+    rows, kept, grads = drawn(160, 24).requires_grad_(), [], []
+    for share in (weights, weights.detach()):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = mt_fusions.unpermute(rows, places, share, kernel=kernel)
+        held = [t for t in kept if t.shape == rows.shape]
+        assert len(held) == (1 if share is weights else 0)
+        grads.append(torch.autograd.grad(y.square().sum(), rows)[0])
+        kept.clear()
+    assert torch.equal(*grads)
 
 
 def test_a_compiled_function_keeps_each_as_one_node_each_way():

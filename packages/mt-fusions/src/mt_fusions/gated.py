@@ -305,7 +305,7 @@ def _run(
     kernel = kernel_for(GATED_KERNELS, name, gate)
     if up is None or kernel.name != "cpu" or not _is_plain(up, weight, tuple(terms)):
         return kernel.forward(gate, up, weight, tuple(terms)), gate.new_empty(0)
-    kept = _activate(gate.contiguous(), terms[0])
+    kept = _activate(gate, terms[0]).contiguous()
     if _keeps((gate, up, weight), how):
         return torch.mul(kept, up), kept
     return kept.mul_(up), gate.new_empty(0)

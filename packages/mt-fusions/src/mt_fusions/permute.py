@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from mt_files import check_type
 from torch import Tensor
 
@@ -76,8 +77,8 @@ def unpermute(
     """Sum the rows of each token, each times its weight: `sum_j w[t, j] rows[places[t, j]]`.
 
     Summed in fp32 (fp64 for fp64) and rounded once. Without weights it is the adjoint of `permute`,
-    so `unpermute(permute(x).rows, places)` is `k x`. Backward keeps places, and with weights these
-    and the rows.
+    so `unpermute(permute(x).rows, places)` is `k x`. Backward keeps places and weights, and the
+    rows where weights have a gradient.
 
     Args:
         rows: What became of the rows of `permute`.
@@ -128,10 +129,12 @@ def _combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     return each.sum(1).to(rows.dtype)
 
 
-def _combine_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Pair:
-    wide = wide_dtype(rows.dtype)
-    if weights is None:
-        return _spread(grad, places, None), rows.new_empty(0, dtype=wide)
+def _combine_backward(
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None
+) -> Pair:
+    wide = wide_dtype(grad.dtype)
+    if rows is None:
+        return _spread(grad, places, weights), grad.new_empty(0, dtype=wide)
     dots = (rows[places].to(wide) * grad.to(wide).unsqueeze(1)).sum(2)
     return _spread(grad, places, weights), dots
 
@@ -149,15 +152,25 @@ def _cpu_spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return x.index_select(0, tokens)
     out, wide = x.new_empty(len(slots), x.shape[1]), wide_dtype(x.dtype)
-    own = weights.reshape(-1).to(wide).index_select(0, slots)
+    own = weights.reshape(-1).to(wide).index_select(0, slots).unsqueeze(1)
     for into, token, weight in row_blocks(out, tokens, own):
-        part = x.index_select(0, token).to(wide)
-        part *= weight.unsqueeze(1)
-        into.copy_(part)
+        _scale(x.index_select(0, token).to(wide), weight, into)
     return out
 
 
+def _scale(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Set `out` to the product, computed in the dtype of x."""
+    if out.dtype == x.dtype:
+        torch.mul(x, weight, out=out)
+    else:
+        out.copy_(x.mul_(weight))
+
+
 def _cpu_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """In one pass where rows are as wide as what sums; else in blocks."""
+    if rows.dtype == wide_dtype(rows.dtype) and rows.numel():
+        shares = None if weights is None else weights.to(rows.dtype)
+        return F.embedding_bag(places.long(), rows, mode="sum", per_sample_weights=shares)
     out = rows.new_empty(places.shape[0], rows.shape[1])
     more = [] if weights is None else [weights]
     for into, place, *weight in row_blocks(out, places, *more):
@@ -166,16 +179,20 @@ def _cpu_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor
 
 
 def _cpu_combine_backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None
 ) -> Pair:
-    wide = wide_dtype(rows.dtype)
-    grad_rows = _cpu_spread(as_rows(grad), places, weights)
-    if weights is None:
-        return grad_rows, rows.new_empty(0, dtype=wide)
-    dots = rows.new_empty(places.shape, dtype=wide)
-    for g, place, into in row_blocks(as_rows(grad), places, dots):
-        torch.bmm(rows[place].to(wide), g.to(wide).unsqueeze(2), out=into.unsqueeze(2))
-    return grad_rows, dots
+    wide, x = wide_dtype(grad.dtype), as_rows(grad)
+    if rows is None or weights is None:
+        return _cpu_spread(x, places, weights), grad.new_empty(0, dtype=wide)
+    slots = _tokens_of(places)
+    tokens = slots.div(places.shape[1], rounding_mode="floor")
+    own = weights.reshape(-1).to(wide).index_select(0, slots).unsqueeze(1)
+    out, dots = torch.empty_like(rows), own.new_empty(len(slots), 1, 1)
+    for into, row, token, weight, dot in row_blocks(out, rows, tokens, own, dots):
+        part = x.index_select(0, token).to(wide)
+        torch.bmm(row.to(wide).unsqueeze(1), part.unsqueeze(2), out=dot)
+        _scale(part, weight, into)
+    return out, torch.empty_like(dots).index_copy_(0, slots, dots).view(places.shape)
 
 
 def _triton_spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
@@ -191,12 +208,12 @@ def _triton_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Ten
 
 
 def _triton_combine_backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None
 ) -> Pair:
     from mt_fusions.gpu.permute import dots, spread
 
-    if weights is None:
-        return spread(grad, places, None), rows.new_empty(0, dtype=torch.float32)
+    if rows is None:
+        return spread(grad, places, weights), grad.new_empty(0, dtype=torch.float32)
     return spread(grad, places, weights), dots(rows, grad, places)
 
 
@@ -266,35 +283,36 @@ def _fake_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str)
 
 
 def _run_sum_backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None, kernel: str
 ) -> Pair:
     found = kernel_for(UNPERMUTE_KERNELS, kernel, grad).backward(grad, rows, places, weights)
     return found[0], found[1] if weights is None else found[1].to(weights.dtype)
 
 
 def _fake_sum_backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None, kernel: str
 ) -> Pair:
-    none = rows.new_empty(0, dtype=wide_dtype(rows.dtype))
-    dots = none if weights is None else weights.new_empty(weights.shape)
+    dots = grad.new_empty(0, dtype=wide_dtype(grad.dtype))
+    if weights is not None:
+        dots = weights.new_empty(0 if rows is None else weights.shape)
     return grad.new_empty(places.numel(), grad.shape[1]), dots
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, places, weights, ctx.kernel = inputs
-    # Without weights only the dtype of the rows is needed.
-    ctx.save_for_backward(rows if weights is not None else rows.new_empty(0, 0), places, weights)
+    # The gradient of weights alone needs rows.
+    ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, places, weights)
 
 
 def _gradient_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, places, weights = ctx.saved_tensors
     found = _unpermute_backward(grad, rows, places, weights, ctx.kernel)
-    return found[0], None, None if weights is None else found[1], None
+    return found[0], None, None if rows is None else found[1], None
 
 
 _unpermute_backward = operator(
     "unpermute_backward",
-    "(Tensor grad, Tensor rows, Tensor places, Tensor? weights, str kernel) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor? rows, Tensor places, Tensor? weights, str kernel) -> (Tensor, Tensor)",
     _run_sum_backward,
     fake=_fake_sum_backward,
 )

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from mt_moe.activation import activate, gated
 from mt_moe.dispatch import only_first
 from mt_moe.expert_options import ExpertOptions
-from mt_moe.grouped import How, grouped_linear
+from mt_moe.grouped import How, as_autocast, grouped_linear
 from mt_moe.groups import ExpertGroups
 from mt_moe.initial import filled
 from mt_moe.padding import pad_rows, padded_counts, padded_places, padded_size, unpad_rows
+from mt_moe.stream import Feed, stream
 
 
 class ExpertGemms(nn.Module):
@@ -135,6 +136,19 @@ class GroupedLinear(GemmLayer):
             y = y + _bias_rows(self.bias.flatten(1) * once, counts, len(y)).to(y.dtype)
         return y if exact else only_first(y, counts.sum())
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is torch's products by "auto" and nothing else: no bias, hook or deferral."""
+        hooks = (self._forward_pre_hooks, self._forward_hooks, self._backward_hooks)
+        return (
+            type(self) is GroupedLinear
+            and self.kernel == AUTO
+            and self.bias is None
+            and self.wgrad_store is None
+            and all(gemm.is_autograd for gemm in self.gemms.all)
+            and not any((*hooks, self._backward_pre_hooks))
+        )
+
     def extra_repr(self) -> str:
         """The shapes and settings that torch prints."""
         return f"weight={list(self.weight.shape)}, kernel={self.kernel!r}"
@@ -209,11 +223,22 @@ class Experts(nn.Module):
         return unpad_rows(y, places)
 
     def _apply_to(self, rows: Tensor, counts: Tensor, *, exact: bool) -> Tensor:
+        if self._streams(rows):
+            sinks = self.up.grad_sink, self.down.grad_sink
+            feed = Feed(hidden=self._hidden, sinks=sinks, keeps=torch.is_grad_enabled())
+            weights = as_autocast(self.up.weight.flatten(1, -2)), as_autocast(self.down.weight)
+            return stream(as_autocast(rows), *weights, counts, feed)
         up = self.up(rows, counts, exact=exact)
-        kind = self.options
-        if kind.gated:
+        return self.down(self._hidden(up), counts, exact=exact)
+
+    def _streams(self, rows: Tensor) -> bool:
+        """Whether a CPU takes an expert after the other through both products."""
+        if rows.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        return self.up.is_plain and self.down.is_plain
+
+    def _hidden(self, up: Tensor) -> Tensor:
+        if self.options.gated:
             gate, value = up.chunk(2, -1)
-            hidden = gated(gate, value, kind)
-        else:
-            hidden = activate(up, kind.activation)
-        return self.down(hidden, counts, exact=exact)
+            return gated(gate, value, self.options)
+        return activate(up, self.options.activation)

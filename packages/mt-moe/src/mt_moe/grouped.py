@@ -122,7 +122,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, how: How) -> Tenso
     Raises:
         ValueError: The kernel that was asked for does not serve.
     """
-    x, matrix = _as_autocast(x), _as_autocast(weight)
+    x, matrix = as_autocast(x), as_autocast(weight)
     return cast("Tensor", _Grouped.apply(x, matrix, counts, how))
 
 
@@ -313,7 +313,8 @@ def _put_wgrad(run: _Products, how: How) -> Tensor | None:
     return None
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
+    """Cast to what autocast multiplies in, where it is on."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
