@@ -42,6 +42,30 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         ["parallel.tp=2", SEQUENCE_PARALLEL, "data_parallel.strategy=optimizer"],
     ),
 }
+# Of mixtures, likewise, and the sequences of a micro-batch of one process that is the same: experts
+# multiply at once what ranks of dp send them, and then other layers are kept, as they do not.
+KEEP = "precision.keep=[layers.*.mixer.*]"
+ONE = "training.micro_batch_size=1"
+MIXTURES: dict[str, tuple[int, list[str], int]] = {
+    "ep2": (2, ["parallel.ep=2", KEEP, ONE], 2),
+    "ep2-edp2": (4, ["parallel.ep=2", KEEP, ONE], 2),
+    "ep2-pp2": (4, ["parallel.pp=2", "parallel.ep=2", KEEP, ONE], 2),
+    "ep2-optimizer": (2, ["parallel.ep=2", "data_parallel.strategy=optimizer", KEEP, ONE], 2),
+    "ep2-recompute": (2, ["parallel.ep=2", "training.recompute=full", KEEP, ONE], 2),
+    "ep2-zb-v": (4, ["parallel.pp=2", "parallel.ep=2", "pipeline.schedule=zb-v", KEEP, ONE], 2),
+    "ep4-tp2": (4, ["parallel.tp=2", "parallel.ep=4", SEQUENCE_PARALLEL, KEEP, ONE], 2),
+    "tp2-ep2": (2, ["parallel.tp=2", "parallel.ep=2", SEQUENCE_PARALLEL, ONE], 1),
+    "tp2-ep2-dp2": (4, ["parallel.tp=2", "parallel.ep=2", SEQUENCE_PARALLEL, ONE], 1),
+    "tp2-etp2": (2, ["parallel.tp=2", SEQUENCE_PARALLEL, ONE], 1),
+    "tp2-ep2-etp2": (4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2", KEEP, ONE], 2),
+}
+MIXTURES_IN_CI = {
+    ("tensorwise", "tp2-etp2"),
+    ("rowwise", "tp2-ep2"),
+    ("delayed", "ep2-pp2"),
+    ("mxfp8", "ep2"),
+    ("nvfp4", "ep2-optimizer"),
+}
 # By dtype, of losses, relative: in fp64 a code that differs would tell; where the order of a sum
 # rounds otherwise, a code now and then becomes the next one. As published in docs/mt-fp8.md.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-3}
@@ -95,6 +119,16 @@ def options(recipe: str, dtype: str, *more: str) -> tuple[str, ...]:
     return (*sizes, *COMMON, f"precision.recipe={recipe}", f"training.dtype={dtype}", *more)
 
 
+def mixture(recipe: str, layout: str) -> tuple[int, list[str], list[str]]:
+    """Return the processes, what such a run is told, and what one process is told."""
+    nproc, overrides, size = MIXTURES[layout]
+    width, layers = 256 if recipe == "blockwise" else 64, 4 if "zb-v" in layout else 2
+    model = [f"model.moe={{num_experts: 4, top_k: 2, ffn_size: {width}}}", "model.qk_norm=none"]
+    model.append(f"model.num_layers={layers}")
+    one = [x for x in overrides if x == KEEP] + [f"training.micro_batch_size={size}"]
+    return nproc, [*model, *overrides], [*model, *one]
+
+
 @pytest.fixture(scope="module")
 def reference(tiny, tmp_path_factory):
     """One process with the same recipe, and the same micro-batches."""
@@ -128,6 +162,34 @@ def test_every_layout_trains_like_one_process_with_the_same_recipe(
     assert difference <= allowed(recipe, layout, dtype)
 
 
+@pytest.mark.parametrize(("recipe", "layout"), rows(MIXTURES_IN_CI, RECIPES, list(MIXTURES)))
+def test_every_layout_trains_experts_like_one_process_with_the_same_recipe(
+    recipe, layout, tiny, reference, tmp_path, losses, held_out, record_property
+) -> None:
+    nproc, own, other = mixture(recipe, layout)
+    run = tiny.train(tmp_path, *options(recipe, "fp64", *own), nproc=nproc)
+    one = reference(*options(recipe, "fp64", *other))
+    pairs = zip(
+        [*losses(run).values(), held_out(run)], [*losses(one).values(), held_out(one)], strict=True
+    )
+    difference = max(abs(a - b) / b for a, b in pairs)
+    record_property("difference", difference)
+    assert difference <= (5e-3 if recipe == "nvfp4" and "tp2" in layout else 1e-10)
+
+
+def test_experts_are_quantised_or_kept_by_name(tiny, tmp_path, losses) -> None:
+    common = [*SIZES, *COMMON, *mixture("tensorwise", "tp2-ep2")[2], "training.dtype=fp64"]
+    keeps = ["layers.*.mixer.*", "layers.0.*", "layers.1.feed_forward.experts.up"]
+    one_more = [*keeps, "layers.1.feed_forward.experts.down.3"]
+    first = {losses(tiny.train(tmp_path / "plain", *common, "training.steps=1"))[1]}
+    for index, keep in enumerate((keeps, one_more)):
+        given = ["precision.recipe=tensorwise", f"precision.keep=[{', '.join(keep)}]"]
+        run = tiny.train(tmp_path / str(index), *common, "training.steps=1", *given)
+        first.add(losses(run)[1])
+    assert len(first) == 3
+    assert max(first) == pytest.approx(min(first), rel=1e-2)
+
+
 def test_a_recipe_is_no_name_alone(tiny, reference, tmp_path, losses) -> None:
     plain = tiny.train(tmp_path, *SIZES, *COMMON, "training.dtype=fp64")
     for recipe in ("delayed", "mxfp8"):
@@ -140,20 +202,25 @@ def test_a_recipe_is_no_name_alone(tiny, reference, tmp_path, losses) -> None:
     ("recipe", "layout", "how"),
     rows(
         {
+            ("delayed", "ep2", "killed"),
             ("delayed", "tp2-sp", "killed"),
             ("delayed", "zb-v", "stopped"),
             ("mxfp8", "optimizer", "stopped"),
             ("nvfp4", "full", "stopped"),
         },
         RECIPES,
-        ["tp2-sp", "pp2", "zb-v", "dualpipe", "cp2", "optimizer", "full", "tp2-sp-optimizer"],
+        [
+            *("tp2-sp", "pp2", "zb-v", "dualpipe", "cp2", "optimizer", "full", "tp2-sp-optimizer"),
+            *("ep2", "tp2-ep2-dp2", "ep2-optimizer"),
+        ],
         ["stopped", "killed"],
     ),
 )
 def test_a_run_goes_on_with_the_bits_of_one_that_was_not_disturbed(
     recipe, layout, how, tiny, tmp_path, losses, arrays
 ) -> None:
-    nproc, overrides = layout_of(layout, recipe)
+    of_experts = layout in MIXTURES
+    nproc, overrides = mixture(recipe, layout)[:2] if of_experts else layout_of(layout, recipe)
     given = options(recipe, "bf16", *overrides, "optimizer.schedule=constant", "checkpoint.every=2")
     whole = tiny.train(tmp_path / "whole", *given, "training.steps=4", nproc=nproc)
     run = tmp_path / "run"
@@ -219,6 +286,41 @@ def test_the_state_of_delayed_scaling_means_the_same_on_another_layout(
         state, wanted = (arrays(each, step, "scaling/") for each in (run, one))
         assert state.keys() == wanted.keys()
         for name, value in state.items():
+            np.testing.assert_allclose(value, wanted[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    rows(
+        {("ep2", "one"), ("one", "ep2-pp2")},
+        ["one", "ep2", "ep2-edp2"],
+        ["one", "ep2-pp2", "ep4-tp2"],
+    ),
+)
+def test_the_state_of_experts_is_under_their_numbers_on_every_layout(
+    saved, resumed, tiny, reference, tmp_path, losses, arrays
+) -> None:
+    delayed = ["precision.history=3", "precision.largest=max", "optimizer.schedule=constant"]
+    given = options("delayed", "fp64", *delayed, "checkpoint.every=1", "training.steps=4")
+
+    def train(out: Path, layout: str, *more: str) -> Path:
+        nproc, own, other = mixture("delayed", "ep2" if layout == "one" else layout)
+        if layout == "one":
+            return tiny.train(out, *given, *other, *more)
+        return tiny.train(out, *given, *own, *more, nproc=nproc)
+
+    first = train(tmp_path / "saved", saved)
+    load = f"checkpoint.load={first / 'checkpoints' / 'step_00000002'}"
+    run = train(tmp_path / "resumed", resumed, load)
+    one = reference(*given, *mixture("delayed", "ep2")[2])
+    assert list(losses(run)) == [3, 4]
+    assert losses(run) == pytest.approx({step: losses(one)[step] for step in (3, 4)}, rel=1e-10)
+    for step in (3, 4):
+        state, wanted = (arrays(each, step, "scaling/") for each in (run, one))
+        assert state.keys() == wanted.keys()
+        assert len(state) == 2 * 2 * 2  # up and down of two layers
+        for name, value in state.items():
+            assert len(value) == 4
             np.testing.assert_allclose(value, wanted[name], rtol=1e-6, err_msg=name)
 
 

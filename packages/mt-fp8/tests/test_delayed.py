@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from mt_fp8 import DelayedState, Scaling, amax_of, quantize, recipe
+from mt_fp8 import DelayedScales, DelayedState, Scaling, amax_of, end_step, quantize, recipe
 
 ROLES = ("input", "weight", "grad")
 LIMITS = {"input": 448.0, "weight": 448.0, "grad": 57344.0}
@@ -118,3 +118,21 @@ def test_wrong_arguments_are_named():
         state.updated(recipe("delayed", history=3))
     with pytest.raises(ValueError, match="history must be"):
         DelayedState(history=torch.ones(2, 2), factor=torch.ones(2))
+
+
+def test_a_layer_that_may_rest_begins_with_its_own_magnitudes_whenever_it_first_runs():
+    how = recipe("delayed")
+    layers = [DelayedScales(how) for _ in range(2)]
+    for step in range(3):
+        layers[0].note("input", torch.tensor(2.0))
+        if step == 1:
+            layers[1].note("input", torch.tensor(4.0))
+        end_step(layers, may_rest=True)
+        assert layers[0].of("input") == 224
+        again = DelayedScales(how)
+        again.load_state_dict(layers[1].state_dict())
+        for each in (layers[1], again):
+            assert (each.of("input") is None) == (step < 1)
+    assert layers[1].of("input") == 112
+    end_step(layers)
+    assert layers[1].of("grad") == 1

@@ -162,3 +162,31 @@ def test_obstacles_name_the_reason():
     assert "multiples of 4" in found["grouped_mm"]
     assert found["loop"] is None
     assert "float64" in grouped_obstacles(drawn(2, 8), drawn(3, 8, 8))["triton"]
+
+
+class _Wide(TorchGemm):
+    """Takes 8 rows at a time, and keeps in mind how many it was given."""
+
+    row_multiple = 8
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def operand(self, x, role):
+        if role != "weight":
+            self.seen.append(len(x))
+        return x
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows_are_filled_up_for_a_strategy_and_nothing_else_changes(counts):
+    x, grad = drawn(sum(counts), 16).requires_grad_(), drawn(sum(counts), 16, seed=1)
+    layer, other = layer_of("loop"), layer_of("loop")
+    made = {str(expert): _Wide() for expert in range(4)}
+    choose_gemms(layer, lambda name: made[name.rpartition(".")[2]])
+    y, expected = layer(x, torch.tensor(counts)), other(x, torch.tensor(counts))
+    assert_same({"y": y}, {"y": expected}, tolerance=1e-14)
+    found = gradients(y, grad, layer, x)
+    assert_same(found, gradients(expected, grad, other, x), tolerance=1e-14)
+    for count, gemm in zip(counts, made.values(), strict=True):
+        assert gemm.seen == ([-(-count // 8) * 8] * 2 if count else [])

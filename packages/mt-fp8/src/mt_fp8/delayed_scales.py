@@ -65,13 +65,13 @@ class DelayedScales(nn.Module):
 
     def resume(self) -> None:
         """Go on from what the buffers were filled with; waits for the device."""
-        self._knows = bool((self.factor != 1).any())
+        self._knows = bool(_have_factors(self.factor))
 
-    def take(self, state: DelayedState) -> None:
-        """Begin the next step with a state."""
+    def take(self, state: DelayedState, *, has_run: bool = True) -> None:
+        """Begin the next step with a state; until a layer has run, its factors say nothing."""
         self.history.copy_(state.history)
         self.factor.copy_(state.factor)
-        self._knows = True
+        self._knows = has_run
 
     def extra_repr(self) -> str:
         """What torch prints."""
@@ -89,15 +89,19 @@ class DelayedScales(nn.Module):
 
 
 @torch.no_grad()
-def end_step(layers: Sequence[DelayedScales], *groups: dist.ProcessGroup | None) -> None:
+def end_step(
+    layers: Sequence[DelayedScales], *groups: dist.ProcessGroup | None, may_rest: bool = False
+) -> None:
     """End a step of delayed scaling for layers of one recipe.
 
     One all-reduce (MAX) in each group of the magnitudes that all layers noted; the host waits for
-    nothing.
+    nothing, but with `may_rest`.
 
     Args:
         layers: The same ones in the same order on all ranks of a group.
         *groups: Whose ranks agree on the factors; `None` is this one alone.
+        may_rest: Whether a layer may not have run yet on any rank, as an expert without tokens:
+            such a one goes on as before its first step. The host asks the device, once for all.
 
     Raises:
         ValueError: The layers have several recipes.
@@ -115,7 +119,13 @@ def end_step(layers: Sequence[DelayedScales], *groups: dist.ProcessGroup | None)
         if group is not None:
             dist.all_reduce(state.history[0], op=dist.ReduceOp.MAX, group=group)
     after = state.updated(recipe)
-    for each, history, factor in zip(
-        layers, after.history.unbind(1), after.factor.unbind(), strict=True
+    knows = _have_factors(after.factor).tolist() if may_rest else [True] * len(layers)
+    for each, history, factor, has_run in zip(
+        layers, after.history.unbind(1), after.factor.unbind(), knows, strict=True
     ):
-        each.take(DelayedState(history=history.contiguous(), factor=factor))
+        each.take(DelayedState(history=history.contiguous(), factor=factor), has_run=has_run)
+
+
+def _have_factors(factor: Tensor) -> Tensor:
+    """Say which layers' factors were ever made; until then they are 1."""
+    return (factor != 1).any(-1)

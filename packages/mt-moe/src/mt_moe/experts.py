@@ -30,6 +30,7 @@ class ExpertGemms(nn.Module):
         gemms: One for each of its experts.
 
     Attributes:
+        first: As given.
         all: The strategies.
     """
 
@@ -61,6 +62,11 @@ class GroupedLinear(GemmLayer):
         kernel: See `ExpertOptions`.
         dtype: Of the parameters.
         device: Likewise; `"meta"` draws no values.
+
+    Attributes:
+        num_experts: How many there are in all.
+        gemms: The strategies of those on this rank.
+        split: Which features are cut over etp.
 
     Shape:
         forward: x [N, in], counts [local experts] -> [N, prod(out)], local sizes.
@@ -99,6 +105,7 @@ class GroupedLinear(GemmLayer):
         axes = [cut[at][0] if at in cut else None for at in range(len(shape))]
         weight = filled(shape, local=local, offsets=offsets, **how)
         self.weight = shard_param(weight, PartitionSpec(*axes))
+        self.num_experts = num_experts
         self.gemms = ExpertGemms(offsets[0], [TorchGemm()] * local[0])
         self.kernel, self.split, self._first = kernel, split, groups.place[1] == 0
         self.bias = None

@@ -209,12 +209,13 @@ class _Loop:
     def _operands(self, rows: Tensor, role: Role) -> list[Operand]:
         parts = rows[: sum(self.sizes)].split(self.sizes)
         pairs = zip(self.gemms, self.served, strict=True)
-        return [gemm.operand(parts[e], role) for gemm, e in pairs]
+        return [gemm.operand(_filled_up(parts[e], gemm.row_multiple), role) for gemm, e in pairs]
 
     def _join(self, parts: list[Tensor], width: int, like: Tensor) -> Tensor:
         rest = self.rows - sum(self.sizes)
         more = [like.new_zeros(rest, width)] if rest or not parts else []
-        return torch.cat([*parts, *more])
+        own = [part[: self.sizes[e]] for part, e in zip(parts, self.served, strict=True)]
+        return torch.cat([*own, *more])
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         self.rows, self.shape, self.dtype = len(x), weight.shape, weight.dtype
@@ -262,6 +263,11 @@ class _Loop:
         for expert, *three in zip(self.served, self.gemms, self.grad, self.x, strict=True):
             gemm, grad, x = three
             gemm.wgrad_into(grad, x, out[expert], accumulate=accumulate)
+
+
+def _filled_up(rows: Tensor, multiple: int) -> Tensor:
+    missing = -len(rows) % multiple
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 class _Grouped(torch.autograd.Function):

@@ -30,7 +30,13 @@ class Gemm:
     Activations have at least one leading dim. Results are new tensors that the caller may change
     in place. A strategy with state (scales, counters) is an `nn.Module` too: the layer that it is
     given to then has it as the submodule `gemm`, and its buffers are in the layer's state dict.
+
+    Attributes:
+        row_multiple: Where a layer gives it as many rows as chance has it (those of an expert),
+            they are filled up with zeros to a multiple of this.
     """
+
+    row_multiple: int = 1
 
     def operand(self, x: Tensor, role: Role) -> Operand:
         """Make the operand of a tensor.

@@ -26,6 +26,8 @@ class QuantizedGemm(Products, Gemm):
     none reaches over two. See `Products` for the arguments, and `quantize_gemms`.
     """
 
+    row_multiple = 16  # of tokens that products in 8 bits and rotations need
+
     def gather(self, operand: Operand, group: dist.ProcessGroup) -> Callable[[], Operand]:
         """Begin to join the ranks' operands along the sequence.
 

@@ -23,9 +23,10 @@ class PrecisionSection:
             scale for each row (`rowwise`), 128 numbers or square of 128 (`blockwise`), 32 numbers
             (`mxfp8`) or 16 numbers in 4 bits (`nvfp4`). By default nothing is quantised.
         keep: Linear layers that stay in `training.dtype`, as globs of their names, such as
-            `layers.*.mixer.out`.
+            `layers.*.mixer.out`; of experts with their numbers or without:
+            `layers.*.experts.down.3`.
         keep_first: Layers at the start of the model that do.
-        keep_last: Layers at its end that do. Embedding, head, norms, attention and routed experts
+        keep_last: Layers at its end that do. Embedding, head, norms, attention and routers
             always do.
         history: Steps whose largest magnitudes `delayed` remembers; 1 by default.
         largest: Which of them `delayed` scales by: the `most_recent` (the default) or the `max`.

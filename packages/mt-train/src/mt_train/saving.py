@@ -227,17 +227,9 @@ def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
 
 def _scaling_shards(trainer: Trainer) -> list[TensorShard]:
     """List the state of delayed scaling, which all ranks that have a layer have in common."""
-    shards: list[TensorShard] = []
-    for name, (tensor, is_copy) in trainer.precision.state_tensors().items():
-        record = shard_param(cast("Parameter", tensor), PartitionSpec(), is_copy=is_copy)
-        shards += param_shards(
-            [(name, tensor)],
-            trainer.state.layout,
-            trainer.state.rank,
-            prefix=RunFolder.SCALING,
-            params={name: record},
-        )
-    return shards
+    layout, rank = trainer.state.layout, trainer.state.rank
+    found = trainer.precision.state_tensors()
+    return param_shards(found.items(), layout, rank, prefix=RunFolder.SCALING, params=found)
 
 
 def _to_fill(
