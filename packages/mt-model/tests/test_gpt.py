@@ -409,7 +409,7 @@ def test_dropout_sites_drop_the_configured_share_independently():
             (range(1, 2), {"rope": SCALED, "score_bias": {"type": "relative", "table": None}}),
             (range(2, 3), {"positions": "none", "score_bias": {"type": "relative"}}),
         ],
-        every=3,
+        every=8,
     ),
 )
 def test_stage_compiles_to_the_same_numbers(layers, blocks):

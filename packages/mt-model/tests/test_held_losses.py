@@ -15,6 +15,7 @@ from mt_parallel_state import ParallelLayout, hash_key, initialize_, random_unif
 
 RECORD = Path(__file__).parent / "goldens" / "losses.json"
 STEPS = 20
+LONG = {"quickstart": pytest.mark.campaign}  # seconds
 # name: (model, rows, tokens per row). The first two are the models of mt-train's tiny.yaml and
 # quickstart.yaml; the others have what those lack.
 RUNS = {
@@ -94,7 +95,7 @@ def losses(sizes: dict, shape: tuple[int, int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in RUNS])
 def test_losses_of_twenty_steps_are_held(name: str) -> None:
     expected = json.loads(RECORD.read_text())[name]
     assert losses(*RUNS[name]) == pytest.approx(expected, rel=1e-12, abs=0)
