@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
+from mt_quant.activation import round_activation
 from mt_quant.awq import awq, awq_scale, clipped_grid
 from mt_quant.calibration import RANGES, Magnitudes, find_range
 from mt_quant.config import Explanation, QuantizationConfig
@@ -92,6 +93,7 @@ __all__ = [
     "output_error",
     "quantize",
     "quantize_weight",
+    "round_activation",
     "round_to_grid",
     "rtn",
     "smoothquant",

@@ -21,6 +21,7 @@ from mt_train.corpus import (
     prepare_corpus,
     verify_corpus,
 )
+from mt_train.fake_quantization import check_quantization
 from mt_train.loading import LoadedConfig
 from mt_train.optimization import check_overrides
 from mt_train.precision import check_precision
@@ -127,6 +128,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     model = loaded.model(tokenizer.vocab_size)
     check_overrides(loaded, model)
     check_precision(loaded, model)
+    check_quantization(loaded, model)
     _check_export(loaded, model, start)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)

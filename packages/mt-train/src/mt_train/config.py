@@ -18,6 +18,7 @@ from mt_train.model_section import ModelSection
 from mt_train.optimizer_section import OptimizerSection
 from mt_train.parallel_section import DataParallelSection, ParallelSection, PipelineSection
 from mt_train.precision_section import PrecisionSection
+from mt_train.quantization_section import QuantizationSection
 
 _MAX_BATCH = 10**7
 _MAX_TOKENS = 1 << 32  # of one micro-batch
@@ -243,6 +244,7 @@ class RunConfig:
         data: Where tokens come from.
         training: Length, batch and numerics.
         precision: Linear layers in 8 or 4 bits.
+        quantization: Linear layers that are trained as they will be rounded.
         optimizer: The optimizer and its schedule.
         parallel: How many ranks share what.
         data_parallel: What data-parallel ranks share out.
@@ -257,6 +259,7 @@ class RunConfig:
     data: DataSection
     training: TrainingSection
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    quantization: QuantizationSection = field(default_factory=QuantizationSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     data_parallel: DataParallelSection = field(default_factory=DataParallelSection)
@@ -334,12 +337,18 @@ class RunConfig:
 
     def _recipe_errors(self) -> dict[str, str]:
         """Say what does not go with operands that are no tensors, made once in a step."""
-        recipe, training = self.precision.recipe, self.training
-        if recipe is None:
+        recipe, rules, training = self.precision.recipe, self.quantization.given, self.training
+        if recipe is None and rules is None:
             return {}
-        text = f"does not go with precision.recipe {recipe}, whose weights are quantised once a "
-        text += "step, outside of any graph; use"
         errors: dict[str, str] = {}
+        if recipe is not None and rules is not None:
+            errors["quantization"] = (
+                f"{shorten(rules)} does not go with precision.recipe {recipe}: a layer multiplies "
+                "what one of them makes of its weight; leave one of them out"
+            )
+        named = f"precision.recipe {recipe}" if recipe else f"quantization {shorten(rules)}"
+        text = f"does not go with {named}, whose weights are quantised once a step, outside of any "
+        text += "graph; use"
         if training.compile:
             errors["training.compile"] = f"true {text} compile: false, or no recipe"
         if training.cuda_graphs != "none":

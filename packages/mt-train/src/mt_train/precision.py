@@ -52,7 +52,7 @@ class LowPrecision:
         self._section, self._state, self._stages = config.precision, state, stages
         self._gemms: dict[str, QuantizedGemm] = {}
         self._experts: list[LowPrecisionExperts] = []
-        own = (layer for stage in stages for layer in _linears(stage).values())
+        own = (layer for stage in stages for layer in block_linears(stage).values())
         self._is_mirrored = any("mirror" in sharding_of(x.weight).partial_grad for x in own)
         keeps_weight = config.data_parallel.strategy != "full"
         if config.precision.recipe is None:
@@ -113,7 +113,7 @@ class LowPrecision:
         """
         found: dict[str, Tensor] = {}
         for stage in self._stages:
-            for name, layer in _linears(stage).items():
+            for name, layer in block_linears(stage).items():
                 if name not in self._gemms or (delayed := self._gemms[name].delayed) is None:
                     continue
                 is_copy = sharding_of(layer.weight).is_copy
@@ -196,7 +196,7 @@ def check_precision(loaded: LoadedConfig, model: ModelConfig) -> None:
         raise loaded.error("precision.recipe", text)
     size = read_recipe(section).block_size
     cut = [name for name, own in named.items() if not chosen.isdisjoint(own)]
-    layers, layout = {**_linears(whole), **_grouped(whole)}, loaded.config.parallel
+    layers, layout = {**block_linears(whole), **_grouped(whole)}, loaded.config.parallel
     misfits = {name: bad for name in cut if (bad := _misfit(layers[name], size, layout))}
     if misfits:
         raise loaded.error("precision.recipe", _misfit_text(section, misfits, size))
@@ -222,7 +222,7 @@ def _check_tokens(loaded: LoadedConfig, size: int) -> None:
             raise loaded.error(field, text)
 
 
-def _linears(stage: nn.Module) -> Mapping[str, ColumnParallelLinear | RowParallelLinear]:
+def block_linears(stage: nn.Module) -> Mapping[str, ColumnParallelLinear | RowParallelLinear]:
     """Return the parallel linear layers of a stage's blocks by their global names."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
     named = ((name, m) for name, m in stage.named_modules() if name.startswith("layers."))
@@ -237,7 +237,7 @@ def _grouped(stage: nn.Module) -> Mapping[str, GroupedLinear]:
 
 def _names(stage: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return by the name of each layer what is chosen: itself, or the experts of all ranks."""
-    named = {name: (name,) for name in _linears(stage)}
+    named = {name: (name,) for name in block_linears(stage)}
     return named | {name: _experts(name, layer) for name, layer in _grouped(stage).items()}
 
 

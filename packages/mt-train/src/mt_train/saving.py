@@ -104,6 +104,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
     trainer.optimizer.sync_params()
     trainer.precision.resume()
+    trainer.quantization.forget_weights()
     if not _is_finite(trainer):
         raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
 
@@ -150,6 +151,7 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
             inner.set_moment(name, key, tensor)  # some formats came as copies
     trainer.optimizer.sync_params()
     trainer.precision.resume()
+    trainer.quantization.forget_weights()
 
 
 def _saved_scaling(trainer: Trainer, path: Path) -> list[TensorShard]:

@@ -360,6 +360,8 @@ class _Session:
             reporter.say(line)
         for line in self.trainer.precision.lines():
             reporter.say(line)
+        for line in self.trainer.quantization.lines():
+            reporter.say(line)
         for line in wrapping.graph_lines(self.config.training, self.state.device):
             reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):

@@ -23,6 +23,7 @@ from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction, shard_options
 from mt_train.experts import ExpertLoads
+from mt_train.fake_quantization import FakeQuantization
 from mt_train.hardware import memory_bytes, peak_flops
 from mt_train.loader import Batch, prefetched, rows_of, to_device
 from mt_train.losses import loss_record, totals, weighed
@@ -134,6 +135,7 @@ class Trainer:
         )
         self.named_parameters = list(named_parameters(*here).items())
         self.precision = LowPrecision(config, self.stages, state)
+        self.quantization = FakeQuantization(config, self.stages, state)
         self._experts = ExpertLoads(self.stages, state, every=config.logging.every)
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
@@ -224,8 +226,7 @@ class Trainer:
         self.on_event("train.update")
         losses, loads, stop, save, seconds = self._agree(outputs, total, save=save)
         self._check_finite(losses)
-        self.precision.end_step()
-        balance_experts(self.stages)
+        self._end_passes()
         result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here
@@ -246,6 +247,12 @@ class Trainer:
             record["first_step_seconds"] = seconds
         self._is_first = False
         return Step(record=record | self._found(result), stop=stop, save=save)
+
+    def _end_passes(self) -> None:
+        """Tell what has a state of its own that the passes of a step are done."""
+        self.precision.end_step()
+        self.quantization.forget_weights()
+        balance_experts(self.stages)
 
     def _divisors(self, labels: list[list[int]], total: list[float]) -> list[dict[str, float]]:
         """Say by what the losses of each micro-batch are divided, for the mean that is trained on.

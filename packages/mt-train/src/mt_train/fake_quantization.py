@@ -1,0 +1,238 @@
+"""Linear layers that are trained with the rounding of a recipe of mt-quant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from mt_model import GPT, ModelConfig
+from mt_parallel_state import ParallelLayout, ParallelState, share_json
+from mt_quant import (
+    Decision,
+    LinearShape,
+    QuantizationConfig,
+    QuantizationError,
+    quantize_weight,
+    round_activation,
+)
+from mt_tensor_parallel import ColumnParallelLinear, Operand, Role, RowParallelLinear, TorchGemm
+from torch import Tensor, nn
+
+from mt_train.config import RunConfig
+from mt_train.loading import LoadedConfig
+from mt_train.precision import block_linears
+from mt_train.quantization_section import QuantizationSection
+
+_BLOCKS = {"mxfp8": 32, "mxfp4": 32}
+
+
+class FakeQuantizedGemm(TorchGemm):
+    """torch's products of a rounded weight, and a rounded input where the rule has a format of it.
+
+    Rounding passes gradients on as they are (the straight-through estimator, Bengio et al. 2013,
+    https://arxiv.org/abs/1308.3432): the input's is made with the rounded weight, and the weight's,
+    with the rounded input, goes to the weight before rounding.
+
+    Args:
+        shape: Of the layer's weight on this rank.
+        decision: Formats of weight and input.
+        keeps_weight: Whether a rounded weight stays until `forget_weight`.
+    """
+
+    def __init__(self, shape: LinearShape, decision: Decision, *, keeps_weight: bool) -> None:
+        self._shape, self._decision, self._keeps_weight = shape, decision, keeps_weight
+        self._weight: Tensor | None = None
+
+    def operand(self, x: Tensor, role: Role) -> Operand:
+        """Round a weight or an input; a gradient stays. See `Gemm.operand`.
+
+        An all-gather of the weight where ranks split what shares a scale, an all-reduce (MAX) of
+        the input's magnitudes where they split its features.
+        """
+        if role == "weight":
+            rounded = self._weight if self._weight is not None else self._rounded(x)
+            self._weight = rounded if self._keeps_weight else None
+            return rounded
+        if role == "input" and self._decision.input is not None:
+            group = self._shape.group if self._shape.split == "inputs" else None
+            return round_activation(x.flatten(0, -2), self._decision.input, group=group).view_as(x)
+        return x
+
+    def forget_weight(self) -> None:
+        """Have the weight rounded again at its next use."""
+        self._weight = None
+
+    @torch.no_grad()
+    def _rounded(self, weight: Tensor) -> Tensor:
+        """Return this rank's part of the rounded whole weight, [out, in]."""
+        shape, format = self._shape, self._decision.weight
+        if format is None:
+            raise ValueError("the decision has no format of the weight; leave the layer as it is")
+        spans = _spans_ranks(shape, self._decision)
+        whole = shape.gathered(weight.view(*shape.outputs, *shape.inputs)) if spans else weight
+        if not bool(whole.isfinite().all()):
+            return weight  # the loss will tell, on all ranks
+        rounded = quantize_weight(whole, format).dequantize(weight.dtype)
+        rows, columns = shape.own(weight.device) if spans else (None, None)
+        rounded = rounded if rows is None else rounded[rows]
+        return (rounded if columns is None else rounded[:, columns]).contiguous()
+
+    def __repr__(self) -> str:
+        return f"FakeQuantizedGemm(weight={self._decision.weight}, input={self._decision.input})"
+
+
+def _spans_ranks(shape: LinearShape, decision: Decision) -> bool:
+    """Whether numbers that share a scale lie on several ranks."""
+    format = decision.weight
+    if shape.split is None or format is None:
+        return False
+    if format.type == "nvfp4" or format.group == "tensor":
+        return True
+    return shape.split == "inputs" and not isinstance(format.group, int)
+
+
+class FakeQuantization:
+    """The linear layers of a rank's stages that are rounded; none without a recipe.
+
+    Args:
+        config: The run.
+        stages: Of this rank, with their parameters where they will be.
+        state: This rank's place.
+    """
+
+    def __init__(self, config: RunConfig, stages: Sequence[GPT], state: ParallelState) -> None:
+        self._section, self._stages, self._state = config.quantization, stages, state
+        self._gemms: dict[str, FakeQuantizedGemm] = {}
+        if self._section.given is None or not stages:
+            return
+        rules = read_rules(self._section)
+        decisions = rules.decide(_whole(stages[0].config))
+        keeps = config.data_parallel.strategy != "full"
+        for stage in stages:
+            self._gemms |= fake_quantize(stage, decisions, keeps_weight=keeps)
+
+    def forget_weights(self) -> None:
+        """Have weights rounded again at their next use, as they have changed."""
+        for gemm in self._gemms.values():
+            gemm.forget_weight()
+
+    def lines(self) -> Iterator[str]:
+        """Say once what is rounded; all ranks of a pipeline call it together."""
+        if self._section.given is None:
+            return
+        own = sorted(self._gemms)
+        shared = share_json(own, self._state.group("pp"), device=self._state.device)
+        count = len({str(name) for rank in shared for name in rank})
+        yield f"quantization {self._section.given}: {count} linear layers are rounded"
+
+
+def fake_quantize(
+    stage: nn.Module, decisions: Mapping[str, Decision], *, keeps_weight: bool = True
+) -> dict[str, FakeQuantizedGemm]:
+    """Have the linear layers of a stage's blocks multiply rounded weights.
+
+    Args:
+        stage: A model, or a stage of it.
+        decisions: Of the whole model's layers, by name.
+        keeps_weight: As of `FakeQuantizedGemm`.
+
+    Returns:
+        The strategies by the names of their layers.
+    """
+    made: dict[str, FakeQuantizedGemm] = {}
+    for name, layer in block_linears(stage).items():
+        decision = decisions[name]
+        if decision.weight is None:
+            continue
+        shape = cast("LinearShape", LinearShape.of(layer))
+        gemm = FakeQuantizedGemm(shape, decision, keeps_weight=keeps_weight)
+        layer.choose_gemm(name, lambda _, gemm=gemm: gemm)
+        made[name] = gemm
+    return made
+
+
+def read_rules(section: QuantizationSection) -> QuantizationConfig:
+    """Return the rules that a section names, which it does.
+
+    Raises:
+        QuantizationError: There is no such recipe, or a rule is wrong.
+        FileError: The file can't be read.
+    """
+    if section.config is not None:
+        return QuantizationConfig.from_yaml(section.config)
+    return QuantizationConfig.named(section.recipe or "")
+
+
+def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
+    """Check that rules fit the model, its layout, and what training can round.
+
+    Raises:
+        ConfigError: They don't; every problem is named.
+    """
+    section = loaded.config.quantization
+    if section.given is None:
+        return
+    field = "quantization.recipe" if section.config is None else "quantization.config"
+    whole = _whole(model)
+    try:
+        decisions = read_rules(section).decide(whole)
+    except QuantizationError as error:
+        raise loaded.error(field, str(error)) from error
+    linears, tp = block_linears(whole), loaded.config.parallel.tp
+    problems: list[str] = []
+    for name, decision in decisions.items():
+        if decision.weight is not None or decision.kv_cache is not None:
+            problem = _untrainable(decision) if name in linears else _ELSEWHERE
+            problem = problem or _cut(linears[name], decision, tp)
+            problems += [] if problem is None else [f"{name} {problem}"]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise loaded.error(field, f"{section.given}: {problems[0]}{more}")
+    if all(decision.weight is None for decision in decisions.values()):
+        text = f"{section.given}: no layer gets a format of its weight; name one, or leave it out"
+        raise loaded.error(field, text)
+
+
+_ELSEWHERE = (
+    "is no linear layer of a block, and others are not rounded in training; leave it out with a "
+    "rule without a format before"
+)
+
+
+def _untrainable(decision: Decision) -> str | None:
+    """Say what of a decision is not a function of the weight and one token."""
+    if decision.method != "rtn":
+        return f"has the method {decision.method}, which reads data; training rounds by rtn"
+    if decision.output is not None or decision.kv_cache is not None:
+        return "has a format of its output or its keys and values; training rounds weight and input"
+    form = decision.input
+    if form is not None and (not form.dynamic or form.group == "tensor" or form.type == "nvfp4"):
+        return (
+            f"has inputs in {form}, with one scale for all tokens; training rounds with scales of "
+            "each token, such as int8, fp8 or mxfp8"
+        )
+    return None
+
+
+def _cut(
+    layer: ColumnParallelLinear | RowParallelLinear, decision: Decision, tp: int
+) -> str | None:
+    """Say which group of inputs tensor-parallel ranks cut."""
+    if tp == 1 or isinstance(layer, ColumnParallelLinear) or decision.weight is None:
+        return None
+    group, input = decision.weight.group, decision.input
+    sizes = {group if isinstance(group, int) else 1}
+    sizes |= {_BLOCKS.get(input.type, 1)} if input is not None else set()
+    run = layer.run // tp
+    for size in sizes:
+        if layer.run % (tp * size):
+            return (
+                f"has groups of {size} inputs, and {run} in a row on each tensor-parallel rank; "
+                f"use a divisor of {run}, or fewer ranks"
+            )
+    return None
+
+
+def _whole(model: ModelConfig) -> nn.Module:
+    return model.build(ParallelState(ParallelLayout()), device="meta", seed=None)

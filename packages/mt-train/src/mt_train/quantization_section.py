@@ -1,0 +1,32 @@
+"""The section `quantization` of a run's configuration: training of weights that will be rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mt_files import Checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSection:
+    """What the linear layers of blocks are rounded to in forward and backward, as they will be.
+
+    Attributes:
+        recipe: Of mt-quant, such as `int8` or `fp8-weight`: one that rounds to the nearest, with
+            scales that no data is needed for. By default nothing is rounded.
+        config: A YAML file with rules of mt-quant, in place of a recipe.
+    """
+
+    recipe: str | None = None
+    config: str | None = None
+
+    @property
+    def given(self) -> str | None:
+        """The recipe or the file; None where nothing is rounded."""
+        return self.config if self.recipe is None else self.recipe
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if self.recipe is not None and self.config is not None:
+            checks.add("config", "contradicts quantization.recipe; leave one of them out")
+        checks.done()

@@ -1,0 +1,153 @@
+"""The section `quantization`: what is refused with a way out, what is rounded, what learns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_quant import Decision, QuantizationConfig, Rule, quantize_weight
+from mt_tensor_parallel import ColumnParallelLinear
+from mt_train import ConfigError, load_config
+from mt_train.fake_quantization import check_quantization, fake_quantize
+from mt_train.trainer import NonFiniteLossError
+from torch import nn
+
+SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=2"]
+SIZES += ["training.sequence_length=32", "training.steps=2"]
+
+
+def losses(out) -> list[float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["quantization.recipe=int8", "quantization.config=rules.yaml"],
+            "quantization.config: contradicts quantization.recipe; leave one of them out",
+        ),
+        (
+            ["quantization.recipe=int8", "precision.recipe=mxfp8"],
+            "quantization: 'int8' does not go with precision.recipe mxfp8: a layer multiplies",
+        ),
+        (
+            ["quantization.recipe=int8", "training.compile=true"],
+            "true does not go with quantization 'int8', whose weights are quantised once",
+        ),
+        (["quantization.recipe=int8", "training.cuda_graphs=layer"], "use cuda_graphs: none, or"),
+        (["quantization.recipes=int8"], "unknown key. Did you mean quantization.recipe"),
+    ],
+)
+def test_what_a_section_can_not_mean_is_refused(given, words, tiny) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiny.config, given)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("{name: layers.*.qvk, weight: int8}", "matches nothing; correct it, or say"),
+        ("{weight: int4-g48}", "groups of 48 inputs (int4-g48) do not divide 64 inputs"),
+        ("{name: '*mixer*', weight: int8, method: gptq}", "has the method gptq, which reads data"),
+        ("{name: '*mixer*', weight: int8, input: int8-static}", "with one scale for all tokens"),
+        ("{name: '*mixer*', weight: nvfp4, input: nvfp4}", "with one scale for all tokens"),
+        ("{name: '*mixer*', weight: int8, output: int8}", "has a format of its output or its keys"),
+        ("{name: '*mixer*'}", "no layer gets a format of its weight; name one, or leave it out"),
+        ("{weight: int9}", "int9"),
+    ],
+)
+def test_rules_that_training_can_not_follow_are_refused_before_a_step(
+    rule, words, tiny, tmp_path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(f"rules: [{rule}]")
+    given = [*SIZES, f"quantization.config={tmp_path / 'rules.yaml'}"]
+    with pytest.raises(ConfigError) as caught:
+        tiny.run(tmp_path / "run", *given)
+    assert "quantization.config: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "layer"),
+    [
+        ("{weight: int4-g64}", "layers.0.mixer.out has groups of 64 inputs, and 32 in a row"),
+        ("{weight: int8, input: mxfp8}", None),
+        ("{weight: int4-g32}", None),
+        ("{weight: int8}", None),
+    ],
+)
+def test_groups_that_ranks_cut_are_refused(rule, layer, tiny, tmp_path) -> None:
+    (tmp_path / "rules.yaml").write_text(f"rules: [{rule}]")
+    path = tmp_path / "rules.yaml"
+    given = [*SIZES, "parallel.tp=2", f"quantization.config={path}"]
+    loaded = load_config(tiny.config, given)
+    if layer is None:
+        check_quantization(loaded, loaded.model(300))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_quantization(loaded, loaded.model(300))
+    assert layer in str(caught.value)
+    assert "use a divisor of 32, or fewer ranks" in str(caught.value)
+
+
+def test_an_unknown_recipe_is_refused(tiny, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe 'int88'\. Did you mean int8"):
+        tiny.run(tmp_path / "run", *SIZES, "quantization.recipe=int88")
+
+
+def test_rounding_passes_gradients_on_as_they_are() -> None:
+    torch.manual_seed(0)
+    stage = nn.ModuleDict({"layers": nn.ModuleList([ColumnParallelLinear(32, 16, group=None)])})
+    rule = Rule(weight="int4-g16", input="int8").decision(0)
+    assert set(fake_quantize(stage, {"layers.0": rule})) == {"layers.0"}
+    layer = stage["layers"][0]
+    rounded = quantize_weight(layer.weight, "int4-g16").dequantize()
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    y = layer(x)
+    scale = x.detach().abs().amax(-1, keepdim=True) / 127
+    inputs = (x.detach() / scale).round() * scale
+    torch.testing.assert_close(y, inputs @ rounded.T + layer.bias)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ rounded)
+    torch.testing.assert_close(layer.weight.grad, grad.flatten(0, 1).T @ inputs.flatten(0, 1))
+
+
+def test_a_layer_without_a_format_stays() -> None:
+    stage = nn.ModuleDict({"layers": nn.ModuleList([ColumnParallelLinear(32, 16, group=None)])})
+    assert fake_quantize(stage, {"layers.0": Decision()}) == {}
+
+
+def test_losses_are_those_of_rounded_weights_and_fall(tiny, tmp_path, capsys) -> None:
+    given = [*SIZES, "training.steps=3", "optimizer.lr=3e-2"]
+    tiny.run(tmp_path / "plain", *given)
+    tiny.run(tmp_path / "run", *given, "quantization.recipe=int8")
+    said = capsys.readouterr().out
+    assert said.count("quantization int8: 8 linear layers are rounded") == 1
+    plain, rounded = losses(tmp_path / "plain"), losses(tmp_path / "run")
+    assert rounded != plain
+    assert rounded[0] == pytest.approx(plain[0], rel=1e-3)
+    assert rounded == pytest.approx(plain, rel=2e-2)
+    assert rounded[-1] < rounded[0]
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-dynamic", "fp8"])
+def test_what_is_not_finite_ends_a_run(recipe, tiny, tmp_path) -> None:
+    given = [*SIZES, f"quantization.recipe={recipe}", "training.dtype=fp32", "optimizer.lr=1e38"]
+    with pytest.raises(NonFiniteLossError, match=r"The step was not applied"):
+        tiny.run(tmp_path / "run", *given)
+
+
+def test_decisions_are_those_of_the_whole_model(tiny) -> None:
+    loaded = load_config(tiny.config, SIZES)
+    with ParallelState(ParallelLayout(), device="cpu") as state:
+        model = loaded.model(300).build(state)
+        decisions = QuantizationConfig.named("int8").decide(model)
+        made = fake_quantize(model, decisions)
+    assert len(made) == 8
+    assert all(name.startswith("layers.") for name in made)
