@@ -63,7 +63,7 @@ class Row:
     @property
     def placed(self) -> tuple[str, ...]:
         """The layouts on which it is tested."""
-        return (*self.layouts, "ep2", "tp2ep2") if self.has_experts else self.layouts
+        return (*self.layouts, "ep2", "tp2ep2", "ep2etp2") if self.has_experts else self.layouts
 
     @property
     def home(self) -> str:

@@ -43,6 +43,7 @@ LAYOUTS = {
     "cp2": {"cp": 2},
     "ep2": {"dp": 2, "ep": 2},
     "tp2ep2": {"tp": 2, "ep": 2, "etp": 1},
+    "ep2etp2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
 }
 STREAMS = ("tokens", "encoder_tokens")
 NEW_TOKENS = 64

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import all_gather, group_rank, group_size, outside_graph, reduce_scatter
+from mt_parallel_state import (
+    Group,
+    all_gather,
+    group_rank,
+    group_size,
+    outside_graph,
+    reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from torch import Tensor
 
 from mt_moe.agreement import Agreement
 from mt_moe.all_to_all import local_experts_of
 from mt_moe.dispatch import Sent, finite, not_finite
 from mt_moe.error import RoutingError
+from mt_moe.flight import Flight
 from mt_moe.groups import ExpertGroups
 
 
@@ -53,13 +65,16 @@ class AllGatherDispatcher:
         """See `Dispatcher`."""
         return outside_graph(self._dispatch)(x, experts, weights)
 
-    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Callable[[], Sent]:
+        """See `Dispatcher`. Choices and weights are gathered before it returns."""
         self._agreement.check(
             x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
         )
         group, k = self.groups.experts, experts.shape[1]
         missing = self._most_tokens(len(x), finite(weights)) - len(x)
-        rows = all_gather(F.pad(x, (0, 0, 0, missing)), group, dim=0)
+        wait = _gather(F.pad(x, (0, 0, 0, missing)), group)
         shares = all_gather(F.pad(weights, (0, 0, 0, missing)), group, dim=0)
         chosen = F.pad(experts, (0, 0, 0, missing), value=self.num_experts)
         ids = all_gather(chosen, group, dim=0).flatten() - self.groups.place[0] * self.local_experts
@@ -70,8 +85,16 @@ class AllGatherDispatcher:
         taken = ids.argsort(stable=True)[: sum(numbers)]
         tokens = taken.div(k, rounding_mode="floor")
         own = shares.flatten().index_select(0, taken)
-        handle = _Taken(tokens, own, len(rows), len(x))
-        return Sent(rows.index_select(0, tokens), counts, handle, most=max(numbers))
+
+        def finish() -> Sent:
+            rows = wait()
+            handle = _Taken(tokens, own, len(rows), len(x))
+            return Sent(rows.index_select(0, tokens), counts, handle, most=max(numbers))
+
+        return finish
+
+    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
+        return self.start(x, experts, weights)()
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`. Sums in fp32 (fp64 for fp64), and once more over ranks."""
@@ -97,3 +120,12 @@ class AllGatherDispatcher:
 
     def __repr__(self) -> str:
         return f"AllGatherDispatcher({self.num_experts}, ranks={group_size(self.groups.experts)})"
+
+
+def _gather(rows: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Begin to gather rows, and to sum their gradients; return what waits."""
+    if group is None or group_size(group) == 1:
+        return lambda: rows
+    there = partial(start_all_gather, group=group, dim=0)
+    back = partial(start_reduce_scatter, group=group, dim=0)
+    return Flight(rows, there, back).wait

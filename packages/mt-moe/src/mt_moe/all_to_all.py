@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mt_fusions import permute, unpermute
-from mt_parallel_state import all_to_all_rows, group_size, outside_graph
+from mt_parallel_state import (
+    Group,
+    all_to_all_rows,
+    group_size,
+    outside_graph,
+    start_all_to_all_rows,
+)
 from torch import Tensor
 
 from mt_moe.agreement import Agreement
 from mt_moe.dispatch import Sent, finite, not_finite
 from mt_moe.error import RoutingError
+from mt_moe.flight import Flight
 from mt_moe.groups import ExpertGroups
 
 
@@ -62,7 +71,10 @@ class AllToAllDispatcher:
         """See `Dispatcher`."""
         return outside_graph(self._dispatch)(x, experts, weights)
 
-    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Callable[[], Sent]:
+        """See `Dispatcher`. Counts are exchanged before it returns."""
         self._agreement.check(
             x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
         )
@@ -71,17 +83,22 @@ class AllToAllDispatcher:
         rows, places, counts = permute(x, slots, self._nowhere + 1)
         sent, received, local = self._exchange(counts[: self._nowhere], finite(weights))
         to, of = ([sum(row) for row in table] for table in (sent, received))
-        arrived = all_to_all_rows(
-            rows[: sum(to)], self.groups.experts, input_splits=to, output_splits=of
-        )
-        order = None
-        if self.local_experts > 1:
-            ids = torch.arange(self.local_experts, device=x.device).repeat(len(of))
-            own = ids.repeat_interleave(local.flatten(), output_size=sum(of)).unsqueeze(1)
-            arrived, order, _ = permute(arrived, own, self.local_experts)
+        wait = _send(rows[: sum(to)], self.groups.experts, to, of)
         shares = weights.repeat_interleave(self.groups.etp, 1)
         most = max(map(sum, zip(*received, strict=True)))
-        return Sent(arrived, local.sum(0), _Way(places, shares, to, of, order), most=most)
+
+        def finish() -> Sent:
+            arrived, order = wait(), None
+            if self.local_experts > 1:
+                ids = torch.arange(self.local_experts, device=x.device).repeat(len(of))
+                own = ids.repeat_interleave(local.flatten(), output_size=sum(of)).unsqueeze(1)
+                arrived, order, _ = permute(arrived, own, self.local_experts)
+            return Sent(arrived, local.sum(0), _Way(places, shares, to, of, order), most=most)
+
+        return finish
+
+    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
+        return self.start(x, experts, weights)()
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`."""
@@ -120,6 +137,15 @@ class AllToAllDispatcher:
 
     def __repr__(self) -> str:
         return f"AllToAllDispatcher({self.num_experts}, ep={self.groups.ep}, etp={self.groups.etp})"
+
+
+def _send(rows: Tensor, group: Group, to: list[int], of: list[int]) -> Callable[[], Tensor]:
+    """Begin to send rows, and their gradients back; return what waits."""
+    if group is None or group_size(group) == 1:
+        return lambda: rows
+    there = partial(start_all_to_all_rows, group=group, inputs=to, outputs=of)
+    back = partial(start_all_to_all_rows, group=group, inputs=of, outputs=to)
+    return Flight(rows, there, back).wait
 
 
 def local_experts_of(num_experts: int, groups: ExpertGroups) -> int:

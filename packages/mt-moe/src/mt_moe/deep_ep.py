@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
@@ -86,6 +87,13 @@ class DeepEPDispatcher:
         return Sent(
             arrived[:number], counts[:-1], way, most=max(handle.num_recv_tokens_per_expert_list)
         )
+
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Callable[[], Sent]:
+        """See `Dispatcher`. It waits at once: nothing else runs beside it."""
+        sent = self.dispatch(x, experts, weights, drops=drops)
+        return lambda: sent
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`."""

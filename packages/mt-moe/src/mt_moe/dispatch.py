@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,17 @@ class Dispatcher(Protocol):
         """
         ...
 
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Callable[[], Sent]:
+        """Begin what `dispatch` does, of the same arguments.
+
+        Returns:
+            A function that waits for it. What is computed before its call runs beside the
+            communication, and backward beside that of the gradients.
+        """
+        ...
+
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Bring the experts' results back and sum each token's, times the weights.
 
@@ -83,6 +95,13 @@ class LocalDispatcher:
         counts = counts[: self.num_experts]
         kept = counts.sum() if drops else None
         return Sent(only_first(rows, kept), counts, (places, weights, kept), exact=not drops)
+
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Callable[[], Sent]:
+        """See `Dispatcher`. There is nothing to wait for."""
+        sent = self.dispatch(x, experts, weights, drops=drops)
+        return lambda: sent
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """See `Dispatcher`."""

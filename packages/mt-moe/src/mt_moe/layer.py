@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mt_moe.agreement import Agreement
 from mt_moe.balance import LossSum, count_choices
 from mt_moe.capacity import Capacity, kept_choices
-from mt_moe.dispatch import finite
+from mt_moe.dispatch import Sent, finite
 from mt_moe.dispatchers import make_dispatcher
 from mt_moe.expert_options import ExpertOptions
 from mt_moe.experts import Experts
@@ -227,32 +227,52 @@ class MoELayer(nn.Module):
         own = parts if alone else _share(*parts, group=self.groups.tp)
         ranks = group_size(self.groups.tokens)
         together = -(-len(x) * length * ranks // (1 if alone else group_size(self.groups.tp)))
-        out = self._apply_to(*own, together=together)
+        out, shared = self._apply_to(*own, whole=x, together=together)
         hidden = out.hidden
         if not alone:
             hidden = gather_from_group(hidden, self.groups.tp, dim=SEQUENCE_DIM)
             hidden = hidden.narrow(SEQUENCE_DIM, 0, length)
-        if self.shared is not None:
-            hidden = hidden + self.shared(x)
+        if shared is not None:
+            hidden = hidden + shared
         return out._replace(hidden=hidden)
 
     def _apply_to(
-        self, x: Tensor, valid: Tensor | None, token_index: Tensor | None, *, together: int
-    ) -> MoEOutput:
-        """Apply router and experts to this rank's tokens, of which the group has `together`."""
+        self,
+        x: Tensor,
+        valid: Tensor | None,
+        token_index: Tensor | None,
+        *,
+        whole: Tensor,
+        together: int,
+    ) -> tuple[MoEOutput, Tensor | None]:
+        """Apply router and experts to this rank's tokens, of which the group has `together`.
+
+        The shared expert computes on `whole` while tokens travel, and its result is returned too.
+        """
         routed = self.router(x, valid=valid, token_index=token_index)
         weights, chosen, dropped = self._limit(routed, token_index, together)
         if self._tells:
             weights = outside_graph(_told)(weights, self.groups.tokens)
         inner = x if self.to_latent is None else self.to_latent(x)
         drops = valid is not None or self._capacity is not None
-        sent = self.dispatcher.dispatch(inner.flatten(0, 1), chosen, weights, drops=drops)
+        sent, shared = self._send(inner.flatten(0, 1), chosen, weights, drops=drops, whole=whole)
         slots = self._slots(together, sent.most)
         rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
         y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
         y = y if self.from_latent is None else self.from_latent(y)
         load = count_choices(routed.experts, self.num_experts + 1)[:-1]  # the last is none
-        return MoEOutput(y.to(x.dtype), routed.losses, load, dropped)
+        return MoEOutput(y.to(x.dtype), routed.losses, load, dropped), shared
+
+    def _send(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool, whole: Tensor
+    ) -> tuple[Sent, Tensor | None]:
+        """Send tokens to their experts, with the shared expert computed meanwhile."""
+        if self.shared is None or torch.compiler.is_compiling():
+            sent = self.dispatcher.dispatch(x, experts, weights, drops=drops)
+            return sent, None if self.shared is None else self.shared(whole)
+        wait = self.dispatcher.start(x, experts, weights, drops=drops)
+        shared = self.shared(whole)
+        return wait(), shared
 
     @property
     def _capacity(self) -> Capacity | None:

@@ -25,6 +25,7 @@ from mt_parallel_state.collectives import (
     shard_size,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all_rows,
     start_reduce_scatter,
 )
 from mt_parallel_state.gradients import GradSink, WgradStore
@@ -123,6 +124,7 @@ __all__ = [
     "share_json",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all_rows",
     "start_reduce_scatter",
     "stop_signals",
     "twin_group",

@@ -103,6 +103,21 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pendi
     return Pending(cast(dist.Work, work), out)
 
 
+def start_all_to_all_rows(
+    x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[int]
+) -> Pending:
+    """Send `inputs` rows of `x` to each rank, and receive `outputs` of each."""
+    x, received = x.contiguous(), x.new_empty((sum(outputs), *x.shape[1:]))
+    work = dist.all_to_all_single(received, x, outputs, inputs, group=group, async_op=True)
+
+    def finish(rows: Tensor) -> Tensor:
+        nonlocal x
+        x = rows  # what was sent is held until here
+        return rows
+
+    return Pending(cast(dist.Work, work), received, finish)
+
+
 class _Linear(torch.autograd.Function):
     """A linear map, given with its adjoint, which is its backward.
 
@@ -150,9 +165,7 @@ def _swap(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) 
 
 
 def _rows(x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[int]) -> Tensor:
-    received = x.new_empty((sum(outputs), *x.shape[1:]))
-    dist.all_to_all_single(received, x.contiguous(), outputs, inputs, group=group)
-    return received
+    return start_all_to_all_rows(x, group, inputs, outputs).wait()
 
 
 def outside_graph(function: Callable[..., T]) -> Callable[..., T]:
