@@ -44,6 +44,10 @@ def plain_layer(x, layer, weights, experts):
     options, total = layer.options.experts, torch.zeros_like(x)
     for expert in range(layer.num_experts):
         share = (weights * (experts == expert)).sum(1, keepdim=True)
+        if layer.options.scale_input:
+            scaled = plain_expert(share.to(x.dtype) * x, layer, expert, options)
+            total = total + (experts == expert).any(1, keepdim=True) * scaled
+            continue
         total = total + share.to(x.dtype) * plain_expert(x, layer, expert, options)
     return total
 

@@ -48,6 +48,7 @@ MORE = {
     "latent": (None, 4),
     "valid": (False, True),
     "gated": (True, False),
+    "scaled": (False, True),
 }
 
 
@@ -65,6 +66,7 @@ def options_of(row):
     return {
         **{"router": router, "experts": experts, "capacity": CAPACITIES[row["capacity"]]},
         **{"shared_size": 4 * shared, "shared_gate": shared, "latent_size": row.get("latent")},
+        "scale_input": row.get("scaled", False),
     }
 
 

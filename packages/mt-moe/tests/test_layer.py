@@ -44,6 +44,29 @@ def test_the_layer_equals_its_formula_with_all_gradients(experts, top_k):
     assert_same(found, gradients(expected, grad, layer, x))
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+@pytest.mark.parametrize("latent_size", [None, 8])
+def test_weights_may_scale_what_experts_are_given(top_k, latent_size):
+    router = RouterOptions(top_k=top_k, score="sigmoid", normalize=False, dtype=F64)
+    layer = made(
+        experts=ExpertOptions(bias=True), router=router, latent_size=latent_size, scale_input=True
+    )
+    x, grad = drawn(2, 9, 12).requires_grad_(), drawn(2, 9, 12, seed=1)
+    valid = torch.arange(9).expand(2, 9) < 8
+    output = layer(x, valid=valid).hidden
+    routed = layer.router(x, valid=valid)
+    inner = x if layer.to_latent is None else layer.to_latent(x)
+    expected = plain_layer(inner.flatten(0, 1), layer, routed.weights, routed.experts)
+    expected = expected.view(2, 9, -1)
+    expected = expected if layer.from_latent is None else layer.from_latent(expected)
+    assert_same({"y": output}, {"y": expected})
+    found, wanted = (gradients(y, grad, layer, x) for y in (output, expected))
+    assert_same(found, wanted)
+    x.data[0, 3, 2] = torch.nan
+    with pytest.raises(RoutingError, match="not finite"):
+        layer(x)
+
+
 @pytest.mark.parametrize("experts", EXPERTS[:3] + EXPERTS[6:], ids=lambda o: o.activation)
 def test_gradcheck(experts):
     layer = made(experts=experts, router=RouterOptions(dtype=F64), shared_size=4, shared_gate=True)

@@ -64,6 +64,7 @@ def options_of(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoEOpti
         else Capacity(factor=config.capacity_factor, policy=config.drop),
         shared_size=config.shared_size,
         shared_gate=config.shared_gate,
+        scale_input=config.scale_input,
         latent_size=config.latent_size,
         dispatcher=config.dispatcher,
     )

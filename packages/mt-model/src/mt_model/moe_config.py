@@ -64,6 +64,8 @@ class MoEConfig(FeedForwardConfig):
             come last by `position`.
         shared_size: width of a further expert that serves every token; 0 has none.
         shared_gate: a sigmoid of the token scales that one (Qwen2-MoE).
+        scale_input: the weight of a choice multiplies what its expert is given, and not what it
+            gives (Llama 4).
         latent_size: tokens are projected to this width before the experts, and back after.
         dispatcher: how tokens travel to ranks with their experts: `auto`, `all_to_all`,
             `all_gather`, `deepep` (the package DeepEP, in bf16 on NVIDIA Hopper), or `local` on
@@ -98,6 +100,7 @@ class MoEConfig(FeedForwardConfig):
     drop: Literal["probability", "position"] = "probability"
     shared_size: int = 0
     shared_gate: bool = False
+    scale_input: bool = False
     latent_size: int | None = None
     dispatcher: Literal["auto", "local", "all_to_all", "all_gather", "deepep"] = "auto"
 

@@ -46,6 +46,8 @@ class MoEOptions:
         capacity: The most tokens of an expert in training; None drops none.
         shared_size: Width of an expert that serves every token; 0 is none.
         shared_gate: Whether a sigmoid of the token scales that one.
+        scale_input: Whether a choice's weight multiplies what its expert is given, and not what it
+            gives (Llama 4).
         latent_size: Size to which tokens are projected before the experts, and back after; None is
             their own. The router and the shared expert see the whole.
         dispatcher: "auto", "local", "all_to_all", "all_gather" or "deepep".
@@ -56,6 +58,7 @@ class MoEOptions:
     capacity: Capacity | None = None
     shared_size: int = 0
     shared_gate: bool = False
+    scale_input: bool = False
     latent_size: int | None = None
     dispatcher: str = "auto"
 
@@ -254,11 +257,16 @@ class MoELayer(nn.Module):
         if self._tells:
             weights = outside_graph(_told)(weights, self.groups.tokens)
         inner = x if self.to_latent is None else self.to_latent(x)
-        drops = valid is not None or self._capacity is not None
-        sent, shared = self._send(inner.flatten(0, 1), chosen, weights, drops=drops, whole=whole)
+        tokens, drops = inner.flatten(0, 1), valid is not None or self._capacity is not None
+        if self.options.scale_input:
+            tokens, chosen, weights = _scaled(tokens, chosen, weights)
+        sent, shared = self._send(tokens, chosen, weights, drops=drops, whole=whole)
         slots = self._slots(together, sent.most)
         rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
-        y = self.dispatcher.combine(rows, sent.handle).unflatten(0, x.shape[:2])
+        y = self.dispatcher.combine(rows, sent.handle)
+        if self.options.scale_input:
+            y = y.unflatten(0, (-1, self.options.router.top_k)).sum(1)
+        y = y.unflatten(0, x.shape[:2])
         y = y if self.from_latent is None else self.from_latent(y)
         load = count_choices(routed.experts, self.num_experts + 1)[:-1]  # the last is none
         return MoEOutput(y.to(x.dtype), routed.losses, load, dropped), shared
@@ -319,6 +327,19 @@ class MoELayer(nn.Module):
         if tokens >= ranks:
             return 1
         return -(-len(ranks) // together) if tokens <= ranks else len(ranks)
+
+
+def _scaled(x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make each choice of a token one of its own, which its weight has multiplied.
+
+    The weights that are left are 1, and NaN where they are not finite, which dispatchers look for.
+
+    Shape:
+        x: [T, H]; experts, weights: [T, k]. Returns [T * k, H], [T * k, 1] twice.
+    """
+    rows = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
+    ones = weights.detach() * 0 + 1
+    return rows, experts.reshape(-1, 1), ones.reshape(-1, 1)
 
 
 def _told(weights: Tensor, group: Group) -> Tensor:
