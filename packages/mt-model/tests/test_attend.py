@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -30,6 +31,9 @@ VARIANTS = {
     },
     "off by one": {"sinks": "zero", "qk_norm": "l2"},
     "whole norm, gate": {"qk_norm": "whole", "output_gate": True, "qkv_bias": True},
+    "chunk": {"chunk": 5, "sinks": "learned"},
+    "chunk, both ways": {"chunk": 3, "causal": False, "output_gate": True},
+    "temperature": {"temperature": {"strength": 0.7, "interval": 3}, "qk_norm": "l2"},
     "both ways": {"causal": False},
     "both ways, relative": {
         "score_bias": {"type": "relative", "buckets": 12, "max_distance": 9, "bidirectional": True},
@@ -92,7 +96,11 @@ def plain_attention(layer, x, data, name, shared):
     """The definition: a mask of all pairs, a softmax with one more logit, and no kernel."""
     given = VARIANTS[name]
     qkv, gate = layer.project(x)
-    query, key, value = layer._heads(qkv, shared.tables.get(layer.rotary))
+    even = replace(shared, temperatures={k: torch.ones(()) for k in shared.temperatures})
+    query, key, value = layer._heads(qkv, shared.tables.get(layer.rotary), even)
+    if "temperature" in given:
+        steps = (data.get("positions", torch.arange(x.shape[1])) + 1) // 3
+        query = query * (1 + 0.7 * (steps + 1).double().log())[..., None, None]
     scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
     scores = scores * given.get("attention_scale", 4**-0.5)
     if "softcap" in given:
@@ -102,6 +110,10 @@ def plain_attention(layer, x, data, name, shared):
     seen = (distance >= 0) | (not given.get("causal", True))
     if "window" in given:
         seen = seen & (distance.abs() < given["window"])
+    if "chunk" in given:
+        own = data.get("positions", place.expand(2, -1)) // given["chunk"]
+        seen = seen & (own[:, :, None] == own[:, None])
+        seen = seen if "documents" in data else seen[:, None, None]
     if "documents" in data:
         same = data["documents"][:, :, None] == data["documents"][:, None]
         seen = (seen & same)[:, None, None]

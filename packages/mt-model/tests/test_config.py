@@ -210,6 +210,7 @@ def test_unknown_preset_and_override_suggest_the_nearest():
         ("qwen1.5-moe-a2.7b", 14_315_784_192),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
+        ("llama4-scout", 108_641_793_536 - 871_932_416),  # the encoder of images is left out
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v3", 671_026_419_200),
     ],
@@ -217,6 +218,26 @@ def test_unknown_preset_and_override_suggest_the_nearest():
 def test_preset_has_the_published_parameter_count(name, count):
     config = preset(name)
     assert config.num_parameters + config.num_buffers == count
+
+
+def test_flops_of_chunks_are_those_of_shorter_sequences():
+    whole, cut = gpt(**SMALL), gpt(**SMALL, chunk=16)
+    assert cut.flops_per_token(64) == whole.flops_per_token(16)
+    assert cut.flops_per_token(8) == whole.flops_per_token(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"chunk": 8, "window": 4}, "chunk: 8 does not go with window=4"),
+        ({"chunk": 0}, "chunk: 0 is too small"),
+        ({"temperature": {"strength": 0}}, "strength"),
+        ({"temperature": {"intervall": 3}}, "Did you mean temperature.interval"),
+    ],
+)
+def test_chunks_and_temperatures_that_are_not_built_are_named(given, says):
+    with pytest.raises(ValueError, match=says):
+        gpt(**SMALL, **given)
 
 
 def test_flops_match_megatron_goldens():
@@ -341,7 +362,7 @@ def test_the_arguments_of_a_config_are_all_filled_in_and_build_it(name):
     of_one = {*of_one, "num_heads", "rope_theta"} if "layers" in arguments else {"layers"}
     assert {*arguments, *of_one} == known
     off = {"rope_theta", "window", "softcap", "attention_scale", "clamp", "logit_softcap"}
-    off |= {"embedding_std", "head_transform"}
+    off |= {"embedding_std", "head_transform", "chunk", "temperature"}
     off |= {"rope", "score_bias", "images", "mtp", "pooled_head", "moe"}
     assert None not in [value for key, value in arguments.items() if key not in off]
     assert gpt(**arguments) == preset(name)

@@ -370,6 +370,7 @@ def test_published_shapes_are_written_as_their_families_do() -> None:
         "gpt-neox": "gpt_neox",
         "gpt-oss": "gpt_oss",
         "qwen1.5-moe": "qwen2_moe",
+        "llama4": "llama4_text",
         "deepseek-v2": "deepseek_v2",
         "deepseek-v3": "deepseek_v3",
     }

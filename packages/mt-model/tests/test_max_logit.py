@@ -17,6 +17,7 @@ VARIANTS = {
     "gate": {"output_gate": True, "bias": True},
     "both ways": {"causal": False, "window": 4},
     "cap": {"softcap": 1.5, "sinks": "learned"},
+    "chunk": {"chunk": 3},
 }
 LENGTH = 16
 
@@ -57,7 +58,7 @@ def expected(name: str, *, documents: bool) -> dict[int, torch.Tensor]:
     for layer in model.stage_layers():
         mixer = layer.mixer
         table = shared.tables[mixer.rotary]
-        query, key, _ = mixer._heads(mixer.project(layer.mixer_norm(x))[0], table)
+        query, key, _ = mixer._heads(mixer.project(layer.mixer_norm(x))[0], table, shared)
         scores = torch.einsum("bsgqd,btgd->bgqst", query.unflatten(2, (2, -1)), key)
         scores = scores * given.get("attention_scale", 4**-0.5)
         place = torch.arange(LENGTH)
@@ -65,9 +66,15 @@ def expected(name: str, *, documents: bool) -> dict[int, torch.Tensor]:
         seen = (distance >= 0) | (not given.get("causal", True))
         if "window" in given:
             seen = seen & (distance.abs() < given["window"])
+        own = place.expand(2, -1)
         if documents:
             same = data["documents"][:, :, None] == data["documents"][:, None]
-            seen = (seen & same)[:, None, None]
+            own = place - same.int().argmax(-1)
+            seen = seen & same
+        if "chunk" in given:
+            own = own // given["chunk"]
+            seen = seen & (own[:, :, None] == own[:, None])
+        seen = seen if seen.dim() == 2 else seen[:, None, None]
         found[mixer.index] = scores.masked_fill(~seen, float("-inf")).amax((0, 2, 3, 4)).detach()
         x, _ = layer(x, shared)
     return found

@@ -129,6 +129,8 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
             "rope_theta",
             "rope",
             "window",
+            "chunk",
+            "temperature",
             "softcap",
             "attention_scale",
             "score_bias",

@@ -281,6 +281,8 @@ def test_all_problems_are_reported_in_one_pass(tmp_path: Path) -> None:
         ("model.rope={sections: [1, 2, 3]}", "model.head_dim: 16: rope.sections (1, 2, 3) are"),
         ("model.score_bias={type: alibbi}", "model.score_bias.type: 'alibbi' is not known here"),
         ("model.score_bias={type: relative, buckets: 1}", "model.score_bias.buckets: 1 is too sm"),
+        ("model.chunk=0", "model.chunk: 0 is too small; use 1 or more"),
+        ("model.temperature={strength: 0}", "model.temperature.strength: 0.0 must be greater"),
     ],
 )
 def test_positions_are_checked_by_their_paths(override: str, expected: str, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ from mt_model.stack_config import (
     MixerConfig,
     StackConfig,
 )
+from mt_model.temperature_config import TemperatureConfig
 from mt_model.vision_config import VisionConfig
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ __all__ = [
     "Sinks",
     "Stack",
     "StackConfig",
+    "TemperatureConfig",
     "VisionConfig",
     "VisionEncoder",
     "YarnScaling",

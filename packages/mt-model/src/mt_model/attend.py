@@ -23,6 +23,7 @@ from torch import Tensor
 from mt_model.attention_kernels import attention
 from mt_model.cache import KVCache
 from mt_model.choice import AttentionKernel
+from mt_model.chunks import chunk_documents
 from mt_model.distance import spread
 from mt_model.padding import positions_of
 from mt_model.rope import Rotary
@@ -30,6 +31,7 @@ from mt_model.rotary import RotaryTable
 from mt_model.saved_activations import SavedActivations
 from mt_model.scores import Scores
 from mt_model.seen import seen
+from mt_model.temperature_config import TemperatureConfig
 
 
 class AttendingLayer(Protocol):
@@ -38,6 +40,7 @@ class AttendingLayer(Protocol):
     Attributes:
         index: Of the layer in the whole model.
         window: Tokens that a query sees, or None.
+        chunk: Tokens of the chunks that don't see each other, or None.
         scale: Of the scores, or None.
         softcap: Of the scores, or None.
         causal: Whether a query sees the tokens up to its own only.
@@ -46,6 +49,7 @@ class AttendingLayer(Protocol):
 
     index: int
     window: int | None
+    chunk: int | None
     scale: float | None
     softcap: float | None
     causal: bool
@@ -174,7 +178,7 @@ class SequenceAttend:
             scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
             causal=layer.causal,
             window=layer.window if layer.window is not None and layer.window < length else None,
-            documents=shared.documents,
+            documents=shared.documents_of(layer.chunk, like=query, length=length),
             softcap=layer.softcap,
             bias=layer.bias_by_distance(shared, length),
             sinks=layer.sink_logits(query),
@@ -230,7 +234,7 @@ class CachedAttend:
         bias = layer.bias_by_distance(shared, self.cache.max_length)
         scores = Scores(
             scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
-            allowed=self.allowed(layer.window),
+            allowed=self.allowed(layer.window, layer.chunk),
             softcap=layer.softcap,
             bias=None if bias is None else spread(bias, *self.positions()),
             sinks=layer.sink_logits(query),
@@ -258,12 +262,12 @@ class CachedAttend:
         positions = positions_of(mask)
         return positions.index_select(1, self.places), positions
 
-    def allowed(self, window: int | None) -> Tensor:
+    def allowed(self, window: int | None, chunk: int | None = None) -> Tensor:
         """Which places of the cache each new token sees: [S, T], or [B, 1, S, T] with padding.
 
         Padding sees itself, since a softmax over nothing is not a number.
         """
-        near, mask = seen(*self.positions(), window), self.cache.mask
+        near, mask = seen(*self.positions(), window, chunk=chunk), self.cache.mask
         if mask is None:
             return near
         places = torch.arange(self.cache.max_length, device=mask.device)
@@ -278,6 +282,8 @@ class Pass:
         attend: who attends to whom, and by what means.
         tables: rotary tables of this rank's tokens, by the mixers' `rotary`.
         score_tables: weights of the tables of biases that layers share, by name.
+        temperatures: what queries of this rank's tokens are multiplied with, by the mixers'
+            `query_temperature`.
         documents: ids of the packed documents of whole sequences, which do not see each other.
         sample_ids: for the dropout of attention weights; None without dropout.
         hidden_index: global index of each element of the hidden states; None without dropout.
@@ -290,12 +296,13 @@ class Pass:
 
     Shape:
         documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M], or
-        [B, S, M] of this rank's tokens.
+        [B, S, M] of this rank's tokens; temperatures: [S] or [B, S].
     """
 
     attend: Attend
     tables: Mapping[Rotary, RotaryTable] = field(default_factory=dict)
     score_tables: Mapping[str, Tensor] = field(default_factory=dict)
+    temperatures: Mapping[TemperatureConfig, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None
@@ -314,6 +321,21 @@ class Pass:
         tables = dict(zip(self.score_tables, tensors, strict=False))
         memory = None if self.memory is None else tensors[-1]
         return replace(self, score_tables=tables, memory=memory)
+
+    def documents_of(self, chunk: int | None, *, like: Tensor, length: int) -> Tensor | None:
+        """Return the ids of documents, of which chunks of so many tokens are ones of their own.
+
+        Args:
+            chunk: None leaves the documents whole.
+            like: Has the rows and the device.
+            length: Of the whole sequences.
+
+        Shape:
+            Returns [B, S].
+        """
+        if chunk is None or chunk >= length:
+            return self.documents
+        return chunk_documents(self.documents, chunk, like=like, length=length)
 
     def kept(self, layer: int) -> Mapping[str, Tensor] | None:
         """What a layer with a state keeps in generation; zeros before the first token.

@@ -57,8 +57,8 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return "dropout of attention weights"
     if layer.has_sinks or layer.softcap is not None:
         return "sinks or a soft cap of the scores"
-    if layer.qk_norm == "l2":
-        return "norms after the rotation"
+    if layer.qk_norm == "l2" or layer.temperature is not None:
+        return "norms after the rotation, or a temperature"
     return None
 
 
@@ -119,7 +119,8 @@ class Attention(nn.Module):
         self.first_head = placement.tp_index * own_heads
         self.exchanges_heads = groups < placement.tp
         self.group, self.again = placement.group, "attention" in placement.made_again
-        self.index, self.window = layer, config.window
+        self.index, self.window, self.chunk = layer, config.window, config.chunk
+        self.temperature = config.temperature
         self.algorithm: Algorithm = placement.context.algorithm_of(layer)
         self.softcap, self.scale, self.causal = config.softcap, config.scale, config.causal
         self.qk_norm, self.queries = config.qk_norm, queries
@@ -178,11 +179,13 @@ class Attention(nn.Module):
             )
         if obstacle is None:
             is_near = self.window is not None and self.window < qkv.shape[1]
-            pairs = Pairs(self.causal, self.window if is_near else None, shared.documents)
-            bias = self.bias_by_distance(shared, qkv.shape[1])
+            length = qkv.shape[1]
+            documents = shared.documents_of(self.chunk, like=qkv, length=length)
+            pairs = Pairs(self.causal, self.window if is_near else None, documents)
+            bias = self.bias_by_distance(shared, length)
             how = {"scale": self.scale, "pairs": pairs, "bias": bias}
             return matmul_attention(qkv, table, self._head_norm(), **how)
-        query, key, value = self._heads(qkv, table)
+        query, key, value = self._heads(qkv, table, shared)
         return shared.attend(self, query, key, value, shared).flatten(2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -305,7 +308,8 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def _watch(self, qkv: Tensor, table: RotaryTable | None, kept: Tensor, shared: Pass) -> None:
-        query, key, _ = self._heads(qkv, table)
+        query, key, _ = self._heads(qkv, table, shared)
+        whole = qkv.shape[1] * self.context.size
         found = max_logit(
             query,
             key,
@@ -313,7 +317,7 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             causal=self.causal,
-            documents=shared.documents,
+            documents=shared.documents_of(self.chunk, like=qkv, length=whole),
         )
         first = self.first_head // (self.num_heads // self.total_kv_heads)
         own = kept[first : first + self.num_kv_heads]
@@ -352,7 +356,9 @@ class Attention(nn.Module):
         weights = self._norm_weights("head")
         return None if weights is None else HeadNorm(*weights, self.eps)
 
-    def _heads(self, qkv: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, qkv: Tensor, table: RotaryTable | None, shared: Pass
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normed and rotated, each [B, S, heads, D]."""
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
         if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
@@ -363,4 +369,7 @@ class Attention(nn.Module):
             ones = query.new_ones(self.head_dim)
             query = rms_norm(query, ones, self.eps, kernel=self.kernels.norm)
             key = rms_norm(key, ones, self.eps, kernel=self.kernels.norm)
+        if self.temperature is not None:
+            factor = shared.temperatures[self.temperature][..., None, None, None]
+            query = (query * factor).to(query.dtype)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)

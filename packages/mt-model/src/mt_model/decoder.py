@@ -415,6 +415,7 @@ class GPT(Stack[ModelConfig]):
             attend=attend,
             score_tables=self._score_weights(),
             tables=self._tables(positions, length if cache is None else cache.length + length),
+            temperatures=self._temperatures(positions),
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,

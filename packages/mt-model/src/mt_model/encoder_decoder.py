@@ -229,6 +229,7 @@ class EncoderDecoder(GPT):
             attend=context,
             score_tables=after.score_tables,
             tables=self._tables(positions, length),
+            temperatures=self._temperatures(positions),
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,

@@ -21,6 +21,7 @@ from mt_model.stack_config import (
     Sizes,
     StackConfig,
 )
+from mt_model.temperature_config import TemperatureConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +49,9 @@ class AttentionConfig(MixerConfig):
         dropout: probability of dropping an attention weight in training.
         window: a query sees this many tokens, the last of which is itself, and as many on the
             other side where attention is not causal; None for all.
+        chunk: a query sees the tokens of its own chunk only: of so many from the first of its
+            document on, of the next so many, and so on (Llama 4); None for all.
+        temperature: what multiplies queries by their positions, after the rotation; None nothing.
         sinks: one more logit per query head takes part in the softmax, and has no value:
             `learned`, or `zero` (softmax off by one); or `none`.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
@@ -66,6 +70,8 @@ class AttentionConfig(MixerConfig):
     causal: bool = True
     dropout: float = 0.0
     window: int | None = None
+    chunk: int | None = None
+    temperature: TemperatureConfig | None = None
     sinks: Sinks = "none"
     softcap: float | None = None
     scale: float | None = None
@@ -74,13 +80,16 @@ class AttentionConfig(MixerConfig):
     def __post_init__(self) -> None:
         checks = Checks(self)
         sizes = ("num_heads", "num_kv_heads", "head_dim")
-        checks.at_least(1, *sizes, "window")
+        checks.at_least(1, *sizes, "window", "chunk")
         checks.at_most(MAX_HEADS, *sizes)
-        checks.at_most(MAX_LENGTH, "window")
+        checks.at_most(MAX_LENGTH, "window", "chunk")
         checks.fraction("dropout")
         checks.above(0, "softcap", "scale")
         checks.done()
         check_groups(checks, self.num_heads, self.num_kv_heads)
+        if self.chunk is not None and self.window is not None:
+            text = f"{self.chunk} does not go with window={self.window}; use one of them"
+            checks.add("chunk", text)
         why = None if self.rope is None else self.rope.obstacle(self.head_dim)
         if why is not None:
             checks.add(
@@ -99,6 +108,11 @@ class AttentionConfig(MixerConfig):
     def rotary(self) -> Rotary | None:
         """What the rotary table is made for."""
         return None if self.rope is None else Rotary(self.rope, self.head_dim)
+
+    @property
+    def query_temperature(self) -> TemperatureConfig | None:
+        """What multiplies queries by their positions."""
+        return self.temperature
 
     @property
     def shared_table(self) -> tuple[str, int, int] | None:
@@ -141,7 +155,8 @@ class AttentionConfig(MixerConfig):
         """Count `6 h (q + 2 kv) + 6 q h`, a gate's, and the products with the keys seen."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = query * (2 + self.output_gate) + 2 * key
-        seen = twice_seen(self.window, sequence_length) * (1 if self.causal else 2)
+        whole = sequence_length if self.chunk is None else min(self.chunk, sequence_length)
+        seen = twice_seen(self.window, whole) * (1 if self.causal else 2)
         return 6 * hidden_size * rows + 6 * query * seen
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:

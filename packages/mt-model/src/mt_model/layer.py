@@ -149,6 +149,7 @@ class TransformerLayer(nn.Module):
         yield from self.parameters()
         yield from shared.score_tables.values()
         yield from (table.values for table in shared.tables.values())
+        yield from shared.temperatures.values()
         once = (shared.documents, shared.hidden_index, shared.memory, shared.memory_mask)
         yield from (x for x in once if x is not None)
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mt_model.kinds import MLPConfig
+from mt_model.kinds import AttentionConfig, MLPConfig
 from mt_model.mla_config import MLAConfig, score_scale
 from mt_model.moe_config import BIAS_RATE, MoEConfig
 from mt_model.rope import RopeConfig
-from mt_model.rope_scaling import YarnScaling
+from mt_model.rope_scaling import Llama3Scaling, YarnScaling
 from mt_model.stack_config import LayerConfig
+from mt_model.temperature_config import TemperatureConfig
 
 _Arguments = Mapping[str, Any]
 
@@ -87,6 +88,34 @@ def _deepseek(  # noqa: PLR0913 - the sizes that differ
     }
 
 
+def _llama4_scout() -> _Arguments:
+    """Llama 4 Scout (2025), its text model: each fourth layer turns nothing and sees all."""
+    rope = RopeConfig(theta=500000.0, interleaved=True, scaling=Llama3Scaling(factor=8.0))
+    whole = AttentionConfig(
+        num_heads=40, num_kv_heads=8, head_dim=128, temperature=TemperatureConfig()
+    )
+    near = replace(whole, rope=rope, qk_norm="l2", chunk=8192, temperature=None)
+    moe = MoEConfig(
+        num_experts=16,
+        ffn_size=8192,
+        top_k=1,
+        score="sigmoid",
+        normalize=False,
+        scale_input=True,
+        aux_loss=0.001,
+        shared_size=8192,
+    )
+    turn = [LayerConfig(mixer=mixer, feed_forward=moe) for mixer in (near, near, near, whole)]
+    return {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "layers": (*turn * 12,),
+        "norm_rounds_first": True,
+        "tied": False,
+        "max_sequence_length": 262144,
+    }
+
+
 MIXTURES: Mapping[str, _Arguments] = MappingProxyType(
     {
         "olmoe-1b-7b": {
@@ -125,6 +154,7 @@ MIXTURES: Mapping[str, _Arguments] = MappingProxyType(
         },
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        "llama4-scout": _llama4_scout(),
         "deepseek-v2-lite": _deepseek(
             102400,
             2048,

@@ -60,6 +60,7 @@ class LatentAttention(nn.Module):
         self.causal = True
         self.algorithm: Algorithm = placement.context.algorithm_of(layer)
         self.softcap: float | None = None
+        self.chunk: int | None = None
         self.scale: float | None = config.scale
         self.default_scale = config.head_dim**-0.5
         self.widths = config.nope_head_dim, config.rope_head_dim

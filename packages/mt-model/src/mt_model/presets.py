@@ -21,6 +21,7 @@ from mt_model.pooled_head_config import PooledHeadConfig
 from mt_model.rope import RopeConfig
 from mt_model.score_bias import ScoreBias
 from mt_model.stack_config import MAX_LAYERS, FeedForwardConfig, LayerConfig
+from mt_model.temperature_config import TemperatureConfig
 
 
 def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform decoder
@@ -72,6 +73,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     window: int | None = None,
+    chunk: int | None = None,
+    temperature: TemperatureConfig | Mapping[str, Any] | None = None,
     sinks: Sinks = "none",
     softcap: float | None = None,
     attention_scale: float | None = None,
@@ -138,6 +141,9 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
         dropout: of embedding, attention and feed-forward outputs.
         attention_dropout: of attention weights.
         window: tokens that a query sees, the last of which is itself; None for all before it.
+        chunk: tokens of the chunks that a sequence is cut into, which do not see each other.
+        temperature: what multiplies queries by their positions: a TemperatureConfig, or its fields
+            as a mapping.
         sinks: a further logit per head in the softmax of attention: `learned`, `zero` or `none`.
         softcap: scores of attention become `softcap * tanh(score / softcap)`.
         attention_scale: of the scores; `head_dim ** -0.5` where None.
@@ -191,6 +197,8 @@ def gpt(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform deco
             causal=causal,
             dropout=attention_dropout,
             window=window,
+            chunk=chunk,
+            temperature=_temperature(temperature),
             sinks=sinks,
             softcap=softcap,
             scale=attention_scale,
@@ -290,6 +298,12 @@ def _score_bias(given: ScoreBias | Mapping[str, Any] | None) -> ScoreBias | None
     return build(ScoreBias, given, "score_bias")
 
 
+def _temperature(given: TemperatureConfig | Mapping[str, Any] | None) -> TemperatureConfig | None:
+    if given is None or isinstance(given, TemperatureConfig):
+        return given
+    return build(TemperatureConfig, given, "temperature")
+
+
 def _images(given: ImageInputConfig | Mapping[str, Any] | None) -> ImageInputConfig | None:
     if given is None or isinstance(given, ImageInputConfig):
         return given
@@ -347,7 +361,7 @@ def gpt_arguments(config: ModelConfig) -> dict[str, Any]:
         shared |= {name: getattr(mixer, name) for name in _OF_ATTENTION}
         shared |= _rope_arguments(mixer.rope)
         shared |= {"attention_dropout": mixer.dropout, "attention_scale": mixer.scale}
-        shared["score_bias"] = to_plain(mixer)["score_bias"]
+        shared |= {name: to_plain(mixer)[name] for name in ("score_bias", "temperature")}
         if experts:
             shared |= {name: inspect.signature(gpt).parameters[name].default for name in _OF_MLP}
             shared |= {"ffn_size": mlp.width, "moe": to_plain(mlp)}
@@ -394,10 +408,10 @@ _OF_NORM: Mapping[str, str] = MappingProxyType(
 _OF_LAYER = ("norms", "parallel", "shared_norm", "residual_scale")
 _OF_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias"),
-    *("output_gate", "causal", "window", "sinks", "softcap"),
+    *("output_gate", "causal", "window", "chunk", "sinks", "softcap"),
 )
 _OF_MLP = ("ffn_size", "activation", "gated", "bias", "clamp", "up_offset")
 _OF_ONE_LAYER = (
     *(*_OF_LAYER, *_OF_ATTENTION[1:], *_OF_MLP, "moe", "rope_theta", "rope"),
-    *("attention_dropout", "attention_scale", "score_bias"),
+    *("attention_dropout", "attention_scale", "score_bias", "temperature"),
 )

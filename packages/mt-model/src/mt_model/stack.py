@@ -47,6 +47,7 @@ from mt_model.saved_activations import KeptBytes, SavedActivations
 from mt_model.score_table import ScoreTable
 from mt_model.shared_input import SharedInput
 from mt_model.stack_config import MixerConfig, StackConfig
+from mt_model.temperature_config import TemperatureConfig
 
 # What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
 _Parted: TypeAlias = tuple[Tensor, Losses, dict[str, Tensor], Pass]
@@ -489,6 +490,14 @@ class Stack(nn.Module, ABC, Generic[Config]):
         how = {"dtype": self.placement.dtype, "angles": self._angles}
         make = partial(rotary_table, positions, length=length, **how)
         return {kind: make(kind) for kind in kinds if kind}
+
+    def _temperatures(self, positions: Tensor) -> dict[TemperatureConfig, Tensor]:
+        """What queries of this stage's layers are multiplied with; equal ones are made once."""
+        mixers = (layer.config.mixer for layer in self.built_layers())
+        kinds = {mixer.query_temperature for mixer in mixers if mixer is not None}
+        time = positions[0] if positions.dim() == 3 else positions
+        wide = torch.promote_types(self.placement.dtype, torch.float32)
+        return {kind: kind.factors(time).to(wide) for kind in kinds if kind}
 
 
 def _stage_range(config: StackConfig, state: ParallelState, layers: range | None) -> range:

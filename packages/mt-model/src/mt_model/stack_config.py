@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mt_model.placement import Placement
+    from mt_model.temperature_config import TemperatureConfig
 
 Sizes: TypeAlias = tuple[int, ...]
 
@@ -94,6 +95,11 @@ class MixerConfig(EntryConfig):
     @property
     def rotary(self) -> Rotary | None:
         """What the rotary table that the kind reads is made for, if it reads one."""
+        return None
+
+    @property
+    def query_temperature(self) -> TemperatureConfig | None:
+        """What it multiplies queries with by their positions, if it does."""
         return None
 
     @property

@@ -19,8 +19,8 @@ GraphUnit: TypeAlias = Literal["layer", "stage"]
 
 # What a pass says to a layer in tensors; they change from batch to batch, so they are inputs.
 _GIVEN = (
-    *("tables", "score_tables", "documents", "sample_ids", "hidden_index", "memory"),
-    "memory_mask",
+    *("tables", "score_tables", "temperatures", "documents", "sample_ids", "hidden_index"),
+    *("memory", "memory_mask"),
 )
 
 

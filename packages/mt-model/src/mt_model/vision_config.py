@@ -79,6 +79,10 @@ class VisionConfig(StackConfig):
         if rotating:
             text = f"layer {rotating[0]} has a rope, and images have learned positions"
             checks.add("layers", f"{text}; leave it out")
+        heated = [i for i, mixer in self.mixers.items() if mixer.query_temperature is not None]
+        if heated:
+            text = f"layer {heated[0]} has a temperature, and images have no length to grow"
+            checks.add("layers", f"{text}; leave it out")
         if self.pooling is not None and self.pooling.needs_class_token and not self.class_token:
             text = "takes the class token, and class_token is False"
             checks.add("pooling", f"{text}; use class_token=True or another pooling")

@@ -20,13 +20,15 @@ from mt_model import (
     RopeConfig,
     ScoreBias,
     Sinks,
+    TemperatureConfig,
 )
 
 # What a list of layers says layer by layer.
 _UNIFORM = """
 preset num_layers num_heads num_kv_heads head_dim ffn_size activation gated rope_theta rope
-qk_norm bias attention_dropout window sinks softcap attention_scale clamp up_offset
-score_bias moe norms parallel shared_norm residual_scale qkv_bias out_bias output_gate causal
+qk_norm bias attention_dropout window chunk temperature sinks softcap attention_scale clamp
+up_offset score_bias moe norms parallel shared_norm residual_scale qkv_bias out_bias output_gate
+causal
 """
 UNIFORM_FIELDS = tuple(_UNIFORM.split())
 _WITH_FROM = ("from_", "vocab_multiple", "dropout", "kernels")
@@ -114,6 +116,10 @@ class ModelSection:
             0 by default, and with `from` what config.json says.
         attention_dropout: Probability of dropping an attention weight; 0 by default.
         window: Tokens that a query sees, the last of which is itself; all before it by default.
+        chunk: Tokens of the chunks that a sequence is cut into, which do not see each other (Llama
+            4); not by default.
+        temperature: What multiplies queries by their positions: mt-model's `TemperatureConfig`,
+            `{strength: 0.1, interval: 8192}` in Llama 4; nothing by default.
         sinks: A further logit per head in the softmax of attention: `learned`, `zero` or `none`
             (the default).
         softcap: Scores of attention become `softcap * tanh(score / softcap)`; not by default.
@@ -189,6 +195,8 @@ class ModelSection:
     dropout: float | None = None
     attention_dropout: float | None = None
     window: int | None = None
+    chunk: int | None = None
+    temperature: TemperatureConfig | None = None
     sinks: Sinks | None = None
     softcap: float | None = None
     attention_scale: float | None = None
@@ -206,7 +214,7 @@ class ModelSection:
         checks.at_least(
             1, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
         )
-        checks.at_least(1, "ffn_size", "window", "vocab_multiple")
+        checks.at_least(1, "ffn_size", "window", "chunk", "vocab_multiple")
         checks.at_least(0, "token_types", "z_loss", "encoder_layers", "decoder_start")
         checks.above(0, "init_std", "rope_theta", "norm_eps", "softcap", "attention_scale")
         checks.above(0, "clamp", "residual_scale", "embedding_scale", "embedding_std")

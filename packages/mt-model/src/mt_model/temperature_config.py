@@ -1,0 +1,45 @@
+"""A temperature of attention that falls with the position, as a frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mt_files import Checks
+
+from mt_model.stack_config import MAX_LENGTH
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureConfig:
+    """What queries are multiplied with, so that attention stays sharp over long sequences.
+
+    The query at position p is multiplied by `1 + strength * ln(1 + floor((p + 1) / interval))`
+    (Nakanishi, 2025; Llama 4).
+
+    Attributes:
+        strength: how much.
+        interval: tokens in which the factor stays as it is.
+    """
+
+    strength: float = 0.1
+    interval: int = 8192
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "strength")
+        checks.at_least(1, "interval")
+        checks.at_most(MAX_LENGTH, "interval")
+        checks.done()
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Return the factor of the query at each position, in fp64.
+
+        Shape:
+            Returns that of positions.
+        """
+        steps = (positions.double() + 1).div(self.interval).floor()
+        return 1 + self.strength * steps.log1p()
