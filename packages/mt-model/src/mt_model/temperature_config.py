@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from mt_files import Checks
 
-from mt_model.stack_config import MAX_LENGTH
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LONGEST = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TemperatureConfig:
         checks = Checks(self)
         checks.above(0, "strength")
         checks.at_least(1, "interval")
-        checks.at_most(MAX_LENGTH, "interval")
+        checks.at_most(_LONGEST, "interval")
         checks.done()
 
     def factors(self, positions: Tensor) -> Tensor:
