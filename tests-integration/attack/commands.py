@@ -25,6 +25,7 @@ OPTIONS = (
     "--step",
     "--bogus",
 )
+ROUNDING = ("--recipe", "--config", "--calibration", "--samples", "--length", "--step", "--dtype")
 LONG = ("training.steps=100000", "checkpoint.every=1000", "evaluation.every=null")
 
 
@@ -39,6 +40,22 @@ def hostile_arguments(world: World, rng: random.Random, scratch: Path) -> None:
     if rng.random() < 0.2:
         arguments[1] = rng.choice(["/dev/null", "missing", str(world.folder), "", "x" * 5000])
     expect(infer([*arguments, "--max-tokens", "2"]))
+
+
+def hostile_rounding(world: World, rng: random.Random, scratch: Path) -> None:
+    """Quantise with arguments that make no sense: what fails leaves nothing behind."""
+    out = scratch / "low"
+    arguments = ["quantize", str(world.run), str(out), "--recipe", rng.choice(["int8", "fp8"])]
+    for option in rng.sample(ROUNDING, rng.choice([1, 1, 2])):
+        arguments += [option, rng.choice([*HOSTILE, str(world.config), "int4-gptq", "/dev/zero"])]
+    if rng.random() < 0.2:
+        place = rng.choice([1, 2])
+        arguments[place] = rng.choice(
+            ["/dev/null", str(world.folder), "x" * 5000, f"{scratch}/\udcff"]
+        )
+    result = infer(arguments)
+    expect(result)
+    demand(result.code == 0 or not out.exists(), f"{out} is there after exit {result.code}")
 
 
 def beside_training(world: World, rng: random.Random, scratch: Path) -> None:
@@ -220,6 +237,7 @@ def console_encodings(world: World, rng: random.Random, scratch: Path) -> None:
 
 ROWS = [
     Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=4),
+    Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=3),
     Row(name="mt-infer beside training", attack=beside_training, cases=10, sample=1, seconds=150),
     Row(name="signals", attack=signals, cases=24, sample=1, seconds=150),
     Row(name="signals before the first step", attack=early_signal, cases=16, sample=1, seconds=120),
