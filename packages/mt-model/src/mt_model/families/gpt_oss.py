@@ -32,10 +32,10 @@ class GptOssFields(DecoderFields):
     """What a GPT-OSS's config.json has of its own, with its defaults.
 
     Layers of `layer_types` have the window; without it they are every other one, from the first.
-    Weights are read in bf16 or wider: those in MXFP4 are saved again by transformers, with
-    `Mxfp4Config(dequantize=True)`. `hidden_act` is read by nothing. The loss of
-    `router_aux_loss_coef` counts in training here, whatever `output_router_logits` says, which
-    changes no logit.
+    Experts that a folder has in MXFP4, as the published ones do, are read as their values: the
+    model's weights are in bf16 or wider, and are saved so. `hidden_act` is read by nothing. The
+    loss of `router_aux_loss_coef` counts in training here, whatever `output_router_logits` says,
+    which changes no logit.
     """
 
     vocab_size: int = 201088

@@ -19,6 +19,7 @@ from mt_model.hugging_face.description import CONFIG, Description, describe_pret
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.family import Family
 from mt_model.hugging_face.link import Link, Range, check_links, common, inside
+from mt_model.hugging_face.mxfp4 import METHOD, with_experts
 from mt_model.hugging_face.tensors import StoredTensor, open_tensors
 from mt_model.initialization import VOCABULARY, blank_padding
 from mt_model.routers import saved_tensors
@@ -124,14 +125,17 @@ def open_pretrained(folder: str | Path) -> Pretrained:
 
 
 def _opened(described: Description) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a folder, of layers in low precision their weights alone."""
+    """Return the tensors of a folder; of what is in low precision the values alone."""
     tensors = open_tensors(described.folder)
-    if described.given.get("quantization_config") is None:
+    quantization = described.given.get("quantization_config")
+    if quantization is None:
         return tensors
+    dtype = stored_dtype(described.given) or torch.bfloat16
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD:
+        return with_experts(tensors, dtype)
     from mt_model.hugging_face.low_bit import layout_of, with_layers  # brings mt-quant
 
     layout = layout_of(described.given, described.folder / CONFIG)
-    dtype = stored_dtype(described.given) or torch.bfloat16
     return tensors if layout is None else with_layers(tensors, layout, dtype)
 
 
