@@ -101,6 +101,10 @@ class Products(nn.Module):
             self.delayed.note(role, made.amax)
         return made
 
+    def skip(self, role: Role) -> None:
+        """Count a tensor that is not there, so that those behind it are rounded as if it were."""
+        self._counted[role] += 1
+
     def saved(self, operand: Operand) -> tuple[Tensor, ...]:
         """Return the tensors to keep for backward, of an input or a weight."""
         if _turns(self.recipe.scaling(operand.role)):

@@ -205,10 +205,13 @@ class _Loop:
         self.sizes: list[int] = counts.tolist()
         self.served = [e for e, size in enumerate(self.sizes) if size]
         self.gemms = [gemms[e] for e in self.served]
+        self.idle = [gemm for gemm, size in zip(gemms, self.sizes, strict=True) if not size]
 
     def _operands(self, rows: Tensor, role: Role) -> list[Operand]:
         parts = rows[: sum(self.sizes)].split(self.sizes)
         pairs = zip(self.gemms, self.served, strict=True)
+        for gemm in self.idle:
+            gemm.skip(role)
         return [gemm.operand(_filled_up(parts[e], gemm.row_multiple), role) for gemm, e in pairs]
 
     def _join(self, parts: list[Tensor], width: int, like: Tensor) -> Tensor:

@@ -46,6 +46,9 @@ class Gemm:
         """
         return x
 
+    def skip(self, role: Role) -> None:
+        """Take note that a layer has no rows this time (an expert without tokens)."""
+
     def saved(self, operand: Operand) -> tuple[Tensor, ...]:
         """Return the tensors to keep for backward, of an input or a weight."""
         return (operand,)
