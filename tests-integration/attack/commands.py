@@ -236,8 +236,8 @@ def console_encodings(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=4),
-    Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=3),
+    Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=2),
+    Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=2),
     Row(name="mt-infer beside training", attack=beside_training, cases=10, sample=1, seconds=150),
     Row(name="signals", attack=signals, cases=24, sample=1, seconds=150),
     Row(name="signals before the first step", attack=early_signal, cases=16, sample=1, seconds=120),

@@ -372,8 +372,14 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(
     ("name", "nproc", "options"),
-    OPTIMIZERS,
-    ids=[f"{name}-{options[0].split('.')[1]}" for name, _, options in OPTIMIZERS],
+    [
+        pytest.param(
+            *row,
+            id=f"{row[0]}-{row[2][0].split('.')[1]}",
+            marks=pytest.mark.campaign if row[0] in [each[0] for each in OPTIMIZERS[:i]] else (),
+        )
+        for i, row in enumerate(OPTIMIZERS)
+    ],
 )
 def test_every_optimizer_trains_like_one_process_and_resumes_elsewhere(
     name, nproc, options, tiny, tmp_path, losses, held_out, arrays

@@ -41,14 +41,11 @@ RULES = {
     "nvfp4": "{weight: nvfp4}",
 }
 IN_CI = {
-    ("int8", "pp2"),
     ("int8", "tp2"),
     ("int8-inputs", "tp2-sp"),
     ("int8-tensor", "tp2-sp-pp2"),
     ("int4-g32-asym", "tp2"),
-    ("int4-g32-asym", "dp2"),
     ("fp8-inputs", "full"),
-    ("nvfp4", "tp2"),
     ("mxfp8", "optimizer_gradients"),
 }
 GRID = [
