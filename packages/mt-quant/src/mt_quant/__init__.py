@@ -17,7 +17,8 @@ from mt_quant.format import InputFormat, WeightFormat
 from mt_quant.gptq import gptq
 from mt_quant.grid import Grid, find_grid, round_to_grid
 from mt_quant.hessian import output_error
-from mt_quant.kv_cache import KVCalibrator, KVScales
+from mt_quant.kv_cache import KVCalibrator, KVScales, KVScheme
+from mt_quant.kv_format import KVFormat
 from mt_quant.linear import QuantizedLinear
 from mt_quant.loading import load_quantized
 from mt_quant.matmul import MATMULS, Matmul, Operands
@@ -53,7 +54,9 @@ __all__ = [
     "InputFormat",
     "InputSource",
     "KVCalibrator",
+    "KVFormat",
     "KVScales",
+    "KVScheme",
     "Layout",
     "LinearShape",
     "Magnitudes",

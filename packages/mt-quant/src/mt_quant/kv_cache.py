@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mt_quant.calibration import Magnitudes, find_range
 from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.kv_format import KVFormat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +29,29 @@ class KVScales:
 
     key: Tensor
     value: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVScheme:
+    """How one layer's keys and values are kept.
+
+    Attributes:
+        format: Of their codes.
+        scales: The static ones, of all heads of the layer; None for a format without.
+
+    Raises:
+        CalibrationError: A format with static scales has none.
+    """
+
+    format: KVFormat
+    scales: KVScales | None = None
+
+    def __post_init__(self) -> None:
+        if self.format.is_static and self.scales is None:
+            raise CalibrationError(
+                f"{self.format} has scales from calibration, and there are none; calibrate the "
+                f"model, or use {self.format.type}, which makes a scale for each head of each token"
+            )
 
 
 @dataclass(kw_only=True)

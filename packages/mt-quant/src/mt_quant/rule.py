@@ -13,6 +13,7 @@ from torch import nn
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
+from mt_quant.kv_format import KVFormat
 from mt_quant.method import check_method
 from mt_quant.shape import LinearShape
 
@@ -73,7 +74,7 @@ class Decision:
     weight: WeightFormat | None = None
     input: InputFormat | None = None
     output: InputFormat | None = None
-    kv_cache: InputFormat | None = None
+    kv_cache: KVFormat | None = None
     method: str = "rtn"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
@@ -105,7 +106,7 @@ class Rule:
     weight: WeightFormat | str | None = None
     input: InputFormat | str | None = None
     output: InputFormat | str | None = None
-    kv_cache: InputFormat | str | None = None
+    kv_cache: KVFormat | str | None = None
     method: str = "rtn"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     optional: bool = False
@@ -114,8 +115,9 @@ class Rule:
         checks = Checks(self)
         readers: dict[str, Callable[[Any], Any]] = {"name": _compiled}
         readers |= {"weight": WeightFormat.named} if isinstance(self.weight, str) else {}
-        activations = ("input", "output", "kv_cache")
-        readers |= {n: InputFormat.named for n in activations if isinstance(getattr(self, n), str)}
+        for name in ("input", "output"):
+            readers |= {name: InputFormat.named} if isinstance(getattr(self, name), str) else {}
+        readers |= {"kv_cache": KVFormat.named} if isinstance(self.kv_cache, str) else {}
         for name, read in readers.items():
             try:
                 read(getattr(self, name))
@@ -136,7 +138,7 @@ class Rule:
             weight=_format(self.weight, WeightFormat.named),
             input=_format(self.input, InputFormat.named),
             output=_format(self.output, InputFormat.named),
-            kv_cache=_format(self.kv_cache, InputFormat.named),
+            kv_cache=_format(self.kv_cache, KVFormat.named),
             method=self.method,
             options=self.options,
         )
