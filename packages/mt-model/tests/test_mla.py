@@ -194,8 +194,8 @@ def test_decoding_from_the_latents_equals_the_expanded_form(name: str, adapted: 
                     param += torch.cos(torch.arange(param.numel())).view(param.shape)
     cache = model.new_cache(batch_size=2, max_length=10)
     assert {key: x.shape for key, x in cache.layers[0].items()} == {
-        "latent": (2, 10, 6),
-        "turned": (2, 10, 4),
+        "latent": (2, 1, 10, 6),
+        "turned": (2, 1, 10, 4),
     }
     pieces = [model.logits(tokens[:, a:b], cache=cache) for a, b in pairwise((0, 4, 5, 8))]
     assert torch.allclose(torch.cat(pieces, 1), model.logits(tokens), rtol=1e-10, atol=1e-12)

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from mt_model.hugging_face.saving import save_pretrained
     from mt_model.initialization import initializer
     from mt_model.kernels import KernelChoice, KernelError
+    from mt_model.kv_calibration import calibrate_kv_cache, kv_formats
     from mt_model.lora import export_lora
     from mt_model.losses import Losses
     from mt_model.routers import balance_experts, expert_loads, saved_buffers
@@ -155,6 +156,7 @@ __all__ = [
     "VisionEncoder",
     "YarnScaling",
     "balance_experts",
+    "calibrate_kv_cache",
     "describe_pretrained",
     "encoder_decoder_layers",
     "expand_image_tokens",
@@ -171,6 +173,7 @@ __all__ = [
     "initializer",
     "keep_freed_memory",
     "known_families",
+    "kv_formats",
     "open_pretrained",
     "preset",
     "save_pretrained",
@@ -193,6 +196,7 @@ __getattr__ = resolve_later(
     encoder_decoder="EncoderDecoder",
     initialization="initializer",
     kernels="KernelChoice KernelError",
+    kv_calibration="calibrate_kv_cache kv_formats",
     lora="export_lora",
     losses="Losses",
     **{

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
+
+SCALE = "_scale"
+"""Behind the name of codes, that of their scales."""
 
 
 @dataclass(kw_only=True)
@@ -17,11 +24,13 @@ class KVCache:
 
     Attributes:
         layers: tensors by name, by the layer's global index; their shapes are the mixer's
-            (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass.
+            (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass. Codes
+            have their scales beside them, under the name with `_scale`.
         max_length: tokens that fit.
         length: tokens that it holds, padding too; those of the next pass follow them.
         mask: False at the places of padding, [B, max_length]; None where there is none.
         place: `length` as a tensor, int64 [], which a CUDA graph reads in its stead, or None.
+        formats: of the codes of layers that keep keys and values in low precision, by index.
     """
 
     layers: Mapping[int, MutableMapping[str, Tensor]]
@@ -29,6 +38,7 @@ class KVCache:
     length: int = 0
     mask: Tensor | None = None
     place: Tensor | None = None
+    formats: Mapping[int, KVFormat] = field(default_factory=dict)
 
     def places(self, count: int, device: torch.device) -> Tensor:
         """Return the places of the tokens of the next pass, [count]."""
@@ -47,3 +57,61 @@ class KVCache:
         if self.mask is None:
             self.mask = mask.new_ones(mask.shape[0], self.max_length)
         self.mask[:, self.length : self.length + mask.shape[1]] = mask
+
+    def write(self, layer: int, name: str, x: Tensor, places: Tensor | None = None) -> None:
+        """Keep what a layer has made of new tokens; in low precision it is rounded here, once.
+
+        Args:
+            layer: Its global index.
+            name: Of what is kept.
+            x: By head.
+            places: Of the tokens in the cache; None for what is kept whole, and made anew.
+
+        Shape:
+            x: [B, S, heads, D]. places: [S].
+        """
+        held, format = self.layers[layer], self.formats.get(layer)
+        if format is not None:
+            static = held[name + SCALE].flatten() if format.is_static else None
+            x, scale = format.encode(x, static)
+            if static is None:
+                _put(held, name + SCALE, scale.transpose(1, 2), places)
+        _put(held, name, x.transpose(1, 2), places)
+
+    def read(
+        self, layer: int, name: str, dtype: torch.dtype, places: Tensor | None = None
+    ) -> Tensor:
+        """Return what `write` has kept; of codes their values.
+
+        Args:
+            layer: Its global index.
+            name: Of what is kept.
+            dtype: Of the values.
+            places: Which; None for all that fit.
+
+        Shape:
+            Returns [B, places, heads, D].
+        """
+        held, format = self.layers[layer], self.formats.get(layer)
+        x = held[name] if places is None else held[name].index_select(2, places)
+        if format is not None:
+            scale = held[name + SCALE]
+            if places is not None and not format.is_static:
+                scale = scale.index_select(2, places)
+            x = format.decode(x, scale, dtype)
+        return x.transpose(1, 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept, scales too."""
+        return sum(x.nbytes for tensors in self.layers.values() for x in tensors.values())
+
+
+def _put(held: MutableMapping[str, Tensor], name: str, x: Tensor, places: Tensor | None) -> None:
+    if places is None:
+        held[name] = x
+        return
+    into = held[name]
+    if x.dtype.itemsize == 1:  # torch copies no fp8 by index on a CPU
+        into, x = into.view(torch.uint8), x.view(torch.uint8)
+    into.index_copy_(2, places, x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mt_model.attend import Pass
 from mt_model.attention_kernels import attention
+from mt_model.cache import KVCache
 from mt_model.cross_attention_config import CrossAttentionConfig
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
@@ -95,9 +96,9 @@ class CrossAttention(nn.Module):
 
     def _memory(self, shared: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of the memory, and which of them count; from the cache if it has them."""
-        held = None if shared.cache is None else shared.cache.layers[self.index]
-        if held and shared.cache is not None and shared.cache.length:
-            return held["key"], held["value"], held.get("mask")
+        cache = shared.cache
+        if cache is not None and "key" in cache.layers[self.index] and cache.length:
+            return self._kept_memory(cache)
         if shared.memory is None:
             raise ValueError(
                 f"layer {self.index} attends to a memory, and the batch has none. Give "
@@ -108,11 +109,18 @@ class CrossAttention(nn.Module):
             made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
         key, value = made.unbind(3)
         mask = shared.memory_mask
-        if held is not None:
-            held["key"], held["value"] = key, value
-            if mask is not None:
-                held["mask"] = mask
-        return key, value, mask
+        if cache is None:
+            return key, value, mask
+        cache.write(self.index, "key", key)
+        cache.write(self.index, "value", value)
+        if mask is not None:
+            cache.layers[self.index]["mask"] = mask
+        return self._kept_memory(cache)
+
+    def _kept_memory(self, cache: KVCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self.key_value.weight.dtype
+        key, value = (cache.read(self.index, name, dtype) for name in ("key", "value"))
+        return key, value, cache.layers[self.index].get("mask")
 
     def _kept(self, query: Tensor, key: Tensor, shared: Pass) -> Tensor | None:
         """0 for weights that are dropped, else 1 / (1 - p), as a function of global indices."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mt_files import Checks
 
@@ -95,6 +95,16 @@ class CrossAttentionConfig(MixerConfig):
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
         return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
+
+    @property
+    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
+        """Give keys and values."""
+        return {"key": "key", "value": "value"}
+
+    @property
+    def token_heads(self) -> int:
+        """Give the key/value heads."""
+        return self.num_kv_heads
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give none: keys and values come with the first pass, as long as its memory is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_files import check_type
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mt_model.attend import Attend, CachedAttend, Pass
 from mt_model.batch import Batch, batch_of, check_batch, new_tokens, whole_of
 from mt_model.cache import KVCache
+from mt_model.cache_allocation import check_keeps, chosen_schemes, empty_cache
 from mt_model.config import ModelConfig
 from mt_model.embedding import TokenEmbedding
 from mt_model.head import LanguageHead
@@ -26,6 +27,9 @@ from mt_model.padding import last_tokens, padding_as_document, positions_of
 from mt_model.pooled_head import PooledHead
 from mt_model.stack import Stack
 from mt_model.stack_config import MixerConfig
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
 
 
 class GPT(Stack[ModelConfig]):
@@ -323,11 +327,22 @@ class GPT(Stack[ModelConfig]):
         x = self._without_dropout(batch, "pooled_logits()")
         return cast("PooledHead", self.pooled_head)(self._normed(x), batch)
 
-    def new_cache(self, *, batch_size: int, max_length: int) -> KVCache:
-        """Make an empty cache for `logits`, on this model's device and in its dtype.
+    def new_cache(
+        self, *, batch_size: int, max_length: int, kv_cache_dtype: KVFormat | str = "auto"
+    ) -> KVCache:
+        """Make an empty cache for `logits`, on this model's device.
+
+        Args:
+            batch_size: Rows.
+            max_length: Tokens that fit.
+            kv_cache_dtype: What keys and values are kept in: `full`, the model's dtype; a format
+                of mt-quant or its name, such as `fp8` or `int8`; or `auto`, what `kv_schemes` says
+                of each layer, and without any the model's dtype. States stay as they are.
 
         Raises:
             ValueError: `max_length` is longer than the model's sequences.
+            QuantizationError: There is no such format, or no layer keeps keys and values.
+            CalibrationError: The format has static scales, and `kv_schemes` has none of them.
         """
         limit = self.config.max_sequence_length
         check_type("batch_size", batch_size, int)
@@ -338,23 +353,20 @@ class GPT(Stack[ModelConfig]):
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
-        tp, dtype, device = self.placement.tp, self.placement.dtype, self.placement.device
-        wide = torch.promote_types(dtype, torch.float32)
-        return KVCache(
-            layers={
-                index: {
-                    name: torch.zeros(
-                        shape, dtype=wide if name in mixer.wide_cache else dtype, device=device
-                    )
-                    for name, shape in mixer.cache_shapes(batch_size, max_length, tp).items()
-                }
-                for index, mixer in self._generating().items()
-            },
+        schemes = dict(self.kv_schemes) if kv_cache_dtype == "auto" else {}
+        if kv_cache_dtype not in ("auto", "full"):
+            check_keeps(self.config.mixers.values(), kv_cache_dtype)
+            schemes = chosen_schemes(kv_cache_dtype, self.generating(), self.kv_schemes)
+        return empty_cache(
+            self.generating(),
+            schemes,
+            batch_size=batch_size,
             max_length=max_length,
+            placement=self.placement,
         )
 
-    def _generating(self) -> dict[int, MixerConfig]:
-        """This stage's mixers that keep something in generation, by the layer's index."""
+    def generating(self) -> dict[int, MixerConfig]:
+        """Return this stage's mixers that keep something in generation, by the layer's index."""
         return self._mixers()
 
     def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
@@ -392,7 +404,7 @@ class GPT(Stack[ModelConfig]):
         return positions_of(mask).clamp(min=0).index_select(1, places)
 
     def _note_padding(self, cache: KVCache, mask: Tensor | None) -> None:
-        for index, mixer in self._generating().items():
+        for index, mixer in self.generating().items():
             if mask is not None and not mixer.hides_padding:
                 raise ValueError(
                     f"the {type(mixer).__name__} of layer {index} keeps a state of all that it has "

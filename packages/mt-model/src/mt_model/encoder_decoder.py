@@ -202,7 +202,7 @@ class EncoderDecoder(GPT):
         if config.final_norm and config.encoder_layers - 1 in self.layer_range:
             self.encoder_norm = stream_norm(config, placement)
 
-    def _generating(self) -> dict[int, MixerConfig]:
+    def generating(self) -> dict[int, MixerConfig]:
         """The decoder's mixers."""
         first = self.config.encoder_layers
         return {index: mixer for index, mixer in self._mixers().items() if index >= first}

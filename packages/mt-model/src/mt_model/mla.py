@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
             table = shared.tables[self.rotary]
             turning, turned = rotate(turning, turned, table, kernel=self.kernels.rope)
         if isinstance(shared.attend, CachedAttend):
-            mixed = self._absorbed(query, turning, latent, turned[:, :, 0], shared.attend)
+            mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared.attend)
         else:
             key, value = self.key_value(latent).split((self.widths[0], self.v_head_dim), dim=-1)
             key = torch.cat((key, turned.expand(-1, -1, key.shape[2], -1)), dim=-1)
@@ -148,13 +148,15 @@ class LatentAttention(nn.Module):
         self, query: Tensor, turning: Tensor, latent: Tensor, turned: Tensor, attend: CachedAttend
     ) -> Tensor:
         """Attention to the latents that a cache holds: q (W_k c) = (q W_k) c, and W_v (p c)."""
-        held = attend.put(self.index, {"latent": latent, "turned": turned}, dim=1)
-        latents = held["latent"][:, :, None]
+        attend.put(self.index, {"latent": latent, "turned": turned})
+        block = attend.block(self.window)
+        latents = attend.cache.read(self.index, "latent", latent.dtype, block)
+        rest = attend.cache.read(self.index, "turned", turned.dtype, block)
         to_key, to_value = self._by_head().split((self.widths[0], self.v_head_dim), dim=1)
         query = torch.cat((torch.einsum("bsnd,ndr->bsnr", query, to_key), turning), dim=-1)
-        key = torch.cat((latents, held["turned"][:, :, None]), dim=-1)
+        key = torch.cat((latents, rest), dim=-1)
         scale = self.default_scale if self.scale is None else self.scale
-        scores = Scores(scale=scale, allowed=attend.allowed(self.window))
+        scores = Scores(scale=scale, allowed=attend.allowed(self.window, block=block))
         mixed = attention(query, key, latents, scores)
         return torch.einsum("bsnr,nvr->bsnv", mixed, to_value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mt_files import Checks
 
@@ -122,11 +122,21 @@ class MLAConfig(MixerConfig):
         del tp
         yield "num_heads", self.num_heads
 
+    @property
+    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
+        """Give the latent and the turning part, which have the scales of keys."""
+        return {"latent": "key", "turned": "key"}
+
+    @property
+    def token_heads(self) -> int:
+        """Give the one that all query heads share."""
+        return 1
+
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Give those of the latents and of the turning part of the keys, whole on each rank."""
         del tp
         sizes = {"latent": self.kv_lora_rank, "turned": self.rope_head_dim}
-        return {name: (batch_size, max_length, size) for name, size in sizes.items()}
+        return {name: (batch_size, 1, max_length, size) for name, size in sizes.items()}
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
         """Say why ranks that swap tokens for heads can't share the heads."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from mt_context_parallel import Algorithm
@@ -48,6 +48,9 @@ from mt_model.score_table import ScoreTable
 from mt_model.shared_input import SharedInput
 from mt_model.stack_config import MixerConfig, StackConfig
 from mt_model.temperature_config import TemperatureConfig
+
+if TYPE_CHECKING:
+    from mt_quant import KVScheme
 
 # What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
 _Parted: TypeAlias = tuple[Tensor, Losses, dict[str, Tensor], Pass]
@@ -93,6 +96,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
     Attributes:
         state: this rank's place.
         origin: the `Pretrained` that the values were read from, or None.
+        kv_schemes: how layers keep keys and values in generation, by index; the model's dtype for
+            the others. `calibrate_kv_cache` makes such, and a folder may have them.
 
     Raises:
         ValueError: heads, FFN width or a vocabulary do not divide by tp; `layers` is no range of
@@ -126,6 +131,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self.config, self.layer_range = config, _stage_range(config, state, layers)
         self.state = state
         self.origin: object | None = None
+        self.kv_schemes: dict[int, KVScheme] = {}
         tp = state.size("tp")
         validate_split(config, tp)
         config.check_experts(ep=state.size("ep"), etp=state.size("etp"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, groupby
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from mt_files import Checks, FieldError, build, divisors, multiples_near, to_plain
 
@@ -117,6 +117,19 @@ class MixerConfig(EntryConfig):
     def wide_cache(self) -> Collection[str]:
         """Names of what is kept in fp32 even of a model in fewer bits, as sums over tokens are."""
         return ()
+
+    @property
+    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
+        """Names of what is kept by head for each token, each with whose scales its codes have.
+
+        That may be kept in low precision, [B, heads, tokens, D]; a state of all tokens may not.
+        """
+        return {}
+
+    @property
+    def token_heads(self) -> int:
+        """Heads of `token_cache` in the whole model."""
+        return 0
 
     @property
     def hides_padding(self) -> bool:
