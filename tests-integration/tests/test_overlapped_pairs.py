@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from mt_model import GPT, gpt
-from mt_parallel_state import ParallelLayout, ParallelState
+from mt_parallel_state import ParallelLayout, ParallelState, Pending
 from mt_pipeline import Executor, SplitStage, TensorSpec, make_schedule
 from mt_schedule import split_layers
+from torch import distributed as dist
 
 F64, LENGTH, HIDDEN = torch.float64, 8, 16
 
@@ -46,10 +47,34 @@ def logged(stage, log, *, again):
             log.append("F")
 
     for layer in stage.stage_layers():
-        for module in (layer.mixer, layer.feed_forward):
+        for module in (layer.mixer, getattr(layer.feed_forward, "experts", layer.feed_forward)):
             module.register_forward_hook(forward)
             module.register_full_backward_hook(lambda *_: log.append("B"))
     return stage
+
+
+def noted_exchanges(monkeypatch, log):
+    """Note when an exchange of tokens or of their gradients begins, and when it is waited for."""
+    begin, wait = dist.all_to_all_single, Pending.wait
+
+    def began(out, x, *args, **options):
+        if options.get("async_op"):
+            log.append("start")
+        return begin(out, x, *args, **options)
+
+    def waited(self):
+        log.append("wait")
+        return wait(self)
+
+    monkeypatch.setattr(dist, "all_to_all_single", began)
+    monkeypatch.setattr(Pending, "wait", waited)
+
+
+def hidden_exchanges(log):
+    """How many exchanges have anything else between their start and their wait."""
+    starts = [place for place, event in enumerate(log) if event == "start"]
+    waits = [place for place, event in enumerate(log) if event == "wait"]
+    return sum(wait - start > 1 for start, wait in zip(starts, waits, strict=True))
 
 
 def trained(schedule, state, *, in_parts, recompute, log, blocks):
@@ -75,7 +100,9 @@ def trained(schedule, state, *, in_parts, recompute, log, blocks):
         group=state.group("pp"),
         activation=lambda batch: TensorSpec((2, LENGTH, HIDDEN), F64),
     )
-    outputs = executor.run(batches(schedule.microbatches), objective=lambda out, _: out["lm"])
+    outputs = executor.run(
+        batches(schedule.microbatches), objective=lambda out, _: sum(out.values())
+    )
     grads = [p.grad for stage in stages for p in stage.parameters()]
     return [*(out["lm"] for out in outputs), *grads]
 
@@ -129,3 +156,31 @@ def test_layers_of_every_structure_are_the_same_in_parts(ranks, blocks):
             assert torch.equal(a, b)
 
     ranks(2, body)
+
+
+MIXTURE = {"num_experts": 4, "top_k": 2, "shared_size": 8, "aux_loss": 0.01, "router_z_loss": 0.01}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_tokens_of_a_mixture_travel_while_another_micro_batch_computes(ranks, recompute):
+    def body():
+        schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)
+        results, logs = [], []
+        with ParallelState(ParallelLayout(pp=2, ep=2, dp=2)) as state:
+            for in_parts in (False, True):
+                logs.append([])
+                how = {"in_parts": in_parts, "recompute": recompute, "log": logs[-1]}
+                with pytest.MonkeyPatch.context() as patch:
+                    noted_exchanges(patch, logs[-1])
+                    results.append(trained(schedule, state, blocks={"moe": MIXTURE}, **how))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        return logs
+
+    for whole, parts in ranks(4, body):
+        exchanges = parts.count("start")
+        assert whole.count("start") == exchanges
+        assert hidden_exchanges(whole) == 0
+        in_pairs = 0 if recompute == "full" else exchanges // 2  # and more, of these schedules
+        assert hidden_exchanges(parts) >= in_pairs
+        assert bool(hidden_exchanges(parts)) == bool(in_pairs)

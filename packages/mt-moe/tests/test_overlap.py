@@ -1,4 +1,4 @@
-"""The shared expert computes while tokens travel: the order of events, and the same bits."""
+"""Work while tokens travel: the order of events, the same bits, and a layer in its parts."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from mt_moe import ExpertGroups, MoELayer, MoEOptions, RouterOptions
 from mt_parallel_state import Pending
 from plain import F64, drawn
 from torch import distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def made(dispatcher, *, shared=6):
@@ -84,3 +85,45 @@ def test_the_shared_expert_is_between_start_and_wait_both_ways(ranks, dispatcher
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_the_bits_are_those_of_a_shared_expert_after_the_others(ranks, dispatcher):
     ranks(2, check_bits, dispatcher)
+
+
+def cut(state):
+    """The state with leaves of a new graph, and what gives their gradients to the old one."""
+    tensors, spec = tree_flatten(state)
+    learn = [i for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and t.requires_grad]
+    old = [tensors[i] for i in learn]
+    new = [t.detach().requires_grad_() for t in old]
+    for i, leaf in zip(learn, new, strict=True):
+        tensors[i] = leaf
+
+    def backward():
+        grads = [(t, leaf.grad) for t, leaf in zip(old, new, strict=True) if leaf.grad is not None]
+        torch.autograd.backward(*map(list, zip(*grads, strict=True)))
+
+    return tree_unflatten(tensors, spec), backward
+
+
+def check_parts(dispatcher, shape):
+    layer, whole = made(dispatcher), made(dispatcher)
+    x = drawn(*shape, seed=dist.get_rank())
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    state, send_back = cut(layer.begin(found))
+    state, bring_back = cut(layer.compute(state))
+    out = layer.finish(state)
+    wanted = whole(expected)
+    grad = drawn(*shape, seed=9)
+    out.hidden.backward(grad)
+    bring_back()
+    send_back()
+    wanted.hidden.backward(grad)
+    assert torch.equal(out.hidden, wanted.hidden)
+    assert torch.equal(out.load, wanted.load)
+    assert torch.equal(found.grad, expected.grad)
+    for own, other in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (7, 8)], ids=str)
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_parts_whose_graphs_are_apart_give_the_bits_of_the_whole(ranks, dispatcher, shape):
+    ranks(2, check_parts, dispatcher, shape)

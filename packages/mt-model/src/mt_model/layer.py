@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,20 @@ Step: TypeAlias = Callable[[Any, Pass], tuple[Any, Losses]]
 Wrap: TypeAlias = Callable[[Step], Step]
 """What makes a function of a layer that takes the place of it, such as `torch.compile`."""
 Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and losses
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A feed-forward that communicates between parts of its work, as a mixture of experts does."""
+
+    def parts(self) -> Sequence[Callable[..., Any]]:
+        """Return functions to call one after the other in the place of the module.
+
+        The first is given what the module is, each other what the one before returned, the last
+        returns what the module does. Gradients flow through what is handed on alone: a nest of
+        tensors (`mt_pipeline.SplitStage`).
+        """
+        ...
 
 
 class TransformerLayer(nn.Module):
@@ -165,14 +179,37 @@ class TransformerLayer(nn.Module):
     def parts(self) -> list[Step]:
         """The layer in parts, to be applied one after the other.
 
-        One part where it is run again as a whole, and where both branches have the same input.
+        One part where it is run again as a whole, and where both branches have the same input. A
+        feed-forward may have parts of its own, but where it is compiled or run again.
         """
         if "layer" in self.made_again or self.offloads:
             return [self]
         if self.config.parallel:
             return [self._outer(self._both)]
-        both = ((self.mixer, self._mix), (self.feed_forward, self._feed))
-        return [self._outer(step) for branch, step in both if branch is not None]
+        steps = [] if self.mixer is None else [self._outer(self._mix)]
+        return steps if self.feed_forward is None else steps + self._feeding()
+
+    def _feeding(self) -> list[Step]:
+        """The feed-forward's branch in its parts, which carry the stream with them."""
+        fed, entry = self.feed_forward, self.config.feed_forward
+        if not isinstance(fed, InParts) or entry is None or self._wrapped or is_made_again(fed):
+            return [self._outer(self._feed)]
+        first, *between, last = fed.parts()
+
+        def begin(x: Any, shared: Pass) -> tuple[Any, Losses]:
+            start = partial(first, shared=shared) if entry.drops else first
+            (begun,), x = self._behind(self.feed_forward_norm, [start], x)
+            return (x, begun), {}
+
+        def through(part: Callable[..., Any]) -> Step:
+            return lambda state, shared: ((state[0], part(state[1])), {})
+
+        def end(state: Any, shared: Pass) -> tuple[Any, Losses]:
+            x, done = state
+            fed, losses = take_losses(last(done), entry.loss_weights, of=self._whose[1])
+            return self._add_fed(x, fed, shared, opens=False), losses
+
+        return [begin, *map(through, between), end]
 
     def _run(self, x: Stream, shared: Pass) -> tuple[Tensor, Losses]:
         x, losses = self._through(x, shared, opens=False)

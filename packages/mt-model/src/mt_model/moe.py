@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from mt_moe import (
     BiasOptions,
@@ -9,6 +12,7 @@ from mt_moe import (
     ExpertOptions,
     MoELayer,
     MoEOptions,
+    MoEOutput,
     RouterOptions,
     in_backward,
 )
@@ -124,7 +128,19 @@ class MoE(MoELayer):
         self, x: Tensor, shared: Pass | None = None
     ) -> Tensor | tuple[Tensor, Losses]:
         """Apply the layer."""
-        y, losses, load, dropped = super().forward(x, token_index=self._token_index(x, shared))
+        return self._counted(super().forward(x, token_index=self._token_index(x, shared)))
+
+    def parts(self) -> list[Callable[..., Any]]:
+        """The layer in three parts, between which tokens travel; see `InParts`."""
+
+        def begin(x: Tensor, shared: Pass | None = None) -> Any:
+            return self.begin(x, token_index=self._token_index(x, shared))
+
+        return [begin, self.compute, lambda computed: self._counted(self.finish(computed))]
+
+    def _counted(self, out: MoEOutput) -> Tensor | tuple[Tensor, Losses]:
+        """Count the experts' load, and return the output with the losses as the model's."""
+        y, losses, load, dropped = out
         if self.training and not in_backward():  # where a layer is made again it was counted
             none = load.new_zeros(()) if dropped is None else dropped
             self.load += torch.cat([load, none.view(1)])

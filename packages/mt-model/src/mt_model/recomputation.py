@@ -11,6 +11,7 @@ import torch
 from mt_parallel_state import Group
 from mt_tensor_parallel import DiscardedOutput, recompute
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mt_model.attend import Pass
 
@@ -40,10 +41,7 @@ def discard_between_all(
     discarded = DiscardedOutput()
     between = discarded.run(first, *inputs)
     outputs = [reader(between) for reader in readers]
-    results: list[Tensor] = []
-    for y in outputs:
-        results += [y] if isinstance(y, Tensor) else [y[0], *y[1].values()]
-    discarded.discard(*results)
+    discarded.discard(*(y for y in tree_leaves(outputs) if isinstance(y, Tensor)))
     return outputs
 
 

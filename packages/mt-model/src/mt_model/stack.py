@@ -338,9 +338,10 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
         """The same pass in parts, for overlapped pairs (`mt_pipeline.SplitStage`).
 
-        The embedding, the mixer and the feed-forward of each layer, and all behind. Modules are
-        called below the layers, so hook and compile mixers and feed-forwards. Tables that layers
-        share are handed on too, so that one gradient comes back of all parts.
+        The embedding, the mixer and the feed-forward of each layer (`TransformerLayer.parts`), and
+        all behind. Modules are called below the layers, so hook and compile mixers and
+        feed-forwards, and of mixtures of experts what they have in them. Tables that layers share
+        are handed on too, so that one gradient comes back of all parts.
         """
 
         def begin(x: Tensor | None) -> _Parted:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mt_moe.experts import Experts, GroupedLinear
     from mt_moe.grouped import GROUPED_KERNELS, GroupedKernel, grouped_obstacles
     from mt_moe.groups import ExpertGroups
-    from mt_moe.layer import MoELayer, MoEOptions, MoEOutput
+    from mt_moe.layer import MoELayer, MoEOutput
+    from mt_moe.moe_options import MoEOptions
     from mt_moe.replay import recorded_routes, replayed_routes
     from mt_moe.router import Routed, Router
     from mt_moe.routing import RouterOptions, Routing, route

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mt_parallel_state import (
-    Group,
     all_gather,
     group_rank,
     group_size,
-    outside_graph,
-    reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -24,23 +19,24 @@ from torch import Tensor
 
 from mt_moe.agreement import Agreement
 from mt_moe.all_to_all import local_experts_of
-from mt_moe.dispatch import Sent, finite, not_finite
+from mt_moe.dispatch import Dispatcher, Sent, finite, not_finite
 from mt_moe.error import RoutingError
-from mt_moe.flight import Flight
+from mt_moe.flight import Travelling, depart
 from mt_moe.groups import ExpertGroups
 
+_GATHER, _SCATTER = partial(start_all_gather, dim=0), partial(start_reduce_scatter, dim=0)
 
-@dataclass(frozen=True)
-class _Taken:
-    """Which gathered tokens this rank took, and how many are its own."""
+
+class _Taken(NamedTuple):
+    """Which gathered tokens this rank takes, and how many are its own."""
 
     tokens: Tensor
     weights: Tensor
-    gathered: int
     own: int
+    gathered: int = 0
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """Gathers the tokens of all ranks that share the experts; each takes what its experts serve.
 
     Forward: an all-gather of tokens, choices and weights; combine: a reduce-scatter. Each moves
@@ -61,20 +57,17 @@ class AllGatherDispatcher:
         self.local_experts = local_experts_of(num_experts, groups)
         self._agreement = Agreement(groups.experts)
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False) -> Sent:
-        """See `Dispatcher`."""
-        return outside_graph(self._dispatch)(x, experts, weights)
-
-    def start(
+    def start_dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Callable[[], Sent]:
+    ) -> Travelling:
         """See `Dispatcher`. Choices and weights are gathered before it returns."""
+        del drops
         self._agreement.check(
             x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
         )
         group, k = self.groups.experts, experts.shape[1]
         missing = self._most_tokens(len(x), finite(weights)) - len(x)
-        wait = _gather(F.pad(x, (0, 0, 0, missing)), group)
+        rows = F.pad(x, (0, 0, 0, missing))
         shares = all_gather(F.pad(weights, (0, 0, 0, missing)), group, dim=0)
         chosen = F.pad(experts, (0, 0, 0, missing), value=self.num_experts)
         ids = all_gather(chosen, group, dim=0).flatten() - self.groups.place[0] * self.local_experts
@@ -83,28 +76,27 @@ class AllGatherDispatcher:
         counts = counts.scatter_add_(0, ids, torch.ones_like(ids))[:-1]
         numbers: list[int] = counts.tolist()
         taken = ids.argsort(stable=True)[: sum(numbers)]
-        tokens = taken.div(k, rounding_mode="floor")
         own = shares.flatten().index_select(0, taken)
+        way = _Taken(taken.div(k, rounding_mode="floor"), own, len(x))
+        return depart(rows, group, _GATHER, _SCATTER, (way, counts, max(numbers)))
 
-        def finish() -> Sent:
-            rows = wait()
-            handle = _Taken(tokens, own, len(rows), len(x))
-            return Sent(rows.index_select(0, tokens), counts, handle, most=max(numbers))
+    def finish_dispatch(self, travelling: Travelling) -> Sent:
+        """See `Dispatcher`."""
+        rows, (way, counts, most) = travelling.land(travelling.edge), travelling.way
+        way = way._replace(gathered=len(rows))
+        return Sent(rows.index_select(0, way.tokens), counts, way, most=most)
 
-        return finish
-
-    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
-        return self.start(x, experts, weights)()
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+    def start_combine(self, rows: Tensor, handle: _Taken) -> Travelling:
         """See `Dispatcher`. Sums in fp32 (fp64 for fp64), and once more over ranks."""
-        return outside_graph(self._combine)(rows, handle)
-
-    def _combine(self, rows: Tensor, taken: _Taken) -> Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32)
-        each = rows.to(wide) * taken.weights.to(wide).unsqueeze(1)
-        total = each.new_zeros(taken.gathered, rows.shape[1]).index_add(0, taken.tokens, each)
-        return reduce_scatter(total.to(rows.dtype), self.groups.experts, dim=0)[: taken.own]
+        each = rows.to(wide) * handle.weights.to(wide).unsqueeze(1)
+        total = each.new_zeros(handle.gathered, rows.shape[1])
+        total = total.index_add(0, handle.tokens, each).to(rows.dtype)
+        return depart(total, self.groups.experts, _SCATTER, _GATHER, handle)
+
+    def finish_combine(self, travelling: Travelling) -> Tensor:
+        """See `Dispatcher`."""
+        return travelling.land(travelling.edge)[: travelling.way.own]
 
     def _most_tokens(self, tokens: int, good: Tensor) -> int:
         """The largest number of tokens of any rank."""
@@ -120,12 +112,3 @@ class AllGatherDispatcher:
 
     def __repr__(self) -> str:
         return f"AllGatherDispatcher({self.num_experts}, ranks={group_size(self.groups.experts)})"
-
-
-def _gather(rows: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Begin to gather rows, and to sum their gradients; return what waits."""
-    if group is None or group_size(group) == 1:
-        return lambda: rows
-    there = partial(start_all_gather, group=group, dim=0)
-    back = partial(start_reduce_scatter, group=group, dim=0)
-    return Flight(rows, there, back).wait

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from mt_fusions import permute, unpermute
-from mt_parallel_state import (
-    Group,
-    all_to_all_rows,
-    group_size,
-    outside_graph,
-    start_all_to_all_rows,
-)
+from mt_parallel_state import group_size, start_all_to_all_rows
 from torch import Tensor
 
 from mt_moe.agreement import Agreement
-from mt_moe.dispatch import Sent, finite, not_finite
+from mt_moe.dispatch import Dispatcher, Sent, finite, not_finite
 from mt_moe.error import RoutingError
-from mt_moe.flight import Flight
+from mt_moe.flight import Start, Travelling, depart
 from mt_moe.groups import ExpertGroups
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How tokens went: what `combine` needs to bring them back."""
+class _Way(NamedTuple):
+    """How tokens go: what brings them back."""
 
     places: Tensor
     weights: Tensor
     sent: list[int]
     received: list[int]
-    order: Tensor | None
+    local: Tensor  # rows of each of this rank's experts by the rank they come from
+    order: Tensor | None = None
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """Sends each choice of a token to the ranks that share its expert, each a row.
 
     Forward: an all-to-all of counts (8 bytes per expert and rank that shares it), and one of rows:
@@ -67,14 +59,11 @@ class AllToAllDispatcher:
         self._nowhere = group_size(groups.experts) * self.local_experts
         self._slots = torch.tensor([*own, [self._nowhere] * groups.etp])  # by expert; last: none
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False) -> Sent:
-        """See `Dispatcher`."""
-        return outside_graph(self._dispatch)(x, experts, weights)
-
-    def start(
+    def start_dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Callable[[], Sent]:
+    ) -> Travelling:
         """See `Dispatcher`. Counts are exchanged before it returns."""
+        del drops
         self._agreement.check(
             x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
         )
@@ -83,37 +72,36 @@ class AllToAllDispatcher:
         rows, places, counts = permute(x, slots, self._nowhere + 1)
         sent, received, local = self._exchange(counts[: self._nowhere], finite(weights))
         to, of = ([sum(row) for row in table] for table in (sent, received))
-        wait = _send(rows[: sum(to)], self.groups.experts, to, of)
         shares = weights.repeat_interleave(self.groups.etp, 1)
         most = max(map(sum, zip(*received, strict=True)))
+        there, back = _ways(to, of)
+        way = _Way(places, shares, to, of, local)
+        return depart(rows[: sum(to)], self.groups.experts, there, back, (way, most))
 
-        def finish() -> Sent:
-            arrived, order = wait(), None
-            if self.local_experts > 1:
-                ids = torch.arange(self.local_experts, device=x.device).repeat(len(of))
-                own = ids.repeat_interleave(local.flatten(), output_size=sum(of)).unsqueeze(1)
-                arrived, order, _ = permute(arrived, own, self.local_experts)
-            return Sent(arrived, local.sum(0), _Way(places, shares, to, of, order), most=most)
-
-        return finish
-
-    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
-        return self.start(x, experts, weights)()
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+    def finish_dispatch(self, travelling: Travelling) -> Sent:
         """See `Dispatcher`."""
-        return outside_graph(self._combine)(rows, handle)
+        rows, (way, most) = travelling.land(travelling.edge), travelling.way
+        if self.local_experts > 1:
+            ids = torch.arange(self.local_experts, device=rows.device).repeat(len(way.received))
+            own = ids.repeat_interleave(way.local.flatten(), output_size=sum(way.received))
+            rows, order, _ = permute(rows, own.unsqueeze(1), self.local_experts)
+            way = way._replace(order=order)
+        return Sent(rows, way.local.sum(0), way, most=most)
 
-    def _combine(self, rows: Tensor, way: _Way) -> Tensor:
-        if way.order is not None:
-            rows = unpermute(rows, way.order)
-        back = all_to_all_rows(
-            rows, self.groups.experts, input_splits=way.received, output_splits=way.sent
-        )
-        dropped = way.places.numel() - len(back)
+    def start_combine(self, rows: Tensor, handle: _Way) -> Travelling:
+        """See `Dispatcher`."""
+        if handle.order is not None:
+            rows = unpermute(rows, handle.order)
+        there, back = _ways(handle.sent, handle.received)
+        return depart(rows, self.groups.experts, back, there, handle)
+
+    def finish_combine(self, travelling: Travelling) -> Tensor:
+        """See `Dispatcher`."""
+        rows, way = travelling.land(travelling.edge), travelling.way
+        dropped = way.places.numel() - len(rows)
         if dropped:
-            back = torch.cat([back, back.new_zeros(dropped, back.shape[1])])
-        return unpermute(back, way.places, way.weights)
+            rows = torch.cat([rows, rows.new_zeros(dropped, rows.shape[1])])
+        return unpermute(rows, way.places, way.weights)
 
     def _exchange(
         self, counts: Tensor, good: Tensor
@@ -139,13 +127,12 @@ class AllToAllDispatcher:
         return f"AllToAllDispatcher({self.num_experts}, ep={self.groups.ep}, etp={self.groups.etp})"
 
 
-def _send(rows: Tensor, group: Group, to: list[int], of: list[int]) -> Callable[[], Tensor]:
-    """Begin to send rows, and their gradients back; return what waits."""
-    if group is None or group_size(group) == 1:
-        return lambda: rows
-    there = partial(start_all_to_all_rows, group=group, inputs=to, outputs=of)
-    back = partial(start_all_to_all_rows, group=group, inputs=of, outputs=to)
-    return Flight(rows, there, back).wait
+def _ways(sent: list[int], received: list[int]) -> tuple[Start, Start]:
+    """What begins to send rows to their experts, and what begins to bring them back."""
+    return (
+        partial(start_all_to_all_rows, inputs=sent, outputs=received),
+        partial(start_all_to_all_rows, inputs=received, outputs=sent),
+    )
 
 
 def local_experts_of(num_experts: int, groups: ExpertGroups) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
@@ -10,14 +9,15 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from mt_fusions import permute, unpermute
-from mt_parallel_state import group_size, outside_graph
+from mt_parallel_state import group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_moe.agreement import Agreement
 from mt_moe.all_to_all import local_experts_of
-from mt_moe.dispatch import Sent, check_finite
+from mt_moe.dispatch import Dispatcher, Sent, check_finite
 from mt_moe.error import RoutingError
+from mt_moe.flight import Travelling, at_once
 from mt_moe.groups import ExpertGroups
 
 PACKAGE, CAPABILITY = "deep_ep", (9, 0)
@@ -32,7 +32,7 @@ class _Way(NamedTuple):
     weights: Tensor
 
 
-class DeepEPDispatcher:
+class DeepEPDispatcher(Dispatcher):
     """Sends each token once to each rank that has some of its experts, through DeepEP's buffers.
 
     Forward: `H` numbers in bf16 per token and rank, and `k` weights and choices; each rank sums a
@@ -55,16 +55,16 @@ class DeepEPDispatcher:
         self.local_experts = local_experts_of(num_experts, groups)
         self._agreement, self._room = Agreement(groups.experts), 0
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False) -> Sent:
-        """See `Dispatcher`.
+    def start_dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Travelling:
+        """See `Dispatcher`. It waits at once: nothing else runs beside it.
 
         Raises:
             TypeError: Tokens are not bf16.
             RoutingError: There are more tokens than in the first pass, or ranks differ.
         """
-        return outside_graph(self._dispatch)(x, experts, weights)
-
-    def _dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Sent:
+        del drops
         if x.dtype != torch.bfloat16:
             raise TypeError(
                 f"DeepEP sends bf16, and the tokens are {x.dtype}; train with training.dtype bf16, "
@@ -84,26 +84,25 @@ class DeepEPDispatcher:
         arrived, places, counts = permute(rows, own, self.local_experts + 1)
         number = sum(handle.num_recv_tokens_per_expert_list)
         way = _Way(buffer, handle, places, shares)
-        return Sent(
-            arrived[:number], counts[:-1], way, most=max(handle.num_recv_tokens_per_expert_list)
-        )
+        most = max(handle.num_recv_tokens_per_expert_list)
+        return at_once(arrived[:number], (way, counts[:-1], most))
 
-    def start(
-        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Callable[[], Sent]:
-        """See `Dispatcher`. It waits at once: nothing else runs beside it."""
-        sent = self.dispatch(x, experts, weights, drops=drops)
-        return lambda: sent
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+    def finish_dispatch(self, travelling: Travelling) -> Sent:
         """See `Dispatcher`."""
-        return outside_graph(self._combine)(rows, handle)
+        way, counts, most = travelling.way
+        return Sent(travelling.edge, counts, way, most=most)
 
-    def _combine(self, rows: Tensor, way: _Way) -> Tensor:
-        others = way.places.numel() - len(rows)  # choices of experts that other ranks have
+    def start_combine(self, rows: Tensor, handle: _Way) -> Travelling:
+        """See `Dispatcher`. It waits at once, too."""
+        others = handle.places.numel() - len(rows)  # choices of experts that other ranks have
         rows = torch.cat([rows, rows.new_zeros(others, rows.shape[1])])
-        summed = unpermute(rows, way.places, way.weights).to(torch.bfloat16)
-        return cast("Tensor", _Combine.apply(summed, way.buffer, way.handle))
+        summed = unpermute(rows, handle.places, handle.weights).to(torch.bfloat16)
+        summed = cast("Tensor", _Combine.apply(summed, handle.buffer, handle.handle))
+        return at_once(summed, None)
+
+    def finish_combine(self, travelling: Travelling) -> Tensor:
+        """See `Dispatcher`."""
+        return travelling.edge
 
     def _buffer_for(self, x: Tensor, top_k: int) -> Any:
         """Return the buffer that all layers with these groups have in common."""

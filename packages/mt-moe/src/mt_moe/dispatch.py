@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from mt_fusions import permute, unpermute
+from mt_parallel_state import outside_graph
 from torch import Tensor
 
 from mt_moe.error import RoutingError
+from mt_moe.flight import Travelling, at_once
 
 
 class Sent(NamedTuple):
@@ -33,16 +35,37 @@ class Sent(NamedTuple):
     most: int = 0
 
 
-class Dispatcher(Protocol):
+class Dispatcher(ABC):
     """Sends tokens to experts that are dealt to ranks.
 
     `combine(dispatch(x, e, w).rows, handle)` is `sum_j w[:, j] x` (times the ranks that share an
     expert, each of which returns a part of a sum). Both have gradients. A choice equal to the
     number of experts is none: it is sent nowhere, and adds nothing.
+
+    Both have a start and a finish. What is computed between runs beside the communication, and
+    backward beside that of the gradients.
     """
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether `torch.compile` may trace it; graphs break around it if not."""
+        return False
+
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False) -> Sent:
-        """Send each token to its experts.
+        """Send each token to its experts, as `start_dispatch`."""
+        run = self._dispatch if self.in_graphs else outside_graph(self._dispatch)
+        return run(x, experts, weights, drops=drops)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Bring the experts' results back, as `start_combine`."""
+        run = self._combine if self.in_graphs else outside_graph(self._combine)
+        return run(rows, handle)
+
+    @abstractmethod
+    def start_dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Travelling:
+        """Begin to send each token to its experts.
 
         Args:
             x: Tokens.
@@ -56,29 +79,35 @@ class Dispatcher(Protocol):
         Raises:
             RoutingError: Weights of some rank are not finite; every rank raises it.
         """
-        ...
 
-    def start(
-        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Callable[[], Sent]:
-        """Begin what `dispatch` does, of the same arguments.
+    @abstractmethod
+    def finish_dispatch(self, travelling: Travelling) -> Sent:
+        """Wait for the tokens of this rank's experts."""
 
-        Returns:
-            A function that waits for it. What is computed before its call runs beside the
-            communication, and backward beside that of the gradients.
-        """
-        ...
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Bring the experts' results back and sum each token's, times the weights.
+    @abstractmethod
+    def start_combine(self, rows: Tensor, handle: Any) -> Travelling:
+        """Begin to bring the experts' results back.
 
         Shape:
-            rows: as sent. Returns [T, H].
+            rows: as sent.
         """
-        ...
+
+    @abstractmethod
+    def finish_combine(self, travelling: Travelling) -> Tensor:
+        """Wait for the results, and sum each token's, times the weights.
+
+        Shape:
+            Returns [T, H].
+        """
+
+    def _dispatch(self, *given: Tensor, drops: bool) -> Sent:
+        return self.finish_dispatch(self.start_dispatch(*given, drops=drops))
+
+    def _combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return self.finish_combine(self.start_combine(rows, handle))
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """For experts that are all on this rank: sorts tokens, and sends nothing. No host waits.
 
     Args:
@@ -88,25 +117,34 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False) -> Sent:
+    @property
+    def in_graphs(self) -> bool:
+        """See `Dispatcher`."""
+        return True
+
+    def start_dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
+    ) -> Travelling:
         """See `Dispatcher`. Weights that are not finite raise on a CPU, and stop a device."""
         check_finite(weights)
         rows, places, counts = permute(x, experts, self.num_experts + drops)
         counts = counts[: self.num_experts]
         kept = counts.sum() if drops else None
-        return Sent(only_first(rows, kept), counts, (places, weights, kept), exact=not drops)
+        return at_once(only_first(rows, kept), (counts, places, weights, kept))
 
-    def start(
-        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Callable[[], Sent]:
-        """See `Dispatcher`. There is nothing to wait for."""
-        sent = self.dispatch(x, experts, weights, drops=drops)
-        return lambda: sent
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+    def finish_dispatch(self, travelling: Travelling) -> Sent:
         """See `Dispatcher`."""
-        places, weights, kept = handle
-        return unpermute(only_first(rows, kept), places, weights)
+        counts, *handle = travelling.way
+        return Sent(travelling.edge, counts, tuple(handle), exact=handle[-1] is None)
+
+    def start_combine(self, rows: Tensor, handle: Any) -> Travelling:
+        """See `Dispatcher`."""
+        return at_once(rows, handle)
+
+    def finish_combine(self, travelling: Travelling) -> Tensor:
+        """See `Dispatcher`."""
+        places, weights, kept = travelling.way
+        return unpermute(only_first(travelling.edge, kept), places, weights)
 
     def __repr__(self) -> str:
         return f"LocalDispatcher({self.num_experts})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,55 +25,14 @@ from mt_moe.balance import LossSum, count_choices
 from mt_moe.capacity import Capacity, kept_choices
 from mt_moe.dispatch import Sent, finite
 from mt_moe.dispatchers import make_dispatcher
-from mt_moe.expert_options import ExpertOptions
 from mt_moe.experts import Experts
+from mt_moe.flight import Travelling
 from mt_moe.groups import ExpertGroups
+from mt_moe.moe_options import MoEOptions
 from mt_moe.router import Routed, Router
-from mt_moe.routing import RouterOptions
 from mt_moe.shared import SharedExpert
 
 SEQUENCE_DIM = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEOptions:
-    """What a mixture-of-experts layer has beside its sizes.
-
-    Attributes:
-        router: How tokens choose.
-        experts: What experts compute, the shared one too.
-        capacity: The most tokens of an expert in training; None drops none.
-        shared_size: Width of an expert that serves every token; 0 is none.
-        shared_gate: Whether a sigmoid of the token scales that one.
-        scale_input: Whether a choice's weight multiplies what its expert is given, and not what it
-            gives (Llama 4).
-        latent_size: Size to which tokens are projected before the experts, and back after; None is
-            their own. The router and the shared expert see the whole.
-        dispatcher: "auto", "local", "all_to_all", "all_gather" or "deepep".
-    """
-
-    router: RouterOptions = field(default_factory=RouterOptions)
-    experts: ExpertOptions = field(default_factory=ExpertOptions)
-    capacity: Capacity | None = None
-    shared_size: int = 0
-    shared_gate: bool = False
-    scale_input: bool = False
-    latent_size: int | None = None
-    dispatcher: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_type("router", self.router, RouterOptions)
-        check_type("experts", self.experts, ExpertOptions)
-        if self.capacity is not None:
-            check_type("capacity", self.capacity, Capacity)
-        for name, least in (("shared_size", 0), ("latent_size", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                check_type(name, value, int)
-                if value < least:
-                    raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.shared_gate and not self.shared_size:
-            raise ValueError("shared_gate=True is the gate of a shared expert; set shared_size")
 
 
 class MoEOutput(NamedTuple):
@@ -92,6 +50,20 @@ class MoEOutput(NamedTuple):
     losses: dict[str, LossSum]
     load: Tensor
     dropped: Tensor | None
+
+
+class _End(NamedTuple):
+    """What the end of a pass needs of its beginning: a nest of tensors, as `Travelling`."""
+
+    shape: torch.Size  # of the input
+    own: torch.Size  # of it, what this rank routes: [B, S]
+    dtype: torch.dtype
+    together: int  # tokens that the group has
+    drops: bool
+    losses: dict[str, tuple[Tensor, Tensor]]
+    load: Tensor
+    dropped: Tensor | None
+    shared: Tensor | None = None
 
 
 class MoELayer(nn.Module):
@@ -201,21 +173,94 @@ class MoELayer(nn.Module):
             ValueError: Shapes do not fit.
             RoutingError: A router's weights are not finite.
         """
-        check_type("x", x, Tensor)
-        if x.dim() not in (2, 3) or not x.is_floating_point():
-            raise ValueError(
-                f"x must be floating, [B, S, hidden] or [T, hidden], got {x.dtype} {tuple(x.shape)}"
-            )
-        for name, given in (("valid", valid), ("token_index", token_index)):
-            if given is not None and given.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"{name} {tuple(given.shape)} must have an element for each token of x "
-                    f"{tuple(x.shape)}"
-                )
-        if x.dim() == 2:
-            lift = [None if each is None else each.unsqueeze(0) for each in (valid, token_index)]
-            out = self.forward(x.unsqueeze(0), valid=lift[0], token_index=lift[1])
-            return out._replace(hidden=out.hidden.squeeze(0))
+        if not torch.compiler.is_compiling():
+            begun = self.begin(x, valid=valid, token_index=token_index)
+            return self.finish(self.compute(begun))
+        tokens, end = self._route(x, valid, token_index)
+        sent = self.dispatcher.dispatch(*tokens, drops=end.drops)
+        end = end._replace(shared=None if self.shared is None else self.shared(x))
+        y = self.dispatcher.combine(self._computed(sent, end), sent.handle)
+        return self._ended(y, end)
+
+    def begin(
+        self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
+    ) -> tuple[Travelling, Any]:
+        """Route tokens and start to send them; the shared expert computes meanwhile.
+
+        `begin`, `compute` and `finish` are `forward` in three parts. What one returns the next is
+        given; gradients flow between them through the tensors in it alone. Work done between two of
+        them is done while tokens travel.
+        """
+        tokens, end = self._route(x, valid, token_index)
+        travelling = self.dispatcher.start_dispatch(*tokens, drops=end.drops)
+        shared = None if self.shared is None else self.shared(x)
+        return travelling, end._replace(shared=shared)
+
+    def compute(self, begun: tuple[Travelling, Any]) -> tuple[Travelling, Any]:
+        """Wait for this rank's experts' tokens, compute, and start to send the results back."""
+        travelling, end = begun
+        sent = self.dispatcher.finish_dispatch(travelling)
+        return self.dispatcher.start_combine(self._computed(sent, end), sent.handle), end
+
+    def finish(self, computed: tuple[Travelling, Any]) -> MoEOutput:
+        """Wait for the results."""
+        travelling, end = computed
+        return self._ended(self.dispatcher.finish_combine(travelling), end)
+
+    def _route(
+        self, x: Tensor, valid: Tensor | None, token_index: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], _End]:
+        """Return this rank's tokens, their experts and weights, and what is needed in the end."""
+        _check_input(x, valid, token_index)
+        self._agree(x)
+        alone = self.groups.tp is None or self.sequence_parallel
+        ranks, sharing = group_size(self.groups.tokens), 1 if alone else group_size(self.groups.tp)
+        together = -(-x.shape[:-1].numel() * ranks // sharing)
+        own = x if x.dim() == SEQUENCE_DIM + 2 else x.unsqueeze(0)
+        valid, token_index = (
+            None if each is None else each.reshape(own.shape[:2]) for each in (valid, token_index)
+        )
+        if not alone:
+            own, valid, token_index = _share(own, valid, token_index, group=self.groups.tp)
+        routed = self.router(own, valid=valid, token_index=token_index)
+        weights, chosen, dropped = self._limit(routed, token_index, together)
+        if self._tells:
+            weights = outside_graph(_told)(weights, self.groups.tokens)
+        inner = own if self.to_latent is None else self.to_latent(own)
+        tokens = inner.flatten(0, 1), chosen, weights
+        end = _End(
+            shape=x.shape,
+            own=own.shape[:2],
+            dtype=x.dtype,
+            together=together,
+            drops=valid is not None or self._capacity is not None,
+            losses={name: (loss.sum, loss.count) for name, loss in routed.losses.items()},
+            load=count_choices(routed.experts, self.num_experts + 1)[:-1],  # the last is none
+            dropped=dropped,
+        )
+        return _scaled(*tokens) if self.options.scale_input else tokens, end
+
+    def _computed(self, sent: Sent, end: _End) -> Tensor:
+        """Apply this rank's experts to what arrived."""
+        slots = self._slots(end.together, sent.most)
+        return self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
+
+    def _ended(self, y: Tensor, end: _End) -> MoEOutput:
+        """Return the layer's output, from the sums over each token's experts."""
+        if self.options.scale_input:
+            y = y.unflatten(0, (-1, self.options.router.top_k)).sum(1)
+        y = y.unflatten(0, end.own)
+        y = (y if self.from_latent is None else self.from_latent(y)).to(end.dtype)
+        if self.groups.tp is not None and not self.sequence_parallel:
+            y = gather_from_group(y, self.groups.tp, dim=SEQUENCE_DIM)
+            y = y.narrow(SEQUENCE_DIM, 0, end.shape[-2])
+        y = y.reshape(end.shape)
+        hidden = y if end.shared is None else y + end.shared
+        losses = {name: LossSum(*each) for name, each in end.losses.items()}
+        return MoEOutput(hidden, losses, end.load, end.dropped)
+
+    def _agree(self, x: Tensor) -> None:
+        """Have the ranks compare their settings, once."""
         if not self._agreement.reached:
             outside_graph(self._agreement.check)(
                 x.device,
@@ -225,62 +270,6 @@ class MoELayer(nn.Module):
                 router=self.options.router,
                 capacity=self.options.capacity,
             )
-        alone = self.groups.tp is None or self.sequence_parallel
-        parts, length = (x, valid, token_index), x.shape[SEQUENCE_DIM]
-        own = parts if alone else _share(*parts, group=self.groups.tp)
-        ranks = group_size(self.groups.tokens)
-        together = -(-len(x) * length * ranks // (1 if alone else group_size(self.groups.tp)))
-        out, shared = self._apply_to(*own, whole=x, together=together)
-        hidden = out.hidden
-        if not alone:
-            hidden = gather_from_group(hidden, self.groups.tp, dim=SEQUENCE_DIM)
-            hidden = hidden.narrow(SEQUENCE_DIM, 0, length)
-        if shared is not None:
-            hidden = hidden + shared
-        return out._replace(hidden=hidden)
-
-    def _apply_to(
-        self,
-        x: Tensor,
-        valid: Tensor | None,
-        token_index: Tensor | None,
-        *,
-        whole: Tensor,
-        together: int,
-    ) -> tuple[MoEOutput, Tensor | None]:
-        """Apply router and experts to this rank's tokens, of which the group has `together`.
-
-        The shared expert computes on `whole` while tokens travel, and its result is returned too.
-        """
-        routed = self.router(x, valid=valid, token_index=token_index)
-        weights, chosen, dropped = self._limit(routed, token_index, together)
-        if self._tells:
-            weights = outside_graph(_told)(weights, self.groups.tokens)
-        inner = x if self.to_latent is None else self.to_latent(x)
-        tokens, drops = inner.flatten(0, 1), valid is not None or self._capacity is not None
-        if self.options.scale_input:
-            tokens, chosen, weights = _scaled(tokens, chosen, weights)
-        sent, shared = self._send(tokens, chosen, weights, drops=drops, whole=whole)
-        slots = self._slots(together, sent.most)
-        rows = self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
-        y = self.dispatcher.combine(rows, sent.handle)
-        if self.options.scale_input:
-            y = y.unflatten(0, (-1, self.options.router.top_k)).sum(1)
-        y = y.unflatten(0, x.shape[:2])
-        y = y if self.from_latent is None else self.from_latent(y)
-        load = count_choices(routed.experts, self.num_experts + 1)[:-1]  # the last is none
-        return MoEOutput(y.to(x.dtype), routed.losses, load, dropped), shared
-
-    def _send(
-        self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool, whole: Tensor
-    ) -> tuple[Sent, Tensor | None]:
-        """Send tokens to their experts, with the shared expert computed meanwhile."""
-        if self.shared is None or torch.compiler.is_compiling():
-            sent = self.dispatcher.dispatch(x, experts, weights, drops=drops)
-            return sent, None if self.shared is None else self.shared(whole)
-        wait = self.dispatcher.start(x, experts, weights, drops=drops)
-        shared = self.shared(whole)
-        return wait(), shared
 
     @property
     def _capacity(self) -> Capacity | None:
@@ -327,6 +316,20 @@ class MoELayer(nn.Module):
         if tokens >= ranks:
             return 1
         return -(-len(ranks) // together) if tokens <= ranks else len(ranks)
+
+
+def _check_input(x: Tensor, valid: Tensor | None, token_index: Tensor | None) -> None:
+    check_type("x", x, Tensor)
+    if x.dim() not in (2, 3) or not x.is_floating_point():
+        raise ValueError(
+            f"x must be floating, [B, S, hidden] or [T, hidden], got {x.dtype} {tuple(x.shape)}"
+        )
+    for name, given in (("valid", valid), ("token_index", token_index)):
+        if given is not None and given.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{name} {tuple(given.shape)} must have an element for each token of x "
+                f"{tuple(x.shape)}"
+            )
 
 
 def _scaled(x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
