@@ -14,16 +14,34 @@ from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_ch
 from mt_data import train_tokenizer
 from mt_files import to_plain
 from mt_infer.cli import main
-from mt_model import GPT, gpt
+from mt_model import GPT, ModelConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+
+
+def _write_run(path: Path, config: ModelConfig) -> Path:
+    """Two steps of a drawn model, of which the second is another."""
+    folder = RunFolder(path)
+    tokenizer = train_tokenizer(["to be or not to be"], 260)
+    tokenizer.save(folder.tokenizer)
+    digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
+    with ParallelState(ParallelLayout(), device="cpu") as state:
+        model = GPT(config, state)
+        shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
+        metadata = to_plain(SavedModel(model=config.to_dict(), tokenizer=digest))
+        save_checkpoint(folder.checkpoints, 1, shards, metadata)
+        for shard in shards:
+            shard.tensor.detach().mul_(-1.5)
+        save_checkpoint(folder.checkpoints, 2, shards, metadata)
+    return folder.path
+
+
+@pytest.fixture
+def write_run() -> Callable[[Path, ModelConfig], Path]:
+    return _write_run
 
 
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = RunFolder(tmp_path_factory.mktemp("saved"))
-    tokenizer = train_tokenizer(["to be or not to be"], 260)
-    tokenizer.save(folder.tokenizer)
-    digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
     config = gpt(
         vocab_size=264,
         hidden_size=16,
@@ -32,15 +50,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_kv_heads=2,
         max_sequence_length=16,
     )
-    with ParallelState(ParallelLayout(), device="cpu") as state:
-        model = GPT(config, state)
-        shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
-        metadata = to_plain(SavedModel(model=config.to_dict(), tokenizer=digest))
-        save_checkpoint(folder.checkpoints, 1, shards, metadata)
-        for shard in shards:  # the second step is another model
-            shard.tensor.detach().mul_(-1.5)
-        save_checkpoint(folder.checkpoints, 2, shards, metadata)
-    return folder.path
+    return _write_run(tmp_path_factory.mktemp("saved"), config)
 
 
 @pytest.fixture

@@ -24,7 +24,15 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     assert (module, nproc) == ("mt_infer", 2)
     assert arguments == [
         *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0"),
-        *("--kernels=auto", "--nproc=2", "--pp=1", "--ep=1", "--", str(saved_run)),
+        *(
+            "--kernels=auto",
+            "--kv-cache-dtype=auto",
+            "--nproc=2",
+            "--pp=1",
+            "--ep=1",
+            "--",
+            str(saved_run),
+        ),
     ]
 
 

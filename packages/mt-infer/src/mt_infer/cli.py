@@ -61,6 +61,9 @@ class Generate:
     kernels: Literal["auto", "fused", "reference"] = "auto"
     """What computes norms, gates, rope and attention: what was measured to be fastest, mt-fusions'
     kernels, or plain forms."""
+    kv_cache_dtype: Literal["auto", "full", "fp8", "int8"] = "auto"
+    """What keys and values are kept in: fp8 or int8, with a scale for each head of each token, in
+    half the bytes of bf16; full, as --dtype; auto, what a folder has scales for, else full."""
     nproc: int | None = None
     """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it
     out."""
@@ -220,6 +223,11 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
         raise ValueError(
             f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
         )
+    kept = command.kv_cache_dtype
+    if kept in ("fp8", "int8") and not any(m.token_cache for m in run.config.mixers.values()):
+        raise ValueError(
+            f"--kv-cache-dtype {kept}: no layer of this model keeps keys and values; leave it out"
+        )
     encode_prompt(command.prompt, run.tokenizer, run.config)
 
 
@@ -245,6 +253,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             generator = load_weights(
                 agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
             )
+        generator = replace(generator, kv_cache_dtype=command.kv_cache_dtype)
         if command.cuda_graphs:
             told = say if env.local_rank == 0 else keep_quiet
             generator = replace(generator, cuda_graphs=True, on_eager=told)

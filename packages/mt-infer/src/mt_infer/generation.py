@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from mt_data import DataError, Tokenizer
 from mt_model import GPT, GraphedDecoding, KVCache, ModelConfig
+from mt_quant import KVFormat
 from torch import Tensor
 
 from mt_infer.sampling import Sampling, choose, choose_by
@@ -76,6 +77,9 @@ class Generator:
         cuda_graphs: Replay a CUDA graph for each token behind the prompt; the tokens are the same.
             On a CPU nothing is captured, and what a replay would compute wrong raises
             `mt_fusions.GraphError`.
+        kv_cache_dtype: What keys and values are kept in: `full`, the model's dtype, `fp8`, `int8`
+            or another format of mt-quant; `auto` is what the model has calibrated scales for, and
+            `full` without any.
         on_eager: Told once a text why its passes are not replayed, where they can't be; None
             raises `mt_fusions.GraphError`.
     """
@@ -85,6 +89,7 @@ class Generator:
     tokenizer: Tokenizer
     stages: dist.ProcessGroup | None = None
     cuda_graphs: bool = False
+    kv_cache_dtype: KVFormat | str = "auto"
     on_eager: Callable[[str], object] | None = None
 
     def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
@@ -130,7 +135,8 @@ class Generator:
             fed = torch.tensor([[self.config.decoder_start]], device=device)
         first = fed.shape[1]
         length = min(limit, first + max_tokens)
-        cache = self.model.new_cache(batch_size=1, max_length=length)
+        kept = {"max_length": length, "kv_cache_dtype": self.kv_cache_dtype}
+        cache = self.model.new_cache(batch_size=1, **kept)
         whole = [fed]
         waiting: Tensor | None = None
         decoding: GraphedDecoding | None = None
@@ -152,7 +158,7 @@ class Generator:
                 decoding = self._decoding(cache, sampling)
             # Keys made with other rotary factors don't serve a longer sequence.
             if self.config.cache_break(cache.length, position + 1) is not None:
-                cache = self.model.new_cache(batch_size=1, max_length=length)
+                cache = self.model.new_cache(batch_size=1, **kept)
                 fed, decoding = torch.cat(whole, dim=1), None
         if waiting is not None and int(waiting) != self.tokenizer.eod_id:
             yield int(waiting)
