@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from mt_model.shared_input import SharedInput
     from mt_model.stack import Stack
     from mt_model.stage_graph import GraphOptions, graph_stage
+    from mt_model.upcycling import Upcycling, upcycle_checkpoint
     from mt_model.vision import VisionEncoder
 
 __all__ = [
@@ -152,6 +153,7 @@ __all__ = [
     "Stack",
     "StackConfig",
     "TemperatureConfig",
+    "Upcycling",
     "VisionConfig",
     "VisionEncoder",
     "YarnScaling",
@@ -178,6 +180,7 @@ __all__ = [
     "preset",
     "save_pretrained",
     "saved_buffers",
+    "upcycle_checkpoint",
     "validate_context",
     "validate_split",
     "vision_preset",
@@ -215,5 +218,6 @@ __getattr__ = resolve_later(
     shared_input="SharedInput",
     stack="Stack",
     stage_graph="GraphOptions graph_stage",
+    upcycling="Upcycling upcycle_checkpoint",
     vision="VisionEncoder",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,7 +123,45 @@ class Verify:
         return 0 if agree else _DIFFERENT
 
 
-COMMANDS = {"import": Import, "export": Export, "verify": Verify}
+@dataclass(frozen=True, kw_only=True)
+class Upcycle:
+    """Make a run of a mixture of experts out of a dense one, with the same logits.
+
+    Experts are copies of the feed-forwards, or of shards of them, behind new routers.
+
+    Attributes:
+        checkpoint: A run folder, such as `mt-model import` makes, or one of its step folders.
+        out: The run folder: new, or empty.
+        num_experts: Of a layer.
+        top_k: How many serve a token, a multiple of the granularity.
+        granularity: How many shards of its width a feed-forward is cut into; each expert holds one.
+        every: Layers whose number from 1 is a multiple of this get experts.
+        aux_loss: Weight of the loss that keeps the load even, in training.
+        seed: Of the routers.
+        ema: Take the average of the weights over the steps.
+    """
+
+    checkpoint: Path
+    out: Path
+    num_experts: int = 8
+    top_k: int = 2
+    granularity: int = 1
+    every: int = 1
+    aux_loss: float = 0.01
+    seed: int = 0
+    ema: bool = False
+
+    def run(self) -> int:
+        """Run the command."""
+        from mt_model.upcycling import Upcycling, upcycle_checkpoint
+
+        how = Upcycling(**{each.name: getattr(self, each.name) for each in fields(Upcycling)})
+        config = upcycle_checkpoint(self.checkpoint, self.out, how, ema=self.ema)
+        _say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
+        return 0
+
+
+COMMANDS = {"import": Import, "export": Export, "upcycle": Upcycle, "verify": Verify}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

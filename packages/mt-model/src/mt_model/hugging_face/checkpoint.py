@@ -99,7 +99,7 @@ def export_checkpoint(
     from mt_ckpt import RunFolder, SavedModel, open_arrays
 
     check_free(Path(folder))
-    source, run = _source(Path(checkpoint))
+    source, run = source_of(Path(checkpoint))
     if like is None and run.hugging_face.is_dir():
         like = run.hugging_face
     prefix = RunFolder.EMA if ema else RunFolder.WEIGHTS
@@ -148,7 +148,7 @@ def _stored(arrays: ArrayReader, prefix: str) -> dict[str, torch.dtype]:
     }
 
 
-def _source(checkpoint: Path) -> tuple[Path, RunFolder]:
+def source_of(checkpoint: Path) -> tuple[Path, RunFolder]:
     """Return what is read, and the run that it belongs to."""
     from mt_ckpt import RunFolder
 
