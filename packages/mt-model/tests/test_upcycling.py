@@ -123,7 +123,7 @@ def test_a_llama_becomes_a_mixtral_that_transformers_computes_alike(tmp_path, ca
 
 def test_what_can_not_be_is_refused_and_nothing_is_written(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="top_k 3 is no multiple of granularity=2"):
+    with pytest.raises(ValueError, match="top_k: 3 is no multiple of granularity=2"):
         Upcycling(num_experts=4, top_k=3, granularity=2)
     saved(tmp_path / "dense", gpt(**SHAPE, max_sequence_length=16))
     for how, text in (
