@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from mt_infer import Generator, Sampling
+from mt_infer import Generator, Sampling, load_run
+from mt_infer.cli import main
 from mt_model import GPT, KVCache, LayerConfig, Mamba2Config, MLPConfig, calibrate_kv_cache, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_quant import QuantizedLinear
 from mt_schedule import split_layers
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "max_sequence_length": 32}
@@ -77,13 +81,123 @@ def test_a_format_that_no_cache_has_is_refused(saved_run, generate) -> None:
 
 
 def test_a_model_without_attention_is_refused_before_its_weights_are_read(
-    write_run, tmp_path, generate, monkeypatch
+    write_run, tmp_path, generate, quantize, monkeypatch
 ) -> None:
     mixer = Mamba2Config(num_heads=4, head_dim=8, state_size=8)
     layers = [LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=48))]
     sizes = {"vocab_size": 264, "hidden_size": 16, "max_sequence_length": 16}
     config = gpt(**sizes, positions="none", layers=layers)
     monkeypatch.setattr("mt_infer.loading.load_weights", None)
-    code, out, err = generate(write_run(tmp_path, config), "--kv-cache-dtype", "fp8")
+    run, says = write_run(tmp_path / "run", config), "no layer of this model keeps keys and values"
+    code, out, err = generate(run, "--kv-cache-dtype", "fp8")
     assert (code, out) == (2, "")
-    assert err.startswith("mt-infer: --kv-cache-dtype fp8: no layer of this model keeps keys")
+    assert err.startswith(f"mt-infer: --kv-cache-dtype fp8: {says}")
+    code, out, err = quantize(run, tmp_path / "low", "--kv-cache-dtype", "fp8-head")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"mt-infer: --kv-cache-dtype fp8-head: {says}")
+
+
+RULES = """
+rules:
+  - {type: Attention, kv_cache: int8-tensor}
+  - {name: "*.feed_forward.*", weight: int8}
+"""
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "text.txt").write_text("to be or not to be that is the question " * 20)
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def quantize(capsys) -> Callable[..., tuple[object, str, str]]:
+    """Exit code, stdout and stderr of `mt-infer quantize`."""
+
+    def call(*arguments: object) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(["quantize", *map(str, arguments)])
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "format", "low"),
+    [
+        (("--recipe", "int8", "--kv-cache-dtype", "fp8-head"), "fp8-head", 4),
+        (("--config", "rules.yaml"), "int8-tensor", 2),
+        (("--kv-cache-dtype", "fp8-tensor"), "fp8-tensor", 0),
+    ],
+)
+def test_a_folder_generates_with_the_scales_that_were_calibrated(
+    saved_run, quantize, generate, text, tmp_path, monkeypatch, options, format, low
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rules.yaml").write_text(RULES)
+    given = ("--calibration", text, "--samples", 4, "--length", 12)
+    code, out, err = quantize(saved_run, "low", *options, *given)
+    assert code == 0, err
+    assert f"layers with keys and values in {format}: 1\n" in out
+    with ParallelState(ParallelLayout(), device="cpu") as state:
+        generator = load_run(Path("low"), state)
+        model = generator.model
+        assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == low
+        tokens = torch.tensor(generator.tokenizer.encode(text.read_text()))
+        starts = [i * (len(tokens) // 12) // 4 * 12 for i in range(4)]
+        batches = [tokens[None, start : start + 12] for start in starts]
+        expected = calibrate_kv_cache(model, batches, format)[0].scales
+        found = model.kv_schemes[0]
+        assert str(found.format) == format
+        for kind in ("key", "value"):
+            scales = (getattr(each, kind) for each in (found.scales, expected))
+            torch.testing.assert_close(*scales, rtol=1e-5, atol=0)
+        whole = generator.generate("to be", max_tokens=8, sampling=GREEDY)
+        kept = generator.model.new_cache(batch_size=1, max_length=4)
+        assert {str(each) for each in kept.formats.values()} == {format}
+    for more in ((), ("--cuda-graphs",)):
+        code, out, err = generate(Path("low"), "--greedy", "--max-tokens", 8, *more)
+        assert (code, out.removesuffix("\n")) == (0, whole), err
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        ("{type: Attention, kv_cache: fp8-head}", (), "name one with --calibration"),
+        ("{type: Attention, kv_cache: fp8}", (), "and fp8-token none; use fp8-head"),
+        ("{type: Attention, kv_cache: nvfp4}", (), "unknown format of keys and values 'nvfp4'"),
+        (
+            '{name: "*.feed_forward", kv_cache: fp8-head}',
+            (),
+            "layers.0.feed_forward, which keeps no keys and values; name what does, such as "
+            "layers.0.mixer",
+        ),
+        ("{weight: int8}", ("--kv-cache-dtype", "fp8-head"), "name one with --calibration"),
+    ],
+)
+def test_a_mistake_in_the_rules_of_a_cache_is_one_message(
+    saved_run, quantize, tmp_path, rule, options, message
+) -> None:
+    (tmp_path / "rules.yaml").write_text(f"rules:\n  - {rule}\n")
+    given = ("--config", tmp_path / "rules.yaml", *options)
+    code, out, err = quantize(saved_run, tmp_path / "low", *given)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1 or "rules.yaml" in err
+    assert not (tmp_path / "low").exists()
+
+
+def test_layers_that_would_keep_other_formats_are_refused_before_one_is_rounded(
+    write_run, quantize, tmp_path, text
+) -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 16, "max_sequence_length": 16}
+    run = write_run(tmp_path / "run", gpt(**sizes, num_layers=2, num_heads=4))
+    rules = "rules:\n  - {name: layers.1.mixer, kv_cache: fp8-head}\n  - {weight: int8}\n"
+    (tmp_path / "rules.yaml").write_text(rules)
+    given = ("--config", tmp_path / "rules.yaml", "--calibration", text)
+    code, out, err = quantize(run, tmp_path / "low", *given)
+    assert (code, out) == (1, "")
+    assert err == (
+        "mt-infer: keys and values would be kept in fp8-head and full, and a folder has one format "
+        "of all; give all attention the same rule\n"
+    )

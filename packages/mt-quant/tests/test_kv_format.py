@@ -4,12 +4,18 @@ import pytest
 import torch
 from mt_files import FieldError
 from mt_quant import (
+    KV_LEAVES,
     CalibrationError,
+    KVCalibrator,
     KVFormat,
     KVScheme,
     QuantizationConfig,
     QuantizationError,
     Rule,
+    compressed_state,
+    kv_format_of,
+    quantize,
+    read_kv_scales,
 )
 from torch import nn
 
@@ -129,3 +135,28 @@ def test_rules_give_modules_formats_by_name_and_by_fields():
         config = QuantizationConfig.from_dict(rules)
         assert config.decide(model)["attention"].kv_cache == KVFormat(type="fp8", group="head")
         assert QuantizationConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("name", ["fp8-head", "int8-tensor"])
+def test_scales_come_back_from_a_checkpoint(name):
+    model = quantize(nn.Sequential(nn.Linear(8, 4)), QuantizationConfig.named("int8"))
+    format = KVFormat.named(name)
+    calibrator = KVCalibrator()
+    calibrator.update("a", drawn(1), drawn(2))
+    each = "layer" if format.group == "tensor" else "head"
+    scheme = KVScheme(format=format, scales=calibrator.scales(limit=format.limit, each=each)["a"])
+    tensors, config = compressed_state(model, kv_schemes={"attn": scheme})
+    stored = {leaf: tensors[f"attn.{leaf}"] for leaf in KV_LEAVES}
+    assert kv_format_of(config) == format
+    again = read_kv_scales(stored, format, 3)
+    assert again.format == format
+    assert torch.equal(again.scales.key, scheme.scales.key)
+    assert torch.equal(again.scales.value, scheme.scales.value)
+    assert len(read_kv_scales(stored, format, 1).scales.key) == 1
+
+
+def test_a_model_without_a_scheme_has_none_in_a_checkpoint():
+    model = quantize(nn.Sequential(nn.Linear(8, 4)), QuantizationConfig.named("int8"))
+    assert kv_format_of(compressed_state(model)[1]) is None
+    assert kv_format_of({"kv_cache_quant_algo": "FP8"}) == KVFormat.named("fp8-tensor")
+    assert kv_format_of({"kv_cache_quant_algo": "NVFP4"}) is None

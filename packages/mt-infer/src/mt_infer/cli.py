@@ -208,7 +208,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     from mt_model import validate_split
 
     from mt_infer.generation import encode_prompt
-    from mt_infer.loading import check_ema
+    from mt_infer.loading import check_ema, check_kv_cache
 
     if command.ema:
         check_ema(run)
@@ -223,11 +223,8 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
         raise ValueError(
             f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
         )
-    kept = command.kv_cache_dtype
-    if kept in ("fp8", "int8") and not any(m.token_cache for m in run.config.mixers.values()):
-        raise ValueError(
-            f"--kv-cache-dtype {kept}: no layer of this model keeps keys and values; leave it out"
-        )
+    if command.kv_cache_dtype in ("fp8", "int8"):
+        check_kv_cache(run, command.kv_cache_dtype)
     encode_prompt(command.prompt, run.tokenizer, run.config)
 
 

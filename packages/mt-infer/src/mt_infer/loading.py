@@ -240,6 +240,14 @@ def check_ema(run: Run) -> None:
         )
 
 
+def check_kv_cache(run: Run, kept: str) -> None:
+    """Raise ValueError unless the model keeps keys and values, for `--kv-cache-dtype`."""
+    if not any(mixer.token_cache for mixer in run.config.mixers.values()):
+        raise ValueError(
+            f"--kv-cache-dtype {kept}: no layer of this model keeps keys and values; leave it out"
+        )
+
+
 def load_weights(
     run: Run,
     state: ParallelState,

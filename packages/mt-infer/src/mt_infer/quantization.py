@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,19 @@ import torch
 from mt_ckpt import RunFolder, inspect_checkpoint
 from mt_data import Tokenizer
 from mt_files import read_text
-from mt_model import DTYPES, GPT, ExchangeError, Pretrained, save_pretrained
+from mt_model import (
+    DTYPES,
+    GPT,
+    ExchangeError,
+    Pretrained,
+    calibrate_kv_cache,
+    kv_formats,
+    save_pretrained,
+)
 from mt_quant import (
     CalibrationError,
     Decision,
+    KVFormat,
     Progress,
     QuantizationConfig,
     QuantizationError,
@@ -112,12 +122,14 @@ class Quantized:
         before: Bytes of the model's tensors before.
         after: Bytes of the safetensors files.
         folder: Where they are.
+        kv_cache: Formats of the keys and values of layers, by index.
     """
 
     shares: tuple[Share, ...]
     before: int
     after: int
     folder: Path
+    kv_cache: Mapping[int, KVFormat] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("rule", "layers", "weights", "bits before", "bits after")]
@@ -133,6 +145,8 @@ class Quantized:
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
             for row in rows
         ]
+        kept = Counter(str(format) for format in self.kv_cache.values())
+        lines += [f"layers with keys and values in {format}: {n}" for format, n in kept.items()]
         return "\n".join([*lines, f"{self.before} -> {self.after} bytes in {self.folder}"])
 
 
@@ -179,6 +193,8 @@ def quantize_model(
 ) -> Quantized:
     """Round the linear layers of a run's model, and write it with its tokenizer.
 
+    Static scales of keys and values are made of what the rounded model keeps of the calibration.
+
     Args:
         model: Whole, on this process; changed in place. Scales and what stays in full precision
             have its dtype.
@@ -195,7 +211,13 @@ def quantize_model(
             what a rule makes. Nothing is left at `out`.
     """
     decisions = config.decide(model)
-    _check_formats(decisions)
+    formats = kv_formats(model, decisions)
+    _check_formats(model, decisions, formats)
+    if calibration is None and any(format.is_static for format in formats.values()):
+        raise CalibrationError(
+            "static scales of keys and values are made of those that the model keeps of a text; "
+            "name one with --calibration"
+        )
     sizes = _sizes(model, decisions)
     before = sum(param.nbytes for param in model.parameters())
 
@@ -205,19 +227,28 @@ def quantize_model(
             progress(done)
 
     quantize(model, config, calibration, progress=finished)
+    model.kv_schemes = calibrate_kv_cache(model, calibration or (), formats)
     like, beside = _beside(run)
     save_pretrained(model, out, like=like, beside=beside)
     after = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shares = _shares(model, config, decisions, sizes)
-    return Quantized(shares=shares, before=before, after=after, folder=out)
+    return Quantized(shares=shares, before=before, after=after, folder=out, kv_cache=formats)
 
 
-def _check_formats(decisions: Mapping[str, Decision]) -> None:
+def _check_formats(
+    model: GPT, decisions: Mapping[str, Decision], kv_cache: Mapping[int, KVFormat]
+) -> None:
     """Refuse formats that the folder has no place for, before any layer is rounded."""
-    try:
-        describe_compressed(
-            {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}
+    layers = {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}
+    keeping = [index for index, mixer in model.generating().items() if mixer.token_cache]
+    kept = {str(kv_cache.get(index, "full")) for index in keeping}
+    if kv_cache and len(kept) > 1:
+        raise ExchangeError(
+            f"keys and values would be kept in {' and '.join(sorted(kept))}, and a folder has one "
+            "format of all; give all attention the same rule"
         )
+    try:
+        describe_compressed(layers, next(iter(kv_cache.values()), None))
     except QuantizationError as error:
         raise ExchangeError(str(error)) from error
 

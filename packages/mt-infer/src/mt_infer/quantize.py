@@ -12,7 +12,7 @@ from mt_files import quick_imports
 from mt_infer.console import print_text, say
 
 if TYPE_CHECKING:
-    from mt_quant import Progress, QuantizationConfig
+    from mt_quant import Progress, QuantizationConfig, Rule
 
 
 @dataclass(kw_only=True)
@@ -27,8 +27,11 @@ class Quantize:
     """A recipe of mt-quant, such as int8, fp8 or int4-gptq; heads and routers stay as they are."""
     config: Path | None = None
     """A YAML file with rules of your own, in place of --recipe."""
+    kv_cache_dtype: Literal["fp8-tensor", "fp8-head", "int8-tensor", "int8-head"] | None = None
+    """What all attention keeps its keys and values in when the folder generates, with a scale for
+    each layer or head; beside --recipe or --config, or alone. Needs --calibration."""
     calibration: Path | None = None
-    """A text on which the model computes, for recipes that need to see its activations."""
+    """A text on which the model computes, for what needs to see its activations."""
     samples: int = 128
     """Sequences taken from it, evenly spread."""
     length: int | None = None
@@ -46,7 +49,7 @@ def run_quantize(command: Quantize) -> int:
     with quick_imports():
         from mt_parallel_state import ParallelLayout, ParallelState, detect_env, joined
 
-        from mt_infer.loading import load_weights, open_run
+        from mt_infer.loading import check_kv_cache, load_weights, open_run
         from mt_infer.quantization import Calibration, check_source, quantize_model, stored_dtype
 
     config = _check_options(command)
@@ -57,6 +60,8 @@ def run_quantize(command: Quantize) -> int:
         )
     with open_run(command.run, command.step) as run:
         check_source(run, ema=command.ema)
+        if command.kv_cache_dtype is not None:
+            check_kv_cache(run, command.kv_cache_dtype)
         text = Calibration.of(command.calibration, run, command.samples, command.length)
         with joined(env) as device, ParallelState(ParallelLayout(), device=device) as state:
             dtype = command.dtype or stored_dtype(run)
@@ -70,7 +75,7 @@ def run_quantize(command: Quantize) -> int:
 
 def _check_options(command: Quantize) -> QuantizationConfig:
     """Find every mistake that shows in the command itself."""
-    from mt_quant import QuantizationConfig, QuantizationError
+    from mt_quant import QuantizationConfig
 
     if command.out.is_symlink() or (
         command.out.exists() and (not command.out.is_dir() or any(command.out.iterdir()))
@@ -80,12 +85,29 @@ def _check_options(command: Quantize) -> QuantizationConfig:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: use 1 or more")
-    if (command.recipe is None) == (command.config is None):
+    return QuantizationConfig(rules=(*_kv_rules(command), *_linear_rules(command)))
+
+
+def _kv_rules(command: Quantize) -> tuple[Rule, ...]:
+    """The rules of --kv-cache-dtype, for every kind of attention."""
+    from mt_quant import Rule
+
+    kinds = () if command.kv_cache_dtype is None else ("Attention", "LatentAttention")
+    form = command.kv_cache_dtype
+    return tuple(Rule(type=kind, kv_cache=form, optional=True) for kind in kinds)
+
+
+def _linear_rules(command: Quantize) -> tuple[Rule, ...]:
+    """The rules of --recipe or --config."""
+    from mt_quant import QuantizationConfig, QuantizationError
+
+    given = (command.recipe is not None) + (command.config is not None)
+    if given == 2 or (not given and command.kv_cache_dtype is None):
         raise ValueError("give one of --recipe NAME and --config FILE: which layers become what")
     if command.config is not None:
-        return QuantizationConfig.from_yaml(command.config)
+        return QuantizationConfig.from_yaml(command.config).rules
     try:
-        return QuantizationConfig.named(command.recipe or "")
+        return QuantizationConfig.named(command.recipe).rules if command.recipe else ()
     except QuantizationError as error:
         raise ValueError(f"--recipe: {error}") from error
 

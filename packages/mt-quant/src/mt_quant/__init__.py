@@ -36,10 +36,18 @@ from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_w
 if TYPE_CHECKING:
     from mt_quant.compressed import describe_compressed, write_compressed
     from mt_quant.installation import compressed_state, install, stored_layer
+    from mt_quant.kv_layout import (
+        KV_LEAVES,
+        common_kv_format,
+        kv_format_of,
+        read_kv_scales,
+        write_kv_scales,
+    )
     from mt_quant.layout import LAYOUTS, Layout
     from mt_quant.stored import StoredLinear, join_rows
 
 __all__ = [
+    "KV_LEAVES",
     "LAYOUTS",
     "MATMULS",
     "METHODS",
@@ -80,6 +88,7 @@ __all__ = [
     "awq_scale",
     "choose_formats",
     "clipped_grid",
+    "common_kv_format",
     "compressed_state",
     "describe_compressed",
     "distillation_loss",
@@ -91,11 +100,13 @@ __all__ = [
     "gptq",
     "install",
     "join_rows",
+    "kv_format_of",
     "load_quantized",
     "measure_costs",
     "output_error",
     "quantize",
     "quantize_weight",
+    "read_kv_scales",
     "round_activation",
     "round_to_grid",
     "rtn",
@@ -105,6 +116,7 @@ __all__ = [
     "svdquant",
     "weight_bits",
     "write_compressed",
+    "write_kv_scales",
 ]
 
 # Layouts of other software are for who reads or writes them.
@@ -112,6 +124,7 @@ __getattr__ = resolve_later(
     __name__,
     compressed="describe_compressed write_compressed",
     installation="compressed_state install stored_layer",
+    kv_layout="KV_LEAVES common_kv_format kv_format_of read_kv_scales write_kv_scales",
     layout="LAYOUTS Layout",
     stored="StoredLinear join_rows",
 )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mt_quant.error import QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
+from mt_quant.kv_format import KVFormat
+from mt_quant.kv_layout import describe_kv_cache
 from mt_quant.packing import pack_words, unpack_words
 from mt_quant.stored import (
     StoredLinear,
@@ -39,11 +41,13 @@ _LAYOUTS = {
 
 def describe_compressed(
     layers: Mapping[str, tuple[WeightFormat, InputFormat | None]],
+    kv_cache: KVFormat | None = None,
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
     Args:
         layers: Formats of weight and input of the layers in low precision, by name.
+        kv_cache: Of the keys and values of all attention; None leaves them.
 
     Raises:
         QuantizationError: The layout has no such format.
@@ -59,13 +63,19 @@ def describe_compressed(
     return {
         "quant_method": METHOD,
         "quantization_status": "compressed",
-        "format": next(iter(formats)) if len(formats) == 1 else "mixed-precision",
+        "format": _format_of(formats),
         "config_groups": {
             f"group_{i}": {"targets": groups[key], **schemes[key]} for i, key in enumerate(schemes)
         },
         "ignore": [],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if kv_cache is None else describe_kv_cache(kv_cache),
     }
+
+
+def _format_of(layouts: set[str]) -> str:
+    if not layouts:
+        return "dense"
+    return next(iter(layouts)) if len(layouts) == 1 else "mixed-precision"
 
 
 def by_channel_format(format: WeightFormat) -> WeightFormat:

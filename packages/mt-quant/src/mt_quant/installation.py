@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from mt_quant.compressed import describe_compressed, write_compressed
 from mt_quant.error import QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
+from mt_quant.kv_cache import KVScheme
+from mt_quant.kv_layout import common_kv_format, write_kv_scales
 from mt_quant.linear import QuantizedLinear, tensors_of
 from mt_quant.shape import LinearShape
 from mt_quant.stored import StoredLinear
@@ -56,13 +58,17 @@ def _layer(layer: nn.Module, shape: LinearShape, stored: StoredLinear) -> Quanti
 
 
 def compressed_state(
-    model: nn.Module, dtype: torch.dtype | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    kv_schemes: Mapping[str, KVScheme] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a model's tensors, and their description, in the layout of compressed-tensors.
 
     Args:
         model: With layers in low precision, on one process.
         dtype: Of scales; None is that of each layer's bias or, without one, fp32.
+        kv_schemes: How attention keeps keys and values, by its name; all in one static format.
 
     Returns:
         Tensors by name, for a safetensors file, and the `quantization_config` of config.json.
@@ -88,7 +94,9 @@ def compressed_state(
         parts = write_compressed(stored, wide)
         parts |= {} if bias is None else {"bias": bias.detach()}
         tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
-    return tensors, describe_compressed(formats)
+    for name, scheme in (kv_schemes or {}).items():
+        tensors |= {f"{name}.{leaf}": scale for leaf, scale in write_kv_scales(scheme).items()}
+    return tensors, describe_compressed(formats, common_kv_format(kv_schemes or {}))
 
 
 def stored_layer(layer: QuantizedLinear) -> StoredLinear:

@@ -39,14 +39,12 @@ class Layout:
         leaves: Ends of the names of a layer's tensors, beside `weight` and `bias`.
         reader: Makes a layer of them.
         config: The `quantization_config`.
-        ignored: Ends of names of tensors that are not read.
     """
 
     name: str
     leaves: tuple[str, ...]
     reader: _Read
     config: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Layout:
@@ -67,7 +65,6 @@ class Layout:
             leaves=known.leaves,
             reader=known.reader,
             config=config,
-            ignored=known.ignored,
         )
 
     def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -192,7 +189,6 @@ LAYOUTS: Mapping[str, Layout] = {
             name="modelopt",
             leaves=("weight_scale", "weight_scale_2", "input_scale"),
             reader=_modelopt,
-            ignored=("k_scale", "v_scale"),
         ),
     )
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ class Pretrained(Description):
         tensors: The tensors that are linked, by name.
         links: Which of them are which of the model's parameters, by parameter.
         shapes: Of the model's parameters, and of buffers that are saved beside them.
+        kv_scales: Scales of keys and values, where config.json has a `kv_cache_scheme`, by name.
     """
 
     tensors: Mapping[str, StoredTensor]
     links: Mapping[str, Sequence[Link]]
     shapes: Mapping[str, Sizes]
+    kv_scales: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +115,8 @@ def open_pretrained(folder: str | Path) -> Pretrained:
     links, shapes = linked(described.family, described.config)
     found = _unwrapped(described.family, _opened(described))
     found = _renamed(described, found, {link.source for link in links})
+    scales = _kv_scales(described, found)
+    found = {name: tensor for name, tensor in found.items() if name not in scales}
     return Pretrained(
         folder=described.folder,
         family=described.family,
@@ -121,7 +125,22 @@ def open_pretrained(folder: str | Path) -> Pretrained:
         tensors=_matched(described, links, found),
         links=by_target(links, shapes),
         shapes=shapes,
+        kv_scales=scales,
     )
+
+
+def _kv_scales(
+    described: Description, found: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the scales of keys and values, which are no weights."""
+    told = described.given.get("quantization_config")
+    if not isinstance(told, Mapping):
+        return {}
+    if told.get("kv_cache_scheme") is None and told.get("quant_method") != "modelopt":
+        return {}
+    from mt_quant import KV_LEAVES  # of a folder that brings mt-quant anyway
+
+    return {n: tensor for n, tensor in found.items() if n.rpartition(".")[2] in KV_LEAVES}
 
 
 def _opened(described: Description) -> Mapping[str, StoredTensor]:

@@ -9,6 +9,7 @@ import torch
 from mt_parallel_state import ParallelLayout, ParallelState
 
 from mt_model.config import ModelConfig
+from mt_model.decoder import GPT
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.folder import Pretrained, open_pretrained
 from mt_model.routers import saved_buffers
@@ -32,7 +33,8 @@ def from_pretrained(
     Each rank reads its own part of each tensor, and none waits for another. The model is in
     evaluation mode, as transformers has it; `model(tokens)` gives logits, and `model(images)` of an
     encoder of images what transformers returns first. Layers that the folder has in low precision
-    are `mt_quant.QuantizedLinear`s of the same codes, each rank with its part.
+    are `mt_quant.QuantizedLinear`s of the same codes, each rank with its part, and the folder's
+    scales of keys and values are the model's `kv_schemes`.
 
     Args:
         folder: With config.json and safetensors files.
@@ -41,7 +43,8 @@ def from_pretrained(
         vocab_multiple: Of the model; where None the smallest that lets the ranks share the
             vocabulary: 1 where tp divides it, else tp.
         dequantize: Fill the weights of layers that the folder has in low precision with their
-            values, in place of layers that compute with the codes.
+            values, in place of layers that compute with the codes. Keys and values are kept in full
+            then.
         arguments: Others of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
 
     Raises:
@@ -67,6 +70,11 @@ def from_pretrained(
         if not buffer.is_meta:
             pretrained.fill(name, buffer)
     _install(model, low_bits)
+    is_low = pretrained.given.get("quantization_config") is not None
+    if is_low and not dequantize and isinstance(model, GPT):
+        from mt_model.hugging_face.kv_scales import read_kv_schemes  # brings mt-quant
+
+        model.kv_schemes = read_kv_schemes(model, pretrained)
     model.origin = pretrained
     return model.eval()
 

@@ -65,7 +65,7 @@ def with_layers(
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" or leaf in layout.leaves:
             leaves.setdefault(layer, {})[leaf] = tensor
-    found = {n: t for n, t in tensors.items() if n.rpartition(".")[2] not in layout.ignored}
+    found = dict(tensors)
     for layer, parts in leaves.items():
         weight = parts.get("weight")
         if set(parts) == {"weight"} and weight is not None and weight.dtype not in _CODES:

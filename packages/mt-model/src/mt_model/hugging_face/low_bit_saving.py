@@ -11,19 +11,24 @@ from typing import Any, TypeAlias
 import torch
 from mt_quant import (
     InputFormat,
+    KVScheme,
     QuantizationError,
     QuantizedLinear,
     StoredLinear,
     WeightFormat,
+    common_kv_format,
     describe_compressed,
     stored_layer,
     write_compressed,
+    write_kv_scales,
 )
 from torch import Tensor
 
+from mt_model.decoder import GPT
 from mt_model.hugging_face.description import read_config
 from mt_model.hugging_face.error import ExchangeError
 from mt_model.hugging_face.export import Export
+from mt_model.hugging_face.kv_scales import written_kv_schemes
 from mt_model.hugging_face.link import inside
 from mt_model.hugging_face.low_bit_layers import as_source
 from mt_model.hugging_face.writing import Planned, plan_files
@@ -35,8 +40,9 @@ Formats: TypeAlias = tuple[WeightFormat, InputFormat | None]
 
 
 def has_low_bits(model: Stack[Any]) -> bool:
-    """Whether a model has layers in low precision."""
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+    """Whether a model has layers in low precision, or keeps its keys and values so."""
+    low = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    return low or bool(model.kv_schemes)
 
 
 def write_low_bits(
@@ -59,6 +65,7 @@ def write_low_bits(
     for part in export.files.values():
         for tensor in part:
             planned += writer.planned(tensor)
+    planned += writer.scales()
     content = writer.content()
     files = plan_files(planned, file_size)
     replace(export, files=files, content=content).write(folder, writer.fill)
@@ -76,6 +83,10 @@ class _Writer:
             if isinstance(module, QuantizedLinear):
                 self._layers[f"{name}{_WEIGHT}"] = _stored(name, module)
                 self._outputs[f"{name}{_WEIGHT}"] = len(module.shape.outputs)
+        self._schemes: dict[str, KVScheme] = {}
+        if isinstance(model, GPT):
+            self._schemes = written_kv_schemes(model, export.links)
+        self._scales: dict[str, Tensor] = {}
         self._sources: dict[str, str] = {}  # tensors that are parts of a layer, and its weight
         self._formats: dict[str, Formats] = {}
 
@@ -97,18 +108,33 @@ class _Writer:
         self._sources |= dict.fromkeys(made, tensor.name)
         return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in made.items()]
 
+    def scales(self) -> list[Planned]:
+        """Return what is written of keys and values."""
+        for name, scheme in self._schemes.items():
+            try:
+                made = write_kv_scales(scheme)
+            except QuantizationError as error:
+                raise ExchangeError(str(error)) from error
+            self._scales |= {f"{name}.{leaf}": scale for leaf, scale in made.items()}
+        scales = self._scales.items()
+        return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in scales]
+
     def content(self) -> str:
         """Return config.json, with what is in low precision and how."""
         given = self._export.content
         fields = read_config(given.parent) if isinstance(given, Path) else json.loads(given)
         try:
-            fields["quantization_config"] = describe_compressed(self._formats)
+            common = common_kv_format(self._schemes)
+            fields["quantization_config"] = describe_compressed(self._formats, common)
         except QuantizationError as error:
             raise ExchangeError(str(error)) from error
         return json.dumps(fields, indent=2) + "\n"
 
     def fill(self, name: str, into: Tensor) -> None:
         """Fill a tensor of the folder."""
+        if name in self._scales:
+            into.copy_(self._scales[name])
+            return
         if name in self._sources:
             source = self._sources[name]
             into.copy_(self._parts(source, self._source(source))[name])
