@@ -11,6 +11,7 @@ from mt_quant import (
     KVScheme,
     QuantizationConfig,
     QuantizationError,
+    QuantizedLinear,
     Rule,
     compressed_state,
     kv_format_of,
@@ -135,6 +136,16 @@ def test_rules_give_modules_formats_by_name_and_by_fields():
         config = QuantizationConfig.from_dict(rules)
         assert config.decide(model)["attention"].kv_cache == KVFormat(type="fp8", group="head")
         assert QuantizationConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_rule_for_everything_gives_what_is_no_linear_layer_keys_and_values_alone():
+    model = nn.ModuleDict({"attention": nn.Identity(), "linear": nn.Linear(8, 4)})
+    config = QuantizationConfig(rules=(Rule(weight="int8", input="int8", kv_cache="fp8"),))
+    found = config.decide(model)
+    assert found["attention"].weight is None
+    assert found["attention"].input is None
+    assert found["attention"].kv_cache == KVFormat(type="fp8")
+    assert isinstance(quantize(model, config)["linear"], QuantizedLinear)
 
 
 @pytest.mark.parametrize("name", ["fp8-head", "int8-tensor"])

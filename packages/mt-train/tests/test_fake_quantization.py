@@ -56,7 +56,9 @@ def test_what_a_section_can_not_mean_is_refused(given, words, tiny) -> None:
         ("{name: '*mixer*', weight: int8, method: gptq}", "has the method gptq, which reads data"),
         ("{name: '*mixer*', weight: int8, input: int8-static}", "with one scale for all tokens"),
         ("{name: '*mixer*', weight: nvfp4, input: nvfp4}", "with one scale for all tokens"),
-        ("{name: '*mixer*', weight: int8, output: int8}", "has a format of its output or its keys"),
+        ("{name: '*mixer*', weight: int8, output: int8}", "has a format of its output; training"),
+        ("{type: Attention, kv_cache: fp8-head}", "makes one for each head of each token: use fp8"),
+        ("{type: MLP, kv_cache: fp8}", "layers.0.feed_forward, which keeps no keys and values"),
         ("{name: '*mixer*'}", "no layer gets a format of its weight; name one, or leave it out"),
         ("{weight: int9}", "int9"),
     ],
@@ -132,6 +134,35 @@ def test_losses_are_those_of_rounded_weights_and_fall(tiny, tmp_path, capsys) ->
     plain, rounded = losses(tmp_path / "plain"), losses(tmp_path / "run")
     assert rounded != plain
     assert rounded[0] == pytest.approx(plain[0], rel=1e-3)
+    assert rounded == pytest.approx(plain, rel=2e-2)
+    assert rounded[-1] < rounded[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (
+            "{type: Attention, kv_cache: fp8}",
+            "0 linear layers are rounded, and the keys and values of 2",
+        ),
+        (
+            "{weight: int8, kv_cache: fp8}",
+            "8 linear layers are rounded, and the keys and values of 2",
+        ),
+    ],
+)
+def test_keys_and_values_are_rounded_as_a_cache_keeps_them(
+    rules, says, tiny, tmp_path, capsys
+) -> None:
+    (tmp_path / "rules.yaml").write_text(
+        f"rules: [{{name: 're:(head|embedding).*', optional: true}}, {rules}]"
+    )
+    given = [*SIZES, "training.steps=3", "optimizer.lr=3e-2"]
+    tiny.run(tmp_path / "plain", *given)
+    tiny.run(tmp_path / "run", *given, f"quantization.config={tmp_path / 'rules.yaml'}")
+    assert says in capsys.readouterr().out
+    plain, rounded = losses(tmp_path / "plain"), losses(tmp_path / "run")
+    assert rounded != plain
     assert rounded == pytest.approx(plain, rel=2e-2)
     assert rounded[-1] < rounded[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
@@ -21,6 +21,7 @@ from mt_model.group_norm import norm_over_group
 from mt_model.initialization import start_from
 from mt_model.kernels import KernelChoice, KernelError
 from mt_model.kinds import AttentionConfig
+from mt_model.kv_rounding import rounded
 from mt_model.matmul_attention import HeadNorm, matmul_attention
 from mt_model.max_logit import max_logit
 from mt_model.norm import RMSNorm, build_rms_norm, rms_norm
@@ -31,6 +32,9 @@ from mt_model.rotary import RotaryTable, rope_choice, rotate
 from mt_model.score_table import ScoreTable
 from mt_model.shared_input import SharedInput
 from mt_model.stack_config import StackConfig
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
 
 MATMUL_MAX_LENGTH = 512
 
@@ -55,6 +59,8 @@ def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: Pass) -> st
         return f"kernels.norm is {layer.kernels.norm}, and it norms by itself"
     if layer.weight_dropout(shared) is not None:
         return "dropout of attention weights"
+    if layer.kv_format is not None:
+        return "keys and values are rounded"
     if layer.has_sinks or layer.softcap is not None:
         return "sinks or a soft cap of the scores"
     if layer.qk_norm == "l2" or layer.temperature is not None:
@@ -99,6 +105,8 @@ class Attention(nn.Module):
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
     """
+
+    kv_format: KVFormat | None = None
 
     def __init__(
         self,
@@ -186,6 +194,8 @@ class Attention(nn.Module):
             how = {"scale": self.scale, "pairs": pairs, "bias": bias}
             return matmul_attention(qkv, table, self._head_norm(), **how)
         query, key, value = self._heads(qkv, table, shared)
+        if not shared.is_cached:
+            key, value = (rounded(x, self.kv_format) for x in (key, value))
         return shared.attend(self, query, key, value, shared).flatten(2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

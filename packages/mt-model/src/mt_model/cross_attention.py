@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from mt_parallel_state import MatrixSpec, all_gather, mark_matrix, random_uniform
@@ -15,8 +15,12 @@ from mt_model.cache import KVCache
 from mt_model.cross_attention_config import CrossAttentionConfig
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
+from mt_model.kv_rounding import rounded
 from mt_model.placement import Placement
 from mt_model.scores import Scores
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
 
 
 class CrossAttention(nn.Module):
@@ -40,6 +44,8 @@ class CrossAttention(nn.Module):
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
     """
+
+    kv_format: KVFormat | None = None
 
     def __init__(
         self,
@@ -110,7 +116,7 @@ class CrossAttention(nn.Module):
         key, value = made.unbind(3)
         mask = shared.memory_mask
         if cache is None:
-            return key, value, mask
+            return rounded(key, self.kv_format), rounded(value, self.kv_format), mask
         cache.write(self.index, "key", key)
         cache.write(self.index, "value", value)
         if mask is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from mt_model.config import ModelConfig
 from mt_model.embedding import TokenEmbedding
 from mt_model.head import LanguageHead
 from mt_model.image_input import ImageInput
+from mt_model.kv_rounding import RoundsKV, check_rounds
 from mt_model.layer import TransformerLayer
 from mt_model.losses import Losses, add_losses
 from mt_model.mtp import Ahead, MTPModule
@@ -364,6 +365,28 @@ class GPT(Stack[ModelConfig]):
             max_length=max_length,
             placement=self.placement,
         )
+
+    def round_kv(self, formats: Mapping[int, KVFormat]) -> None:
+        """Have passes without a cache see keys and values as a cache in low precision keeps them.
+
+        That is for training: gradients pass rounding as they are. Passes with a cache are those of
+        its own formats.
+
+        Args:
+            formats: Of this stage's layers, by index; those of no other are rounded.
+
+        Raises:
+            QuantizationError: A format has static scales, or a layer keeps no keys and values.
+        """
+        mixers = {
+            index: cast("TransformerLayer", self.layers[str(index)]).mixer
+            for index in self.generating()
+        }
+        for index, format in formats.items():
+            check_rounds(index, format, mixers.get(index))
+        for index, mixer in mixers.items():
+            if isinstance(mixer, RoundsKV):
+                mixer.kv_format = formats.get(index)
 
     def generating(self) -> dict[int, MixerConfig]:
         """Return this stage's mixers that keep something in generation, by the layer's index."""

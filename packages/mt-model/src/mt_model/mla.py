@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
@@ -17,6 +17,7 @@ from mt_model.attention_kernels import attention, attention_choice
 from mt_model.dropout import DropoutSite
 from mt_model.initialization import start_from
 from mt_model.kernels import KernelChoice
+from mt_model.kv_rounding import rounded
 from mt_model.mla_config import MLAConfig
 from mt_model.norm import build_rms_norm
 from mt_model.placement import Placement
@@ -24,6 +25,9 @@ from mt_model.rotary import rope_choice, rotate
 from mt_model.scores import Scores
 from mt_model.shared_input import SharedInput, behind_norm
 from mt_model.stack_config import StackConfig
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
 
 
 class LatentAttention(nn.Module):
@@ -50,6 +54,8 @@ class LatentAttention(nn.Module):
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same.
     """
+
+    kv_format: KVFormat | None = None
 
     def __init__(
         self, config: MLAConfig, model: StackConfig, *, layer: int, placement: Placement
@@ -132,6 +138,8 @@ class LatentAttention(nn.Module):
         if isinstance(shared.attend, CachedAttend):
             mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared.attend)
         else:
+            latent = rounded(latent[:, :, None], self.kv_format)[:, :, 0]
+            turned = rounded(turned, self.kv_format)
             key, value = self.key_value(latent).split((self.widths[0], self.v_head_dim), dim=-1)
             key = torch.cat((key, turned.expand(-1, -1, key.shape[2], -1)), dim=-1)
             query = torch.cat((query, turning), dim=-1)

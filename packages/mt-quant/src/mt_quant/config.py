@@ -136,6 +136,8 @@ class QuantizationConfig:
                 unused.pop(index, None)
             if shape is not None or matching:
                 first = self.rules[matching[0]].decision(matching[0]) if matching else Decision()
+                if shape is None:  # what is no linear layer has keys and values at most
+                    first = Decision(rule=first.rule, kv_cache=first.kv_cache)
                 decisions[name] = first
                 problems += _misfits(name, first, shape)
         problems += [

@@ -1,4 +1,4 @@
-"""Linear layers that are trained with the rounding of a recipe of mt-quant."""
+"""Linear layers, keys and values that are trained with the rounding of a recipe of mt-quant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-from mt_model import GPT, ModelConfig
+from mt_model import GPT, ModelConfig, kv_formats
 from mt_parallel_state import ParallelLayout, ParallelState, share_json
 from mt_quant import (
     Decision,
@@ -93,7 +93,7 @@ def _spans_ranks(shape: LinearShape, decision: Decision) -> bool:
 
 
 class FakeQuantization:
-    """The linear layers of a rank's stages that are rounded; none without a recipe.
+    """What of a rank's stages is rounded: linear layers, keys and values; none without a recipe.
 
     Args:
         config: The run.
@@ -104,12 +104,16 @@ class FakeQuantization:
     def __init__(self, config: RunConfig, stages: Sequence[GPT], state: ParallelState) -> None:
         self._section, self._stages, self._state = config.quantization, stages, state
         self._gemms: dict[str, FakeQuantizedGemm] = {}
+        self._kept: list[str] = []
         if self._section.given is None or not stages:
             return
         rules = read_rules(self._section)
         decisions = rules.decide(_whole(stages[0].config))
         keeps = config.data_parallel.strategy != "full"
         for stage in stages:
+            formats = kv_formats(stage, decisions)
+            stage.round_kv(formats)
+            self._kept += [f"layers.{index}" for index in formats]
             self._gemms |= fake_quantize(stage, decisions, keeps_weight=keeps)
 
     def forget_weights(self) -> None:
@@ -121,10 +125,11 @@ class FakeQuantization:
         """Say once what is rounded; all ranks of a pipeline call it together."""
         if self._section.given is None:
             return
-        own = sorted(self._gemms)
+        own = [sorted(self._gemms), self._kept]
         shared = share_json(own, self._state.group("pp"), device=self._state.device)
-        count = len({str(name) for rank in shared for name in rank})
-        yield f"quantization {self._section.given}: {count} linear layers are rounded"
+        count, kept = (len({str(n) for rank in shared for n in rank[i]}) for i in (0, 1))
+        also = f", and the keys and values of {kept}" if kept else ""
+        yield f"quantization {self._section.given}: {count} linear layers are rounded{also}"
 
 
 def fake_quantize(
@@ -177,19 +182,26 @@ def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
     whole = _whole(model)
     try:
         decisions = read_rules(section).decide(whole)
+        formats = kv_formats(whole, decisions)
     except QuantizationError as error:
         raise loaded.error(field, str(error)) from error
     linears, tp = block_linears(whole), loaded.config.parallel.tp
     problems: list[str] = []
     for name, decision in decisions.items():
-        if decision.weight is not None or decision.kv_cache is not None:
+        if decision.weight is not None:
             problem = _untrainable(decision) if name in linears else _ELSEWHERE
             problem = problem or _cut(linears[name], decision, tp)
             problems += [] if problem is None else [f"{name} {problem}"]
+    problems += [
+        f"layers.{index}.mixer has keys and values in {kept}, with scales from calibration; "
+        f"training makes one for each head of each token: use {kept.type}"
+        for index, kept in formats.items()
+        if kept.is_static
+    ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise loaded.error(field, f"{section.given}: {problems[0]}{more}")
-    if all(decision.weight is None for decision in decisions.values()):
+    if not formats and all(decision.weight is None for decision in decisions.values()):
         text = f"{section.given}: no layer gets a format of its weight; name one, or leave it out"
         raise loaded.error(field, text)
 
@@ -204,8 +216,8 @@ def _untrainable(decision: Decision) -> str | None:
     """Say what of a decision is not a function of the weight and one token."""
     if decision.method != "rtn":
         return f"has the method {decision.method}, which reads data; training rounds by rtn"
-    if decision.output is not None or decision.kv_cache is not None:
-        return "has a format of its output or its keys and values; training rounds weight and input"
+    if decision.output is not None:
+        return "has a format of its output; training rounds weight and input"
     form = decision.input
     if form is not None and (not form.dynamic or form.group == "tensor" or form.type == "nvfp4"):
         return (
@@ -234,5 +246,5 @@ def _cut(
     return None
 
 
-def _whole(model: ModelConfig) -> nn.Module:
-    return model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
+def _whole(model: ModelConfig) -> GPT:
+    return cast("GPT", model.build(ParallelState(ParallelLayout()), device="meta", seed=None))
