@@ -17,6 +17,7 @@ from mt_model.batch import Batch, batch_of, check_batch, new_tokens, whole_of
 from mt_model.cache import KVCache
 from mt_model.cache_allocation import check_keeps, chosen_schemes, empty_cache
 from mt_model.config import ModelConfig
+from mt_model.divergence import Teaching
 from mt_model.embedding import TokenEmbedding
 from mt_model.head import LanguageHead
 from mt_model.image_input import ImageInput
@@ -212,13 +213,20 @@ class GPT(Stack[ModelConfig]):
         return {}
 
     def run_ahead(self, x: Tensor, shared: Pass, batch: Batch) -> Losses:
-        """Run the modules that predict further tokens, where there are labels of them.
+        """Compare with a teacher, and run the modules that predict further tokens; with labels.
 
         Returns:
-            Of module k `mtp_k` and `tokens_k`, and the losses of their layers by their names.
+            `distillation` with `batch["teaching"]`; of module k `mtp_k` and `tokens_k`, and the
+            losses of their layers by their names.
         """
         losses: Losses = {}
-        if not self.has_head or not self.mtp or batch.get("labels") is None:
+        if not self.has_head or batch.get("labels") is None:
+            return losses
+        teaching = batch.get("teaching")
+        if teaching is not None:
+            found = self.head(self._normed(x), batch["labels"], tied=self._tied, teaching=teaching)
+            losses = add_losses(losses, found)
+        if not self.mtp:
             return losses
         ahead = Ahead(batch, shared.documents, self.placement.context.group)
         x = self._normed(x)
@@ -248,6 +256,16 @@ class GPT(Stack[ModelConfig]):
     def loss(self, x: Tensor, labels: Tensor) -> Losses:
         """Norm the last layer's output, and sum its cross entropies with this rank's labels."""
         return self.head(self._normed(x), labels, tied=self._tied)
+
+    def teach(self, x: Tensor, temperature: float) -> Teaching:
+        """Norm the last layer's output, for a student to learn the scores of the head.
+
+        Args:
+            x: The output.
+            temperature: Divides the scores.
+        """
+        with torch.no_grad():
+            return self.head.teach(self._normed(x), temperature, tied=self._tied)
 
     @property
     def _tied(self) -> Tensor | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mt_model.activation import activate
 from mt_model.config import ModelConfig
+from mt_model.divergence import Scoring, Teaching, divergence
 from mt_model.initialization import start_from
 from mt_model.kernels import KernelChoice, choice_of
 from mt_model.losses import Losses
@@ -68,6 +69,7 @@ class LanguageHead(nn.Module):
         *,
         tied: Tensor | None = None,
         with_z: bool = True,
+        teaching: Teaching | None = None,
     ) -> Tensor | Losses:
         """Score the next token, or sum the cross entropies of the scores with labels.
 
@@ -76,6 +78,7 @@ class LanguageHead(nn.Module):
             labels: Of this rank's tokens; those that are -100 don't count.
             tied: The embedding's matrix, of a tied head.
             with_z: With the loss `z` of a model that has one.
+            teaching: A teacher's side, for the loss `distillation` in place of the others.
 
         Returns:
             Scores of the whole vocabulary, gathered over the tensor-parallel group; with labels
@@ -86,14 +89,31 @@ class LanguageHead(nn.Module):
             x: [B, S, hidden] (S / tp tokens under sequence parallelism); labels: [B, S]; scores:
             [B, S, vocab_size].
         """
+        x, weight = self._product(x, tied)
+        if labels is None:
+            return self._scores(x, weight)
+        if teaching is not None:
+            return {"distillation": self._divergence(x, weight, labels, teaching)}
+        return self._losses(x, weight, labels, self.config.z_loss if with_z else 0.0)
+
+    @torch.no_grad()
+    def teach(self, x: Tensor, temperature: float, *, tied: Tensor | None = None) -> Teaching:
+        """Return what a student needs to learn this head's scores.
+
+        Args:
+            x: The last layer's output, normed.
+            temperature: Divides the scores.
+            tied: The embedding's matrix, of a tied head.
+        """
+        return Teaching(self._scoring(*self._product(x, tied)), temperature)
+
+    def _product(self, x: Tensor, tied: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what is multiplied."""
         weight = self.weight if tied is None else tied
         if weight is None:
             raise ValueError("the head of a tied model needs the embedding's matrix as `tied`")
         x = x if self.transform is None else self.transform(x)
-        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
-        if labels is None:
-            return self._scores(x, weight)
-        return self._losses(x, weight, labels, self.config.z_loss if with_z else 0.0)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale, weight
 
     def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
         """Say what computes the losses."""
@@ -115,13 +135,8 @@ class LanguageHead(nn.Module):
         return gather_from_group(scores, group, dim=-1)[..., : self.config.vocab_size]
 
     def _losses(self, x: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Losses:
-        group = self.placement.group
-        if self.placement.sequence_parallel:
-            x = all_gather(x, group, dim=1)
-        else:
-            x = copy_to_group(x, group)
         lm, z = linear_cross_entropy_and_z(
-            x.flatten(0, 1),
+            self._everywhere(x).flatten(0, 1),
             weight,
             labels.flatten(),
             bias=self.bias,
@@ -131,11 +146,29 @@ class LanguageHead(nn.Module):
                 softcap=self.config.logit_softcap,
                 kernel=self.placement.kernels.loss,
             ),
-            group=group,
+            group=self.placement.group,
             gemm=self.placement.gemm,
         )
         found = {"lm": lm, "z": z} if z_loss else {"lm": lm}
         return {**found, "tokens": (labels != IGNORE_INDEX).sum()}
+
+    def _divergence(self, x: Tensor, weight: Tensor, labels: Tensor, teaching: Teaching) -> Tensor:
+        return divergence(
+            self._scoring(x, weight),
+            teaching,
+            labels != IGNORE_INDEX,
+            vocab_size=self.config.vocab_size,
+            group=self.placement.group,
+        )
+
+    def _scoring(self, x: Tensor, weight: Tensor) -> Scoring:
+        return Scoring(self._everywhere(x), weight, self.bias, self.config.logit_softcap)
+
+    def _everywhere(self, x: Tensor) -> Tensor:
+        """The tokens of all ranks that share the vocabulary; backward sums their gradients."""
+        if self.placement.sequence_parallel:
+            return all_gather(x, self.placement.group, dim=1)
+        return copy_to_group(x, self.placement.group)
 
 
 class HeadTransform(nn.Module):

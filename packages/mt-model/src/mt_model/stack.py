@@ -134,7 +134,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self.kv_schemes: dict[int, KVScheme] = {}
         tp = state.size("tp")
         validate_split(config, tp)
-        config.check_experts(ep=state.size("ep"), etp=state.size("etp"))
+        if config.has_experts:  # one without may stand beside one that has some, as its teacher
+            config.check_experts(ep=state.size("ep"), etp=state.size("etp"))
         choice = Kernels.of(kernels)
         where = state.device if device is None else torch.device(device)
         runs_on = state.device if where.type == "meta" else where

@@ -21,6 +21,7 @@ from mt_train.corpus import (
     prepare_corpus,
     verify_corpus,
 )
+from mt_train.distillation import check_distillation
 from mt_train.fake_quantization import check_quantization
 from mt_train.loading import LoadedConfig
 from mt_train.optimization import check_overrides
@@ -129,6 +130,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     check_overrides(loaded, model)
     check_precision(loaded, model)
     check_quantization(loaded, model)
+    check_distillation(loaded, model)
     _check_export(loaded, model, start)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)

@@ -13,6 +13,7 @@ from mt_files import Checks, FieldError, divisors, multiples_near, shorten
 from mt_model import Recompute, RecomputePlan
 
 from mt_train.data_section import DataSection
+from mt_train.distillation_section import DistillationSection
 from mt_train.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed
 from mt_train.model_section import ModelSection
 from mt_train.optimizer_section import OptimizerSection
@@ -245,6 +246,7 @@ class RunConfig:
         training: Length, batch and numerics.
         precision: Linear layers in 8 or 4 bits.
         quantization: Linear layers that are trained as they will be rounded.
+        distillation: A teacher whose scores are learnt.
         optimizer: The optimizer and its schedule.
         parallel: How many ranks share what.
         data_parallel: What data-parallel ranks share out.
@@ -260,6 +262,7 @@ class RunConfig:
     training: TrainingSection
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     data_parallel: DataParallelSection = field(default_factory=DataParallelSection)
@@ -301,6 +304,12 @@ class RunConfig:
         errors |= self._tokenizer_errors()
         errors |= self._precision_errors()
         errors |= self._recipe_errors()
+        graphs = training.cuda_graphs
+        if self.distillation.teacher is not None and graphs != "none":
+            errors["training.cuda_graphs"] = (
+                f"{graphs} does not go with distillation.teacher, whose numbers are new in each "
+                "pass; use cuda_graphs: none, or no teacher"
+            )
         errors |= self._sharding_errors()
         errors |= self._evaluation_errors()
         errors |= self._graph_errors()

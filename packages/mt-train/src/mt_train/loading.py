@@ -227,6 +227,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
         sections["data"] = paths.data(bound.parts["data"])
     if "model" in bound.parts and bound.parts["model"].from_ is not None:
         sections |= paths.pretrained(bound.parts["model"], sections.get("data"))
+    if "distillation" in bound.parts:
+        sections["distillation"] = paths.distillation(bound.parts["distillation"])
     if "export" in bound.parts:
         sections["export"] = paths.export(bound.parts["export"])
     if "optimizer" in bound.parts:
@@ -297,6 +299,12 @@ class _Paths:
                 data, tokenizer=str(tokenizer), eod=data.eod or eod
             )
         return sections
+
+    def distillation(self, distillation: Any) -> Any:
+        if distillation.teacher is None:
+            return distillation
+        folder = self._resolve("distillation.teacher", distillation.teacher)
+        return dataclasses.replace(distillation, teacher=folder)
 
     def export(self, export: Any) -> Any:
         if export.hugging_face is None:

@@ -45,6 +45,7 @@ from mt_train.chosen_kernels import kernel_lines
 from mt_train.config import RunConfig
 from mt_train.console import make_console
 from mt_train.corpus import Corpus
+from mt_train.distillation import check_teacher_layout
 from mt_train.evaluation import HeldOut, evaluate
 from mt_train.history import record_part
 from mt_train.loading import LoadedConfig, to_yaml
@@ -144,6 +145,7 @@ class _Session:
         tokenizer, model = basis.tokenizer, basis.model
         self.tokenizer = tokenizer
         loaded.check_layout(model, state.layout)
+        check_teacher_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
         datasets = [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]
         mixture = self.start.mixture(sources_of(datasets, corpus.weights))
@@ -361,6 +363,8 @@ class _Session:
         for line in self.trainer.precision.lines():
             reporter.say(line)
         for line in self.trainer.quantization.lines():
+            reporter.say(line)
+        for line in self.trainer.distillation.lines():
             reporter.say(line)
         for line in wrapping.graph_lines(self.config.training, self.state.device):
             reporter.say(line)

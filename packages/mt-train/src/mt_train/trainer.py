@@ -22,6 +22,7 @@ from mt_train.agreement import summed, uploaded
 from mt_train.clipping import LogitClip
 from mt_train.config import RunConfig
 from mt_train.data_parallel import reduction, shard_options
+from mt_train.distillation import Distillation
 from mt_train.experts import ExpertLoads
 from mt_train.fake_quantization import FakeQuantization
 from mt_train.hardware import memory_bytes, peak_flops
@@ -91,7 +92,6 @@ class Trainer:
         self.progress, self.course, self._meter = Progress(), Course(config), StepMeter()
         self.on_event = on_event or (lambda name: None)
         self.dtype = DTYPES[training.dtype]
-        self._hidden_size = model_config.hidden_size
         plan = plan_pipeline(
             config.pipeline,
             ranks=state.size("pp"),
@@ -118,7 +118,12 @@ class Trainer:
             reads=any(stage.has_embedding or stage.has_head for stage in self.stages),
         )
         self.sampler = sampler.with_rows(self.rows)
-        self.loss_weights, self.loss_counts = model_config.loss_weights, model_config.loss_counts
+        self.distillation = Distillation(
+            config, model_config, state, microbatches=sampler.num_microbatches
+        )
+        self._hidden_size = model_config.hidden_size + self.distillation.hidden_size
+        self.loss_weights = self.distillation.weights(model_config.loss_weights)
+        self.loss_counts = self.distillation.counts(model_config.loss_counts)
         self.counts = tuple(dict.fromkeys(self.loss_counts.values()))
         self._loader = prefetched(self.sampler, state.device, counts=self.counts)
         here = (plan.schedule, state.index("pp"), self.stages)
@@ -156,7 +161,7 @@ class Trainer:
             self.optimizer.inner.rescale = self._clip.factors
         self.executor = Executor(
             plan.schedule,
-            runs,
+            self.distillation.around(runs, self.stages),
             group=state.group("pp"),
             activation=self._activation,
             device=state.device,

@@ -1,0 +1,171 @@
+"""How far a model's scores are from a teacher's, without the scores of all tokens in memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mt_parallel_state import Group, group_rank, reduce_from_group
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_BLOCK = {"cpu": 1 << 23}  # scores of a block
+_LARGE_BLOCK = 1 << 29
+
+
+class Scoring(NamedTuple):
+    """The product that makes scores of the vocabulary, which is made block by block.
+
+    Attributes:
+        hidden: Behind the last norm and all that the head does before its product.
+        weight: This rank's rows of the head.
+        bias: Likewise, or None.
+        softcap: Of the scores, or None.
+
+    Shape:
+        hidden: [B, S, H] of whole sequences over tp. weight: [V / tp, H]. bias: [V / tp].
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+
+class Teaching(NamedTuple):
+    """A teacher's scores of a batch's tokens, for a student to learn (`batch["teaching"]`).
+
+    Attributes:
+        scoring: The teacher's.
+        temperature: Divides the scores of both.
+    """
+
+    scoring: Scoring
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """All of a divergence but what learns."""
+
+    teaching: Teaching
+    counted: Tensor
+    vocab_size: int
+    group: Group
+
+    def of(self, block: slice, student: Scoring) -> Tensor:
+        """Return the sum over a block of tokens."""
+        teacher, heat = self.teaching
+        with torch.no_grad():
+            hidden = teacher.hidden.flatten(0, 1)[block]
+            theirs = self._scores(teacher._replace(hidden=hidden))
+            theirs = theirs - self._log_sum_exp(theirs).unsqueeze(-1)
+            share = theirs.exp()
+        ours = self._scores(student)
+        apart = torch.where(share > 0, share * (theirs - ours), 0).sum(-1)
+        each = reduce_from_group(apart, self.group) + self._log_sum_exp(ours)
+        return torch.where(self.counted[block], each, 0).sum() * heat**2
+
+    def _scores(self, scoring: Scoring) -> Tensor:
+        """Scores over the temperature, of this rank's tokens of the vocabulary; -inf is padding."""
+        hidden, weight, bias, softcap = scoring
+        scores = F.linear(hidden, weight, bias)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        first = group_rank(self.group) * len(weight)
+        is_real = torch.arange(first, first + len(weight), device=scores.device) < self.vocab_size
+        return (scores / self.teaching.temperature).masked_fill(~is_real, -math.inf)
+
+    def _log_sum_exp(self, scores: Tensor) -> Tensor:
+        """Over the whole vocabulary; gradients are of this rank's scores."""
+        largest = scores.detach().amax(-1)
+        if self.group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        total = reduce_from_group((scores - largest.unsqueeze(-1)).exp().sum(-1), self.group)
+        return total.log() + largest
+
+
+def divergence(
+    student: Scoring, teaching: Teaching, counted: Tensor, *, vocab_size: int, group: Group = None
+) -> Tensor:
+    """Return the sum over tokens of `T^2 KL(teacher || student)`, of scores over T.
+
+    Both multiply block by block in forward, where gradients are made too, so that no more than a
+    block's scores are in memory; with a group each block does two all-reduces for each of them, and
+    one for the sum. Softmax and sums are in fp32 (fp64 for fp64). As of `linear_cross_entropy`, the
+    gradient of the hidden states is this rank's part. The factor T^2 keeps gradients of one size
+    (Hinton et al., 2015, https://arxiv.org/abs/1503.02531).
+
+    Args:
+        student: Learns.
+        teaching: The teacher's side, of the same tokens.
+        counted: Which tokens count.
+        vocab_size: Rows of both heads from there on are padding.
+        group: Ranks that share the vocabulary.
+
+    Shape:
+        counted: bool [B, S]. Returns a scalar.
+
+    Raises:
+        ValueError: The teacher's tokens or its part of the vocabulary are others.
+    """
+    teacher = teaching.scoring
+    sizes = [(x.hidden.shape[:-1].numel(), len(x.weight)) for x in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the teacher has {sizes[1][0]} tokens and {sizes[1][1]} scores of each on this rank, "
+            f"and the student {sizes[0][0]} and {sizes[0][1]}; give both the same batch, and heads "
+            "with equal vocab_rows"
+        )
+    job = _Job(teaching=teaching, counted=counted.flatten(), vocab_size=vocab_size, group=group)
+    hidden, *rest, softcap = student
+    learns = hidden.flatten(0, 1), *rest
+    return cast("Tensor", _Divergence.apply(*learns, softcap, job, torch.is_grad_enabled()))
+
+
+class _Divergence(torch.autograd.Function):
+    """The sum, whose gradients are made with it."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *learns, softcap, job, grad_enabled = given
+        hidden, weight, _ = learns
+        needed = [grad_enabled and need for need in ctx.needs_input_grad[:3]]
+        sums = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else None
+            for x, need in zip(learns, needed, strict=True)
+        ]
+        size = max(512, _BLOCK.get(hidden.device.type, _LARGE_BLOCK) // len(weight))
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start in range(0, len(hidden), size):
+            block = slice(start, start + size)
+            parts = (hidden[block], *learns[1:])
+            leaves = [
+                None if x is None else x.detach().requires_grad_(need)
+                for x, need in zip(parts, needed, strict=True)
+            ]
+            with torch.enable_grad():
+                own = cast("tuple[Tensor, Tensor, Tensor | None]", tuple(leaves))
+                loss = job.of(block, Scoring(*own, softcap))
+            total += loss.detach()
+            wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            grads = iter(torch.autograd.grad(loss, wanted) if wanted else ())
+            places = (None if sums[0] is None else sums[0][block], *sums[1:])
+            for place in places:
+                if place is not None:
+                    place += next(grads)
+        ctx.save_for_backward(*sums)
+        ctx.dtypes = [None if x is None else x.dtype for x in learns]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        made = (None if x is None else (x * grads[0]).to(dtype) for x, dtype in pairs)
+        return *made, None, None, None
