@@ -23,9 +23,11 @@ OPTIONS = (
     "--nproc",
     "--dtype",
     "--step",
+    "--kv-cache-dtype",
     "--bogus",
 )
 ROUNDING = ("--recipe", "--config", "--calibration", "--samples", "--length", "--step", "--dtype")
+ROUNDING += ("--kv-cache-dtype",)
 LONG = ("training.steps=100000", "checkpoint.every=1000", "evaluation.every=null")
 
 

@@ -39,6 +39,7 @@ RULES = {
     "fp8-inputs": "{weight: fp8, input: fp8}",
     "mxfp8": "{weight: mxfp8, input: mxfp8}",
     "nvfp4": "{weight: nvfp4}",
+    "keys-and-values": "{weight: int8, kv_cache: fp8}",
 }
 IN_CI = {
     ("int8", "tp2"),
@@ -47,6 +48,7 @@ IN_CI = {
     ("int4-g32-asym", "tp2"),
     ("fp8-inputs", "full"),
     ("mxfp8", "optimizer_gradients"),
+    ("keys-and-values", "tp2-sp-pp2"),
 }
 GRID = [
     pytest.param(rule, layout, marks=() if (rule, layout) in IN_CI else pytest.mark.campaign)

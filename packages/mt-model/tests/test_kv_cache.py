@@ -235,7 +235,8 @@ def test_rows_with_padding_have_the_logits_that_they_have_alone():
 def generate(model, kind, *, graphs=False, count=16):
     """Greedy tokens and all scores."""
     cache = model.new_cache(batch_size=2, max_length=6 + count, kv_cache_dtype=kind)
-    scores = [model(None, {"tokens": tokens_of(), "cache": cache})]
+    tokens = tokens_of().to(model.placement.device)
+    scores = [model(None, {"tokens": tokens, "cache": cache})]
     run = GraphedDecoding(model, cache) if graphs else model
     for _ in range(count):
         batch = {"tokens": scores[-1][:, -1].argmax(-1, keepdim=True), "cache": cache}
@@ -250,6 +251,18 @@ def test_a_graph_scores_every_token_with_the_bits_of_eager(model, name):
     found, replays = generate(built, "auto", graphs=True)
     assert torch.equal(found, expected)
     assert replays == 16 - 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_captured_pass_scores_every_token_as_eager(model, name):
+    built = with_format(build(model).cuda(), name)
+    expected, _ = generate(built, "auto")
+    found, replays = generate(built, "auto", graphs=True)
+    assert replays == 16 - 2
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_graph_refuses_scales_that_moved():
