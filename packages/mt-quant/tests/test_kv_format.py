@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mt_files import FieldError
+from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import (
     KV_LEAVES,
     CalibrationError,
@@ -171,3 +172,32 @@ def test_a_model_without_a_scheme_has_none_in_a_checkpoint():
     assert kv_format_of(compressed_state(model)[1]) is None
     assert kv_format_of({"kv_cache_quant_algo": "FP8"}) == KVFormat.named("fp8-tensor")
     assert kv_format_of({"kv_cache_quant_algo": "NVFP4"}) is None
+
+
+def test_a_head_of_zeros_leaves_the_scale_of_its_layer_alone():
+    keys = drawn(3)
+    keys[:, :, 0] = 0
+    calibrator = KVCalibrator()
+    calibrator.update("a", keys, keys)
+    by_head, by_layer = (calibrator.scales(limit=127, each=each)["a"] for each in ("head", "layer"))
+    assert by_head.key[0] == 1
+    assert torch.equal(by_layer.key, (keys.abs().amax() / 127).expand(3))
+
+
+def seen_by_a_rank(rank):
+    keys = torch.zeros(1, 4, 1, 8) if rank == 0 else drawn(3)[:, :, :1]
+    calibrator = KVCalibrator()
+    calibrator.update("a", keys, keys)
+    return calibrator
+
+
+def on_rank():
+    with ParallelState(ParallelLayout(tp=2)) as state:
+        calibrator = seen_by_a_rank(state.index("tp"))
+        return calibrator.scales(limit=127, each="layer", group=state.group("tp"))["a"].key
+
+
+def test_the_scale_of_a_layer_is_that_of_all_ranks_heads(ranks):
+    expected = seen_by_a_rank(1).scales(limit=127, each="layer")["a"].key
+    for found in ranks(2, on_rank):
+        assert torch.equal(found, expected)

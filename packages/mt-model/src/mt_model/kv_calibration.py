@@ -82,13 +82,13 @@ def calibrate_kv_cache(
         for index, key, value in _kept(model, given, {i: mixers[i] for i in static}):
             calibrator.update(str(index), key, value)
     schemes = {i: KVScheme(format=each) for i, each in format.items() if i not in static}
-    for each in set(static.values()):
-        found = calibrator.scales(limit=each.limit, by=by, percentile=percentile)
+    for each in dict.fromkeys(static.values()):  # in the same order on every rank
+        shared = "layer" if each.group == "tensor" else "head"
+        how = {"by": by, "percentile": percentile, "group": model.placement.group}
+        found = calibrator.scales(limit=each.limit, each=shared, **how)
         for index in (i for i, used in static.items() if used == each):
             scales = found[str(index)]
             key, value = (_whole(x, index, model) for x in (scales.key, scales.value))
-            if each.group == "tensor":
-                key, value = (x.amax().expand_as(x).contiguous() for x in (key, value))
             schemes[index] = KVScheme(format=each, scales=KVScales(key=key, value=value))
     return schemes
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from mt_files import check_type
+from mt_parallel_state import Group
 from torch import Tensor
 
 from mt_quant.calibration import Magnitudes, find_range
@@ -103,6 +105,7 @@ class KVCalibrator:
         by: str = "max",
         percentile: float = 99.99,
         each: Literal["head", "layer"] = "head",
+        group: Group = None,
     ) -> Mapping[str, KVScales]:
         """Return each layer's scales: the range of `find_range` over the largest code.
 
@@ -111,6 +114,8 @@ class KVCalibrator:
             by: As for `find_range`.
             percentile: As for `find_range`.
             each: Whether heads have scales of their own, or the largest of the layer's.
+            group: Ranks that saw other heads of the same layers, in the same order; the largest of
+                a layer is that of all of them, by an all-reduce (MAX).
 
         Raises:
             CalibrationError: Nothing was seen.
@@ -125,7 +130,11 @@ class KVCalibrator:
 
         def scale(magnitudes: Magnitudes) -> Tensor:
             found = find_range(magnitudes, by, percentile=percentile) / limit
-            found = found.amax().expand_as(found) if each == "layer" else found
+            if each == "layer":
+                largest = found.amax()
+                if group is not None:
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+                found = largest.repeat(len(found))
             return torch.where(found > 0, found, 1.0)
 
         return {
