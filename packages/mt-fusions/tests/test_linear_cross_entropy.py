@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_fusions import LossOptions
+from mt_fusions import LossOptions, linear_loss
 from mt_fusions.linear_cross_entropy import _backward, _forward, _run, _run_backward
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 from test_cross_entropy import drawn_labels, plain
@@ -92,7 +92,18 @@ class Watch(TorchDispatchMode):
 
 
 def watched(kernel, wanted, *shape):
-    """Both passes, from inside the operators."""
+    """Both passes of a scalar loss, from inside the operators."""
+    x, weight, bias = drawn_head(*shape)
+    labels = drawn_labels(shape[:1], shape[-1]).clamp(min=-1)
+    sizes, how = (shape[-1], shape[-1], 0.1, 0.01), ("", wanted, kernel)
+    with Watch() as seen:
+        loss, *grads = linear_loss._run(x, weight, bias, labels, labels >= 0, *sizes, *how)
+        linear_loss._run_backward(loss, *grads, x.dtype)
+    return seen
+
+
+def watched_unreduced(kernel, wanted, *shape):
+    """Both passes of a loss for each token."""
     x, weight, bias = drawn_head(*shape)
     labels = drawn_labels(shape[:1], shape[-1]).clamp(min=-1)
     with Watch() as seen:
@@ -103,12 +114,54 @@ def watched(kernel, wanted, *shape):
 
 @pytest.mark.parametrize(("kernel", "rows"), [("cpu", 512), ("reference", 1024)])
 def test_no_more_logits_are_held_than_a_block(kernel, rows):
-    assert watched(kernel, [True, True, True], 1024, 4, 20000).numel == rows * 20000
+    for both in (watched, watched_unreduced):
+        assert both(kernel, [True, True, True], 1024, 4, 20000).numel == rows * 20000
 
 
-def test_frozen_parameters_cost_no_product():
-    assert watched("cpu", [True, True, False], 6, 5, 8).products == 4
-    assert watched("cpu", [True, False, False], 6, 5, 8).products == 3
+def test_there_are_three_products_and_fewer_for_frozen_parameters():
+    assert watched("cpu", [True, True, True], 6, 5, 8).products == 3
+    assert watched("cpu", [True, False, False], 6, 5, 8).products == 2
+    assert watched("cpu", [False, False, False], 6, 5, 8).products == 1
+    assert watched_unreduced("cpu", [True, True, False], 6, 5, 8).products == 4
+    assert watched_unreduced("cpu", [True, False, False], 6, 5, 8).products == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_many_blocks_are_summed_and_scaled_in_fp32(dtype):
+    x, weight, bias = drawn_head(1100, 4, 17000, dtype=dtype)  # 3 blocks
+    labels = drawn_labels((1100,), 17000)
+    leaves = [y.requires_grad_() for y in (x, weight, bias)]
+    loss = mt_fusions.linear_cross_entropy(x, weight, labels, bias=bias)
+    (loss * 2**14).backward()  # as a loss scale does
+    wide = [y.detach().float().requires_grad_() for y in leaves]
+    # The logits and their gradients are rounded alike.
+    expected = plain(logits_of(*wide), labels)
+    (expected * 2**14).backward()
+    assert_close(loss.detach(), expected.detach(), dtype)
+    for leaf, exact in zip(leaves, wide, strict=True):
+        assert_close(leaf.grad, exact.grad, dtype)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_is_refused(reduction):
+    x, weight, _ = (y.requires_grad_() for y in drawn_head(4, 3, 6))
+    options = LossOptions(reduction=reduction)
+    loss = mt_fusions.linear_cross_entropy(x, weight, drawn_labels((4,), 6), options=options)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        torch.autograd.grad(loss.sum(), (x, weight), create_graph=True)
+
+
+def test_without_gradients_none_is_made_or_kept():
+    x, weight, _ = (y.requires_grad_() for y in drawn_head(4, 3, 6))
+    labels = drawn_labels((4,), 6)
+    with torch.no_grad(), Watch() as seen:
+        loss = mt_fusions.linear_cross_entropy(x, weight, labels)
+    assert loss.grad_fn is None
+    assert seen.numel == x.numel()  # the rows; a weight's gradient would be more
+    frozen = mt_fusions.linear_cross_entropy(x, weight.detach(), labels)
+    frozen.backward()
+    assert weight.grad is None
+    assert x.grad is not None
 
 
 def test_what_ignored_tokens_hold_does_not_matter():
@@ -175,7 +228,8 @@ def test_a_vocabulary_over_ranks_has_the_loss_and_gradient_of_one(ranks, size):
         loss.backward()
         return loss.detach(), *(leaf.grad for leaf in leaves)
 
-    for case in ({"vocab_size": 10, "z_loss": 0.01}, {"label_smoothing": 0.2}):
+    cases = {"vocab_size": 10, "z_loss": 0.01}, {"label_smoothing": 0.2, "reduction": "sum"}
+    for case in cases:
         given = [y.requires_grad_() for y in (x.clone(), weight.clone(), bias.clone())]
         expected = mt_fusions.linear_cross_entropy(
             *given[:2], labels, bias=given[2], options=LossOptions(**case)
@@ -204,6 +258,21 @@ def test_opcheck(wants_total, biased):
         torch.library.opcheck(_backward, args)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("smoothing", "biased"), [(0.1, False), (0.0, True)])
+def test_opcheck_of_the_scalar_loss(smoothing, biased):
+    x, weight, bias = (y.requires_grad_() for y in drawn_head(4, 3, 6))
+    bias, labels = bias if biased else None, torch.tensor([0, -1, 5, 2])
+    sizes = (labels, labels >= 0, 6, 6, smoothing, 0.01, "")
+    torch.library.opcheck(
+        linear_loss._forward, (x, weight, bias, *sizes, [True, True, biased], "auto")
+    )
+    tensors = [None if y is None else y.detach() for y in (x, weight, bias)]
+    for wanted in ([True, True, biased], [True, False, False]):
+        found = linear_loss._forward(*tensors, *sizes, wanted, "auto")
+        torch.library.opcheck(linear_loss._backward, (*found, torch.bfloat16))
+
+
 def test_a_compiled_function_keeps_it_as_one_node_each_way():
     graph = Graph()
     x, weight, _ = (y.requires_grad_() for y in drawn_head(4, 3, 6))
@@ -214,8 +283,8 @@ def test_a_compiled_function_keeps_it_as_one_node_each_way():
         fullgraph=True,
     )
     compiled(x, weight).backward()
-    assert graph.counts["mt_fusions.linear_cross_entropy"] == 1
-    assert graph.counts["mt_fusions.linear_cross_entropy_backward"] == 1
+    assert graph.counts["mt_fusions.linear_loss"] == 1
+    assert graph.counts["mt_fusions.linear_loss_backward"] == 1
     x64, weight64 = (y.requires_grad_() for y in as_fp64(x, weight))
     plain(x64 * 2 @ weight64.t(), labels).backward()
     assert_close(x.grad, x64.grad, torch.float32)

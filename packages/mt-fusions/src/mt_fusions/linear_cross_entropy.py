@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import as_rows, wide_dtype
 from mt_fusions.cross_entropy import CROSS_ENTROPY_KERNELS
-from mt_fusions.kernels import AUTO, Kernel, kernel_for
+from mt_fusions.kernels import AUTO, kernel_for
+from mt_fusions.linear_loss import linear_loss
+from mt_fusions.logits import add_product, block_size, blocks_of, logits_of, sum_dtype
 from mt_fusions.loss import PLAIN_LOSS, LossOptions, Terms, check_labels, local_labels, loss_of
 from mt_fusions.operator import operator
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of x, weight and bias; empty where not wanted
-_BLOCK = {"cpu": 1 << 23}  # logits: a few more rows than the products want
-_LARGE_BLOCK = 1 << 29  # a gigabyte in bf16, for which products are as fast as whole
 
 
 def linear_cross_entropy(
@@ -36,10 +35,12 @@ def linear_cross_entropy(
 
     The products are in the dtype of `x`, or autocast's, and so are the logits of a block; softmax
     and loss are in fp32 (fp64 for fp64), and so is the sum over blocks of the weight's gradient.
-    Backward keeps `x`, the weight and a number per token, and multiplies each block again: four
-    products in all where whole logits take three. Only wanted gradients are computed. With a
-    group, forward runs the all-reduces of `cross_entropy`, and backward none: the gradient of `x`
-    is **this rank's part only**, to be summed over the group by whoever copied `x` to it.
+    Where the loss is a scalar, forward makes the wanted gradients too, block by block, and backward
+    scales them in fp32: three products, as of whole logits. Unreduced, where a gradient arrives for
+    each token, backward keeps `x`, the weight and a number per token, and multiplies each block
+    again. With a group, forward runs the all-reduces of `cross_entropy`, for each block where it
+    makes gradients, and backward none: the gradient of `x` is **this rank's part only**, to be
+    summed over the group by whoever copied `x` to it.
 
     Args:
         x: Final hidden states, the same on all ranks of the group. What ignored tokens hold, even
@@ -66,10 +67,12 @@ def linear_cross_entropy(
     check_labels(labels, "x", x)
     own = local_labels(labels, weight.shape[0], group, options)
     rows = as_rows(x).masked_fill(~own.counts.unsqueeze(1), 0)
+    if options.reduction != "none":
+        loss = linear_loss(rows, weight, bias, own, options, group, kernel)
+        return loss if options.reduction == "sum" else loss / own.counts.sum()
     wants_total = options.label_smoothing > 0
     found = _forward(rows, weight, bias, own.local, own.columns, wants_total, kernel)
-    loss = loss_of(found, own, group, options)
-    return loss.view(labels.shape) if options.reduction == "none" else loss
+    return loss_of(found, own, group, options).view(labels.shape)
 
 
 def _as_autocast(x: object) -> Any:
@@ -105,27 +108,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _blocks(kernel: Kernel, x: Tensor, weight: Tensor) -> list[slice]:
-    """Runs of rows."""
-    rows = len(x)
-    step = max(512, _BLOCK.get(x.device.type, _LARGE_BLOCK) // len(weight))
-    if kernel.name == "reference":
-        step = max(1, rows)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-
-
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, columns: int, *how: Any
 ) -> Terms:
     wants_total, name = how
     kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, x)
     out = _fake(x, weight, bias, labels, columns, *how)
-    for rows in _blocks(kernel, x, weight):
-        block = _logits(x[rows], weight, bias)
+    for rows in blocks_of(len(x), block_size(kernel, x, weight)):
+        block = logits_of(x[rows], weight, bias)
         found = kernel.forward(block, labels[rows], columns, wants_total=wants_total)
         for into, part in zip(out[: 2 + wants_total], found, strict=False):
             into[rows] = part
@@ -144,38 +134,23 @@ def _run_backward(
 ) -> Grads:
     *grads, columns, wanted, name = how
     kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, x)
-    blocks = _blocks(kernel, x, weight)
+    size = block_size(kernel, x, weight)
+    dtype = sum_dtype(x.dtype, len(x), size)
     grad_x = x.new_empty(x.shape if wanted[0] else 0)
-    grad_weight = _sum_of(weight, blocks, wanted=wanted[1])
-    grad_bias = _sum_of(weight[:, 0] if bias is None else bias, blocks, wanted=wanted[2])
-    for rows in blocks:
+    grad_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=dtype)
+    grad_bias = weight.new_zeros(len(weight) if wanted[2] else 0, dtype=dtype)
+    for rows in blocks_of(len(x), size):
         part = x[rows]
-        block = _logits(part, weight, bias)
+        block = logits_of(part, weight, bias)
         given = tuple(g[rows] if len(g) else g for g in grads)
         kernel.backward(block, block, labels[rows], lse[rows], given, columns)
         if wanted[0]:
             torch.mm(block, weight, out=grad_x[rows])
         if wanted[1]:
-            _add_product(grad_weight, block.t(), part)
+            add_product(grad_weight, block.t(), part)
         if wanted[2]:
             grad_bias += block.sum(0, dtype=grad_bias.dtype)
     return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-
-
-def _sum_of(like: Tensor, blocks: Sequence[slice], *, wanted: bool) -> Tensor:
-    """Zeros for a sum over blocks: in fp32 at least, but for one alone."""
-    dtype = like.dtype if len(blocks) == 1 else wide_dtype(like.dtype)
-    return like.new_zeros(like.shape if wanted else 0, dtype=dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product to a sum that may be wider; without a temporary where torch has a kernel."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _fake_backward(

@@ -126,16 +126,40 @@ def loss_of(
     """
     if group is not None and group.size() > 1:
         found = _over_ranks(found, group)
+    loss = token_losses(found, labels, options)
+    if options.reduction == "none":
+        return loss
+    return loss.sum() if options.reduction == "sum" else loss.sum() / labels.counts.sum()
+
+
+def token_losses(found: Terms, labels: Labels, options: LossOptions) -> Tensor:
+    """Make the loss of each token, of what all ranks know of its row.
+
+    Shape:
+        found: three of [N]; the last may be empty without smoothing. Returns [N].
+    """
     lse, target, total = found
     loss = lse - (1 - options.label_smoothing) * target
     if options.label_smoothing:
         loss = loss - options.label_smoothing / labels.size * total
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
-    loss = torch.where(labels.counts, loss, 0)
-    if options.reduction == "none":
-        return loss
-    return loss.sum() if options.reduction == "sum" else loss.sum() / labels.counts.sum()
+    return torch.where(labels.counts, loss, 0)
+
+
+def token_slopes(own: Tensor, whole: Terms, labels: Labels, options: LossOptions) -> Terms:
+    """Return the gradients of the sum of `token_losses` for what this rank knows of each row.
+
+    Shape:
+        own: this rank's log-sum-exp, [N]; whole: of all ranks, as in `token_losses`, and so is what
+        is returned.
+    """
+    lse, target, total = whole
+    of_lse = (1 + 2 * options.z_loss * lse) * (own - lse).exp()
+    of_target = torch.full_like(target, options.label_smoothing - 1)
+    of_total = torch.full_like(total, -options.label_smoothing / labels.size)
+    slopes = of_lse, of_target, of_total
+    return tuple(torch.where(labels.counts, g, 0) if len(g) else g for g in slopes)  # pyright: ignore[reportReturnType]
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -153,10 +177,34 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _over_ranks(found: Terms, group: dist.ProcessGroup) -> Terms:
-    lse, target, total = found
-    largest = lse.detach().clone()
+    largest = found[0].detach().clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    parts = [(lse - largest).exp(), target, *([total] if total.numel() else [])]
-    shared = _SumOverRanks.apply(torch.stack(parts), group)
-    summed = shared.unbind(0)  # pyright: ignore[reportOptionalMemberAccess]
-    return summed[0].log() + largest, summed[1], summed[-1]
+    shared = _SumOverRanks.apply(_summands(found, largest), group)
+    return _joined(shared, largest)  # pyright: ignore[reportArgumentType]
+
+
+def joined(found: Terms, group: str) -> Terms:
+    """Join what the ranks know of each row, without gradients: an all-reduce MAX and a SUM.
+
+    Args:
+        found: this rank's.
+        group: its name, by which an operator of torch can be given it.
+    """
+    largest = _reduced(found[0], "max", group)
+    return _joined(_reduced(_summands(found, largest), "sum", group), largest)
+
+
+def _reduced(x: Tensor, how: str, group: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, how, group))
+
+
+def _summands(found: Terms, largest: Tensor) -> Tensor:
+    lse, target, total = found
+    return torch.stack([(lse - largest).exp(), target, *([total] if total.numel() else [])])
+
+
+def _joined(summed: Tensor, largest: Tensor) -> Terms:
+    parts = list[Tensor](summed.unbind(0))
+    total = parts[2] if len(parts) > 2 else largest.new_empty(0)
+    return parts[0].log() + largest, parts[1], total
