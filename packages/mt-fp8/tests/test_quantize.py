@@ -194,6 +194,12 @@ def test_caches_have_scales_of_heads_tokens_or_both():
     # A cache that is filled token by token keeps the scales it was given.
     later = quantize(x[:, 3:4], Scaling(block="head"), amax=amax_of(x, Scaling(block="head")))
     assert torch.equal(later.data.float(), by_head.data[:, 3:4].float())
+    # Or the calibrated scales of heads, of queries, keys or values alike.
+    scales = torch.tensor([0.5, 0.25, 2.0, 1.0])[:, None]
+    given = quantize(x, Scaling(block="head"), factor=1 / scales)
+    assert torch.equal(given.scales, scales)
+    expected = (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(given.data.float(), expected.float())
 
 
 @pytest.mark.parametrize("name", SCALINGS)

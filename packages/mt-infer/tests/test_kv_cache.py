@@ -12,7 +12,17 @@ import pytest
 import torch
 from mt_infer import Generator, Sampling, load_run
 from mt_infer.cli import main
-from mt_model import GPT, KVCache, LayerConfig, Mamba2Config, MLPConfig, calibrate_kv_cache, gpt
+from mt_model import (
+    GPT,
+    KVCache,
+    LayerConfig,
+    Mamba2Config,
+    MLAConfig,
+    MLPConfig,
+    RopeConfig,
+    calibrate_kv_cache,
+    gpt,
+)
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizedLinear
 from mt_schedule import split_layers
@@ -201,3 +211,24 @@ def test_layers_that_would_keep_other_formats_are_refused_before_one_is_rounded(
         "mt-infer: keys and values would be kept in fp8-head and full, and a folder has one format "
         "of all; give all attention the same rule\n"
     )
+
+
+def test_a_latent_has_one_scale(write_run, quantize, tmp_path, text, monkeypatch) -> None:
+    mixer = MLAConfig(
+        num_heads=4, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8,
+        rope=RopeConfig(),
+    )  # fmt: skip
+    layers = [LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=48))]
+    sizes = {"vocab_size": 264, "hidden_size": 16, "max_sequence_length": 16}
+    run = write_run(tmp_path / "run", gpt(**sizes, layers=layers))
+    (tmp_path / "rules.yaml").write_text("rules: [{type: LatentAttention, kv_cache: fp8-head}]")
+    given = ("--calibration", text)
+    code, _, err = quantize(run, tmp_path / "low", "--config", tmp_path / "rules.yaml", *given)
+    assert code == 1
+    assert "layer 0 keeps one latent for all heads, for which a folder has one scale" in err
+    schemes: list[Any] = []
+    monkeypatch.setattr(
+        "mt_infer.quantization.save_pretrained", lambda model, *_, **__: schemes.append(model)
+    )
+    assert quantize(run, tmp_path / "low", "--kv-cache-dtype", "fp8-head", *given)[0] == 0
+    assert [str(each.format) for each in schemes[0].kv_schemes.values()] == ["fp8-tensor"]

@@ -240,8 +240,14 @@ def _check_formats(
 ) -> None:
     """Refuse formats that the folder has no place for, before any layer is rounded."""
     layers = {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}
-    keeping = [index for index, mixer in model.generating().items() if mixer.token_cache]
+    keeping = {i: mixer for i, mixer in model.generating().items() if mixer.token_cache}
     kept = {str(kv_cache.get(index, "full")) for index in keeping}
+    for index, format in kv_cache.items():
+        if format.group == "head" and "value" not in keeping[index].token_cache.values():
+            raise ExchangeError(
+                f"layer {index} keeps one latent for all heads, for which a folder has one scale; "
+                f"use {format.type}-tensor"
+            )
     if kv_cache and len(kept) > 1:
         raise ExchangeError(
             f"keys and values would be kept in {' and '.join(sorted(kept))}, and a folder has one "

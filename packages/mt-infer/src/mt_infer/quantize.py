@@ -92,9 +92,12 @@ def _kv_rules(command: Quantize) -> tuple[Rule, ...]:
     """The rules of --kv-cache-dtype, for every kind of attention."""
     from mt_quant import Rule
 
-    kinds = () if command.kv_cache_dtype is None else ("Attention", "LatentAttention")
     form = command.kv_cache_dtype
-    return tuple(Rule(type=kind, kv_cache=form, optional=True) for kind in kinds)
+    if form is None:
+        return ()
+    latent = form.replace("head", "tensor")  # a latent is one head
+    kinds = {"Attention": form, "LatentAttention": latent}
+    return tuple(Rule(type=k, kv_cache=each, optional=True) for k, each in kinds.items())
 
 
 def _linear_rules(command: Quantize) -> tuple[Rule, ...]:
