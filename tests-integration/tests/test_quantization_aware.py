@@ -57,6 +57,17 @@ GRID = [
 ]
 
 
+MIXTURE = "model.moe={num_experts: 4, top_k: 2, ffn_size: 64}"
+OF_EXPERTS: dict[str, tuple[int, int, list[str]]] = {  # ranks, and those with own batches
+    "ep2": (2, 2, ["parallel.ep=2"]),
+    "tp2": (2, 1, ["parallel.tp=2"]),
+    "tp2-ep2": (2, 1, ["parallel.tp=2", "parallel.ep=2"]),
+    "tp2-ep2-etp2": (4, 2, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2"]),
+    "ep2-pp2": (4, 2, ["parallel.pp=2", "parallel.ep=2"]),
+    "full": (2, 2, ["parallel.ep=2", "data_parallel.strategy=full"]),
+}
+
+
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory):
     """Files with the rules: heads stay."""
@@ -101,6 +112,34 @@ def test_every_layout_trains_like_one_process_with_the_same_rules(
         np.testing.assert_allclose(value, theirs[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+IN_CI_OF_EXPERTS = {("int8-inputs", "tp2-ep2-etp2"), ("int4-g32-asym", "full")}
+GRID_OF_EXPERTS = [
+    pytest.param(
+        rule, layout, marks=() if (rule, layout) in IN_CI_OF_EXPERTS else pytest.mark.campaign
+    )
+    for rule in RULES
+    for layout in OF_EXPERTS
+]
+
+
+@pytest.mark.parametrize(("rule", "layout"), GRID_OF_EXPERTS)
+def test_experts_are_rounded_alike_on_every_layout(
+    rule, layout, tiny, rules, reference, tmp_path, losses, held_out, arrays
+) -> None:
+    nproc, replicas, overrides = OF_EXPERTS[layout]
+    sizes = [MIXTURE, f"training.micro_batch_size={4 // replicas}"]
+    given = options(rules, rule, "fp64", MIXTURE)
+    run = tiny.train(tmp_path, *given, *sizes, *overrides, nproc=nproc)
+    one = reference(*given, MIXTURE, "training.micro_batch_size=4")
+    plain = reference(*COMMON, "training.dtype=fp64", MIXTURE, "training.micro_batch_size=4")
+    found, expected = ([*losses(each).values(), held_out(each)] for each in (run, one))
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert held_out(plain) != held_out(one)
+    ours, theirs = arrays(run, 3), arrays(one, 3)
+    for name, value in ours.items():
+        np.testing.assert_allclose(value, theirs[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
 @pytest.mark.parametrize(("rule", "layout"), [("int8", "tp2-sp"), ("int4-g32-asym", "full")])
 def test_a_run_goes_on_with_the_bits_of_one_that_was_not_disturbed(
     rule, layout, tiny, rules, tmp_path, losses, arrays
@@ -136,4 +175,26 @@ def test_the_quantised_folder_computes_what_was_trained(
         expected = trained(tokens, **batch)["lm"]
         found = load_run(tmp_path / "low", state).model(tokens, **batch)["lm"]
     assert float(expected) != float(plain)
+    assert float(found) == pytest.approx(float(expected), rel=2e-6)
+
+
+def test_the_quantised_folder_of_a_mixture_computes_what_was_trained(
+    tiny, rules, reference, tmp_path, capsys
+) -> None:
+    run, file = (
+        reference(*options(rules, "int8-inputs", "fp32", MIXTURE)),
+        rules / "int8-inputs.yaml",
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(["quantize", str(run), str(tmp_path / "low"), "--config", str(file)])
+    assert stop.value.code == 0, capsys.readouterr().err
+    tokens = torch.arange(128).view(2, 64) * 7 % 300
+    batch = {"labels": tokens.roll(-1, dims=1)}
+    with ParallelState(ParallelLayout(), device="cpu") as state, torch.no_grad():
+        trained, named = (load_run(run, state).model for _ in range(2))
+        named.unfuse_experts()
+        made = fake_quantize(trained, QuantizationConfig.from_yaml(file).decide(named))
+        assert sum(".experts." in name for name in made) == 16
+        expected = trained(tokens, **batch)["lm"]
+        found = load_run(tmp_path / "low", state).model(tokens, **batch)["lm"]
     assert float(found) == pytest.approx(float(expected), rel=2e-6)

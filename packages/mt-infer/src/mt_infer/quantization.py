@@ -210,6 +210,7 @@ def quantize_model(
         ExchangeError: The model is of no family of Hugging Face, or the folder has no place for
             what a rule makes. Nothing is left at `out`.
     """
+    model.unfuse_experts()  # rules name each of them, and folders have them so
     decisions = config.decide(model)
     formats = kv_formats(model, decisions)
     _check_formats(model, decisions, formats)

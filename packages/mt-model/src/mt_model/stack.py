@@ -301,6 +301,20 @@ class Stack(nn.Module, ABC, Generic[Config]):
         for layer in self.built_layers():
             yield from layer.shared_inputs()
 
+    def unfuse_experts(self) -> list[str]:
+        """Make experts linear layers of their own, which quantisation works on.
+
+        Returns:
+            Names of what was one layer of several experts before: the fourth expert's layer is
+            `layers.0.feed_forward.experts.up.3`.
+
+        Raises:
+            ValueError: Experts with biases are cut over ranks (etp).
+        """
+        from mt_moe import unfuse_experts
+
+        return unfuse_experts(self, group=self.state.group("etp"))
+
     def _layer_name(self, index: int) -> str:
         return f"layers.{index}"
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mt_moe.grouped import GROUPED_KERNELS, GroupedKernel, grouped_obstacles
     from mt_moe.groups import ExpertGroups
     from mt_moe.layer import MoELayer, MoEOutput
+    from mt_moe.linear_experts import LinearExperts, unfuse_experts
     from mt_moe.moe_options import MoEOptions
     from mt_moe.replay import recorded_routes, replayed_routes
     from mt_moe.router import Routed, Router
@@ -49,6 +50,7 @@ __all__ = [
     "Experts",
     "GroupedKernel",
     "GroupedLinear",
+    "LinearExperts",
     "LocalDispatcher",
     "LossSum",
     "MoELayer",
@@ -76,6 +78,7 @@ __all__ = [
     "shares_of",
     "sinkhorn",
     "sinkhorn_bias",
+    "unfuse_experts",
     "upcycle",
     "upcycle_router",
     "update_expert_biases",
@@ -98,7 +101,9 @@ __getattr__ = resolve_later(
     experts="Experts GroupedLinear",
     grouped="GROUPED_KERNELS GroupedKernel grouped_obstacles",
     groups="ExpertGroups",
-    layer="MoELayer MoEOptions MoEOutput",
+    layer="MoELayer MoEOutput",
+    linear_experts="LinearExperts unfuse_experts",
+    moe_options="MoEOptions",
     replay="recorded_routes replayed_routes",
     router="Routed Router",
     routing="RouterOptions Routing route",

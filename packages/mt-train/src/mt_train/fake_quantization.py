@@ -7,7 +7,8 @@ from typing import cast
 
 import torch
 from mt_model import GPT, ModelConfig, kv_formats
-from mt_parallel_state import ParallelLayout, ParallelState, share_json
+from mt_moe import GroupedLinear, unfuse_experts
+from mt_parallel_state import Group, ParallelLayout, ParallelState, group_size, share_json
 from mt_quant import (
     Decision,
     LinearShape,
@@ -16,12 +17,19 @@ from mt_quant import (
     quantize_weight,
     round_activation,
 )
-from mt_tensor_parallel import ColumnParallelLinear, Operand, Role, RowParallelLinear, TorchGemm
+from mt_tensor_parallel import (
+    ColumnParallelLinear,
+    Gemm,
+    Operand,
+    Role,
+    RowParallelLinear,
+    TorchGemm,
+)
 from torch import Tensor, nn
 
 from mt_train.config import RunConfig
 from mt_train.loading import LoadedConfig
-from mt_train.precision import block_linears
+from mt_train.precision import block_linears, grouped_layers
 from mt_train.quantization_section import QuantizationSection
 
 _BLOCKS = {"mxfp8": 32, "mxfp4": 32}
@@ -114,7 +122,8 @@ class FakeQuantization:
             formats = kv_formats(stage, decisions)
             stage.round_kv(formats)
             self._kept += [f"layers.{index}" for index in formats]
-            self._gemms |= fake_quantize(stage, decisions, keeps_weight=keeps)
+            how = {"group": state.group("etp"), "keeps_weight": keeps}
+            self._gemms |= fake_quantize(stage, decisions, **how)
 
     def forget_weights(self) -> None:
         """Have weights rounded again at their next use, as they have changed."""
@@ -133,13 +142,18 @@ class FakeQuantization:
 
 
 def fake_quantize(
-    stage: nn.Module, decisions: Mapping[str, Decision], *, keeps_weight: bool = True
+    stage: nn.Module,
+    decisions: Mapping[str, Decision],
+    *,
+    group: Group = None,
+    keeps_weight: bool = True,
 ) -> dict[str, FakeQuantizedGemm]:
-    """Have the linear layers of a stage's blocks multiply rounded weights.
+    """Have the linear layers of a stage's blocks, and its experts, multiply rounded weights.
 
     Args:
         stage: A model, or a stage of it.
-        decisions: Of the whole model's layers, by name.
+        decisions: Of the whole model's layers, by name, and of its experts by their numbers.
+        group: The ranks that cut an expert (etp).
         keeps_weight: As of `FakeQuantizedGemm`.
 
     Returns:
@@ -154,7 +168,33 @@ def fake_quantize(
         gemm = FakeQuantizedGemm(shape, decision, keeps_weight=keeps_weight)
         layer.choose_gemm(name, lambda _, gemm=gemm: gemm)
         made[name] = gemm
+    for name, layer in grouped_layers(stage).items():
+        shape = _shape_of_experts(layer, group)
+
+        def gemm_for(expert: str, shape: LinearShape = shape) -> Gemm:
+            if decisions[expert].weight is None:
+                return TorchGemm()
+            gemm = FakeQuantizedGemm(shape, decisions[expert], keeps_weight=keeps_weight)
+            return made.setdefault(expert, gemm)
+
+        layer.choose_gemm(name, gemm_for)
     return made
+
+
+def _shape_of_experts(layer: GroupedLinear, group: Group) -> LinearShape:
+    """Return how the weight of one expert lies."""
+    _, *outputs, features = layer.weight.shape
+    is_out = layer.split == "out"
+    whole = group_size(group) == 1
+    return LinearShape(
+        outputs=tuple(outputs),
+        inputs=(features,),
+        split=None if whole else "outputs" if is_out else "inputs",
+        dim=len(outputs) - 1 if is_out and not whole else 0,
+        axis="etp",
+        group=None if whole else group,
+        communicate=False,
+    )
 
 
 def read_rules(section: QuantizationSection) -> QuantizationConfig:
@@ -185,12 +225,14 @@ def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
         formats = kv_formats(whole, decisions)
     except QuantizationError as error:
         raise loaded.error(field, str(error)) from error
-    linears, tp = block_linears(whole), loaded.config.parallel.tp
+    linears, parallel = block_linears(whole), loaded.config.parallel
+    etp = parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
     problems: list[str] = []
     for name, decision in decisions.items():
         if decision.weight is not None:
             problem = _untrainable(decision) if name in linears else _ELSEWHERE
-            problem = problem or _cut(linears[name], decision, tp)
+            ranks = etp if ".experts." in name else parallel.tp
+            problem = problem or _cut(linears[name], decision, ranks)
             problems += [] if problem is None else [f"{name} {problem}"]
     problems += [
         f"layers.{index}.mixer has keys and values in {kept}, with scales from calibration; "
@@ -247,4 +289,7 @@ def _cut(
 
 
 def _whole(model: ModelConfig) -> GPT:
-    return cast("GPT", model.build(ParallelState(ParallelLayout()), device="meta", seed=None))
+    """The model on no device, with experts that rules can name."""
+    whole = model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
+    unfuse_experts(whole)
+    return cast("GPT", whole)

@@ -68,7 +68,7 @@ class LowPrecision:
                 keeps_weight=keeps_weight,
                 seed=config.training.seed,
             )
-            for name, layer in _grouped(stage).items():
+            for name, layer in grouped_layers(stage).items():
                 if chosen.isdisjoint(_experts(name, layer)):
                     continue
                 how = {"state": state, "keeps_weight": keeps_weight, "seed": config.training.seed}
@@ -196,7 +196,7 @@ def check_precision(loaded: LoadedConfig, model: ModelConfig) -> None:
         raise loaded.error("precision.recipe", text)
     size = read_recipe(section).block_size
     cut = [name for name, own in named.items() if not chosen.isdisjoint(own)]
-    layers, layout = {**block_linears(whole), **_grouped(whole)}, loaded.config.parallel
+    layers, layout = {**block_linears(whole), **grouped_layers(whole)}, loaded.config.parallel
     misfits = {name: bad for name in cut if (bad := _misfit(layers[name], size, layout))}
     if misfits:
         raise loaded.error("precision.recipe", _misfit_text(section, misfits, size))
@@ -229,7 +229,7 @@ def block_linears(stage: nn.Module) -> Mapping[str, ColumnParallelLinear | RowPa
     return {name: m for name, m in named if isinstance(m, kinds)}
 
 
-def _grouped(stage: nn.Module) -> Mapping[str, GroupedLinear]:
+def grouped_layers(stage: nn.Module) -> Mapping[str, GroupedLinear]:
     """Return the layers of a stage's blocks with a weight for each expert, by global names."""
     named = ((name, m) for name, m in stage.named_modules() if name.startswith("layers."))
     return {name: m for name, m in named if isinstance(m, GroupedLinear)}
@@ -238,7 +238,7 @@ def _grouped(stage: nn.Module) -> Mapping[str, GroupedLinear]:
 def _names(stage: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return by the name of each layer what is chosen: itself, or the experts of all ranks."""
     named = {name: (name,) for name in block_linears(stage)}
-    return named | {name: _experts(name, layer) for name, layer in _grouped(stage).items()}
+    return named | {name: _experts(name, layer) for name, layer in grouped_layers(stage).items()}
 
 
 def _experts(name: str, layer: GroupedLinear) -> tuple[str, ...]:

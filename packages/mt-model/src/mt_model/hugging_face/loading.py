@@ -61,8 +61,11 @@ def from_pretrained(
         pretrained = pretrained.padded(vocab_multiple)
     chosen = pretrained.dtype if dtype is None else dtype
     model = cast("Stack[Any]", pretrained.config.build(state, dtype=chosen, seed=None, **arguments))
+    model.origin = pretrained
+    low_bits: dict[str, StoredLinear] = {}
+    if not dequantize and pretrained.given.get("quantization_config") is not None:
+        pretrained, low_bits = _low_bits(model, pretrained)
     fill = pretrained.initializer(state)
-    low_bits = {} if dequantize else _low_bits(model, pretrained)
     for name, param in model.named_parameters():
         if not param.is_meta and name.removesuffix(".weight") not in low_bits:
             fill(name, param)
@@ -75,17 +78,18 @@ def from_pretrained(
         from mt_model.hugging_face.kv_scales import read_kv_schemes  # brings mt-quant
 
         model.kv_schemes = read_kv_schemes(model, pretrained)
-    model.origin = pretrained
     return model.eval()
 
 
-def _low_bits(model: Stack[Any], pretrained: Pretrained) -> dict[str, StoredLinear]:
-    """Return the layers that are in low precision, by name."""
-    if pretrained.given.get("quantization_config") is None:
-        return {}
+def _low_bits(
+    model: Stack[Any], pretrained: Pretrained
+) -> tuple[Pretrained, dict[str, StoredLinear]]:
+    """Return the folder as the model's layers are named, and those in low precision by name."""
     from mt_model.hugging_face.low_bit_layers import low_bit_layers  # brings mt-quant
+    from mt_model.hugging_face.own_experts import with_own_experts
 
-    return dict(low_bit_layers(model, pretrained))
+    pretrained = with_own_experts(model, pretrained)
+    return pretrained, dict(low_bit_layers(model, pretrained))
 
 
 def _install(model: Stack[Any], layers: dict[str, StoredLinear]) -> None:

@@ -22,7 +22,7 @@ from mt_quant import (
     write_compressed,
     write_kv_scales,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_model.decoder import GPT
 from mt_model.hugging_face.description import read_config
@@ -31,6 +31,7 @@ from mt_model.hugging_face.export import Export
 from mt_model.hugging_face.kv_scales import written_kv_schemes
 from mt_model.hugging_face.link import inside
 from mt_model.hugging_face.low_bit_layers import as_source
+from mt_model.hugging_face.own_experts import expert_layers, own_link, own_shapes
 from mt_model.hugging_face.writing import Planned, plan_files
 from mt_model.routers import saved_tensors
 from mt_model.stack import Stack
@@ -75,7 +76,7 @@ class _Writer:
     """The tensors of a folder, of the parameters of a model."""
 
     def __init__(self, model: Stack[Any], export: Export, dtype: torch.dtype) -> None:
-        self._export, self._dtype = export, dtype
+        self._export, self._dtype = _of_own_experts(export, model), dtype
         self._params = dict(saved_tensors(model))
         self._layers: dict[str, StoredLinear] = {}
         self._outputs: dict[str, int] = {}
@@ -153,6 +154,15 @@ class _Writer:
         prefix = source.removesuffix("weight")
         made = write_compressed(layer, self._dtype)
         return {f"{prefix}{leaf}": tensor for leaf, tensor in made.items()}
+
+
+def _of_own_experts(export: Export, model: nn.Module) -> Export:
+    """Return what is written, of the layers of a model whose experts are linear ones."""
+    layers = expert_layers(model)
+    links = {
+        name: [own_link(link, layers) for link in several] for name, several in export.links.items()
+    }
+    return replace(export, links=links, shapes=own_shapes(export.shapes, export.links, layers))
 
 
 def _stored(name: str, layer: QuantizedLinear) -> StoredLinear:
