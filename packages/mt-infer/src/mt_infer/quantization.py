@@ -36,6 +36,7 @@ from mt_quant import (
 )
 from torch import Tensor, nn
 
+from mt_infer.folding import fold_input_scales
 from mt_infer.loading import Run, RunError, check_ema
 
 _LENGTH = 2048
@@ -227,7 +228,8 @@ def quantize_model(
         if progress is not None:
             progress(done)
 
-    quantize(model, config, calibration, progress=finished)
+    rounded = fold_input_scales(model, config, calibration)
+    quantize(model, rounded, calibration, progress=finished)
     model.kv_schemes = calibrate_kv_cache(model, calibration or (), formats)
     like, beside = _beside(run)
     save_pretrained(model, out, like=like, beside=beside)
