@@ -84,7 +84,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["rnu", "x.yaml"], "command line: 'rnu' is no command. Did you mean run?"),
         (["my.yaml"], "'my.yaml' is no command. Did you mean run my.yaml?"),
-        (["zzz"], "'zzz' is no command. Known: quickstart, run, config, keys"),
+        (["zzz"], "'zzz' is no command. Known: quickstart, run, config, memory, keys"),
         (["x" * 10_000], "is no command"),
         (["run", str(TINY), "--out", ""], "command line: --out: '' is no folder; name one"),
         (["quickstart", "--out", " "], "command line: --out: ' ' is no folder; name one"),

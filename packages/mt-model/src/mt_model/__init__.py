@@ -61,6 +61,7 @@ from mt_model.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from mt_model.activation_memory import expected_bytes
+    from mt_model.activation_table import kept_by_module, without_data
     from mt_model.allocator import keep_freed_memory
     from mt_model.cache import KVCache
     from mt_model.decoder import GPT
@@ -174,6 +175,7 @@ __all__ = [
     "import_pretrained",
     "initializer",
     "keep_freed_memory",
+    "kept_by_module",
     "known_families",
     "kv_formats",
     "open_pretrained",
@@ -185,12 +187,14 @@ __all__ = [
     "validate_split",
     "vision_preset",
     "vit",
+    "without_data",
 ]
 
 # What needs torch is resolved at first use: a configuration is checked without it.
 __getattr__ = resolve_later(
     __name__,
     activation_memory="expected_bytes",
+    activation_table="kept_by_module without_data",
     allocator="keep_freed_memory",
     cache="KVCache",
     decoder="GPT",

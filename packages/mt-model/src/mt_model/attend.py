@@ -347,6 +347,13 @@ class Pass:
         """Return what may need a gradient: the tables, and the memory where there is one."""
         return [*self.score_tables.values(), *([] if self.memory is None else [self.memory])]
 
+    def constants(self) -> list[Tensor]:
+        """Return what layers read that none of them makes."""
+        tables = (table.values for table in self.tables.values())
+        once = (self.documents, self.hidden_index, self.memory, self.memory_mask)
+        found = [*self.score_tables.values(), *tables, *self.temperatures.values()]
+        return found + [x for x in once if x is not None]
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> Pass:
         """Return the same with others in place of `tensors`."""
         tables = dict(zip(self.score_tables, tensors, strict=False))

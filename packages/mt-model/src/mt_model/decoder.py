@@ -245,9 +245,10 @@ class GPT(Stack[ModelConfig]):
         modules = cast("Iterable[MTPModule]", self.mtp if self.has_head else ())
         return chain(self.stage_layers(), (module.layer for module in modules))
 
-    def _layer_name(self, index: int) -> str:
+    def layer_name(self, index: int) -> str:
+        """Return the name of a layer, those of the modules of `mtp` behind the last one's."""
         behind = index - self.config.num_layers
-        return super()._layer_name(index) if behind < 0 else f"mtp.{behind}.layer"
+        return super().layer_name(index) if behind < 0 else f"mtp.{behind}.layer"
 
     def scores(self, x: Tensor) -> Tensor:
         """Norm the last layer's output and score the next token, over the whole vocabulary."""

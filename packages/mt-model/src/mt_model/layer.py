@@ -161,11 +161,7 @@ class TransformerLayer(nn.Module):
     def _others(self, shared: Pass) -> Iterator[Tensor]:
         """What the layer reads, but is not made by it."""
         yield from self.parameters()
-        yield from shared.score_tables.values()
-        yield from (table.values for table in shared.tables.values())
-        yield from shared.temperatures.values()
-        once = (shared.documents, shared.hidden_index, shared.memory, shared.memory_mask)
-        yield from (x for x in once if x is not None)
+        yield from shared.constants()
 
     def _whole(self, x: Stream, shared: Pass, *, opens: bool) -> tuple[Stream, Losses]:
         own = self._run_open if opens else self._run

@@ -256,7 +256,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
             query, key: [num_kv_heads].
         """
         return {
-            f"{self._layer_name(mixer.index)}.mixer.{name}": factor
+            f"{self.layer_name(mixer.index)}.mixer.{name}": factor
             for mixer in self._clippable()
             if mixer.index in query
             for name, factor in mixer.logit_factors(query[mixer.index], key[mixer.index]).items()
@@ -315,7 +315,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
 
         return unfuse_experts(self, group=self.state.group("etp"))
 
-    def _layer_name(self, index: int) -> str:
+    def layer_name(self, index: int) -> str:
+        """Return the name in the stage of a layer, by its index in the whole model."""
         return f"layers.{index}"
 
     def _check_config(self, config: object) -> None:

@@ -35,14 +35,7 @@ class ActivationWatch:
         measures = measures and not config.training.compile  # the compiler says what it keeps
         measures = measures and config.precision.recipe is None  # whose state sees every forward
         if self._wanted and measures:
-            training = config.training
-            rows, length = training.micro_batch_size, training.sequence_length
-            tokens = torch.zeros(rows, length // state.size("cp"), dtype=torch.long)
-            batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.arange(rows)}
-            if config.data.hidden is not None:
-                batch["mask"] = torch.ones(rows, length, dtype=torch.bool)
-            if config.data.packing == "documents":
-                batch["documents"] = torch.zeros(rows, length, dtype=torch.long)
+            batch = batch_of(config, state)
             batch = {name: x.to(state.device) for name, x in batch.items()}
             found = (expected_bytes(stage, batch).values() for stage in stages)
             self._expected = _total(kept for each in found for kept in each)
@@ -69,6 +62,18 @@ class ActivationWatch:
             found["expected_activation_bytes"] = self._expected.device
             found["expected_offloaded_bytes"] = self._expected.host
         return found
+
+
+def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]:
+    """Return a micro-batch of zeros as a rank gets them, on the CPU."""
+    rows, length = config.training.micro_batch_size, config.training.sequence_length
+    tokens = torch.zeros(rows, length // state.size("cp"), dtype=torch.long)
+    batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.arange(rows)}
+    if config.data.hidden is not None:
+        batch["mask"] = torch.ones(rows, length, dtype=torch.bool)
+    if config.data.packing == "documents":
+        batch["documents"] = torch.zeros(rows, length, dtype=torch.long)
+    return batch
 
 
 def describe(record: Record) -> str | None:

@@ -1,4 +1,4 @@
-"""The `mt-train` command: quickstart, run, config, keys."""
+"""The `mt-train` command: quickstart, run, config, memory, keys."""
 
 from __future__ import annotations
 
@@ -62,6 +62,18 @@ class Config:
 
 
 @dataclass(kw_only=True)
+class Memory:
+    """Print what a rank will hold by what is made again in backward, without running anything."""
+
+    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
+    """The run's YAML file."""
+    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
+        field(default_factory=list)
+    )
+    """Changes such as parallel.tp=2 parallel.dp=8, anywhere on the line."""
+
+
+@dataclass(kw_only=True)
 class Keys:
     """Explain every key of the YAML: type, default and meaning."""
 
@@ -87,7 +99,14 @@ class Quickstart:
     """Local processes to start (data parallel)."""
 
 
-_COMMANDS = {"quickstart": Quickstart, "run": Run, "config": Config, "keys": Keys}
+_COMMANDS = {
+    "quickstart": Quickstart,
+    "run": Run,
+    "config": Config,
+    "memory": Memory,
+    "keys": Keys,
+}
+_Command = Run | Config | Memory | Keys | Quickstart
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -121,12 +140,13 @@ def _main(arguments: list[str]) -> int:
         return 1
 
 
-def _answer(command: Run | Config | Keys | Quickstart, arguments: list[str]) -> int:
+def _answer(command: _Command, arguments: list[str]) -> int:
     if isinstance(command, Run):
         return _run(command, arguments)
     if isinstance(command, Quickstart):
         return _quickstart(command, arguments)
-    sys.stdout.write(_config(command) if isinstance(command, Config) else _keys(command))
+    texts = {Config: _config, Memory: _memory, Keys: _keys}
+    sys.stdout.write(texts[type(command)](command))  # pyright: ignore[reportArgumentType]
     sys.stdout.flush()
     return 0
 
@@ -141,7 +161,7 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _parse(arguments: list[str]) -> Run | Config | Keys | Quickstart:
+def _parse(arguments: list[str]) -> _Command:
     first = arguments[0] if arguments else ""
     if first == "--version":
         sys.stdout.write(f"mt-train {version('mt-train')}\n")
@@ -181,6 +201,14 @@ def _config(command: Config) -> str:
     from mt_train.loading import load_config, to_yaml
 
     return to_yaml(load_config(command.config, command.overrides).resolved())
+
+
+def _memory(command: Memory) -> str:
+    from mt_train.loading import load_config
+    from mt_train.memory import count, table
+
+    loaded = load_config(command.config, command.overrides)
+    return table(loaded, count(loaded))
 
 
 def _keys(command: Keys) -> str:

@@ -1,0 +1,144 @@
+"""Bytes that modules keep, counted without data, against those that real passes keep."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mt_model import (
+    GPT,
+    Mamba2Config,
+    MLAConfig,
+    OffloadConfig,
+    RecomputePlan,
+    RecomputeRule,
+    RopeConfig,
+    gpt,
+    kept_by_module,
+    preset,
+    without_data,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_size": 96}
+
+
+def with_mixer(mixer):
+    config = gpt(**SIZES)
+    first, *rest = config.layers
+    return replace(config, layers=(first, *(replace(layer, mixer=mixer) for layer in rest)))
+
+
+CONFIGS = {
+    "gqa": gpt(**SIZES, num_kv_heads=2),
+    "dropout": gpt(**SIZES, dropout=0.1, attention_dropout=0.1, tied=True),
+    "layer norms": gpt(
+        **SIZES, norm="layer", activation="gelu", gated=False, bias=True, qk_norm="head"
+    ),
+    "two norms": gpt(**SIZES, norms="sandwich", positions="learned"),
+    "mixture": preset("moe-tiny"),
+    "mla": with_mixer(
+        MLAConfig(
+            num_heads=4,
+            kv_lora_rank=16,
+            nope_head_dim=8,
+            rope_head_dim=4,
+            v_head_dim=8,
+            rope=RopeConfig(),
+        )
+    ),
+    "mamba": with_mixer(Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8)),
+}
+PLANS = {
+    "none": "none",
+    "selective": "selective",
+    "full": "full",
+    "attention": RecomputePlan(rules=(RecomputeRule(modules=("attention", "mixer_norm")),)),
+    "modules": RecomputePlan(rules=(RecomputeRule(first=1, modules=("mixer", "feed_forward")),)),
+    "offload": RecomputePlan(offload=OffloadConfig(min_bytes=0, every=2)),
+}
+
+
+def count(config, *, state=None, rows=2, length=32, layers=None, **options):
+    """By module, and by layer as a pass itself counts."""
+    stage = GPT(config, state, layers=layers, **options)
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.zeros(rows, dtype=torch.long)}
+    x = None
+    if not stage.has_embedding:
+        shards = stage.placement.tp if stage.placement.sequence_parallel else 1
+        sizes = rows, length // shards, config.hidden_size
+        x = torch.zeros(sizes, dtype=stage.placement.dtype, requires_grad=True)
+    found = kept_by_module(stage, batch, x)
+    with stage.watch_activations() as kept:
+        stage(x, batch)
+    return found, kept
+
+
+def check(config, **options):
+    real, by_layer = count(config, **options)
+    with without_data():
+        found, _ = count(config, **options)
+    assert found == real
+    for index, layer in by_layer.items():
+        own = [k for n, k in found.items() if f"{n}.".startswith(f"layers.{index}.")]
+        assert sum(k.device for k in own) == layer.device
+        assert sum(k.host for k in own) == layer.host
+    return found
+
+
+GRID = [
+    pytest.param(name, plan, marks=() if (i + j) % 3 == 0 else pytest.mark.campaign)
+    for i, name in enumerate(CONFIGS)
+    for j, plan in enumerate(PLANS)
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), GRID)
+def test_what_is_counted_without_data_is_what_a_pass_keeps(name, plan):
+    check(CONFIGS[name], recompute=PLANS[plan])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kernels", ["auto", "reference", "fused"])
+def test_it_is_so_for_every_choice_of_kernels(kernels, dtype):
+    check(CONFIGS["gqa"], kernels=kernels, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "plan"),
+    [
+        pytest.param(sp, plan, marks=() if sp == (plan == "none") else pytest.mark.campaign)
+        for sp in (False, True)
+        for plan in ("none", "selective", "full", "modules")
+    ],
+)
+def test_ranks_that_share_a_layer_keep_what_one_of_a_fake_world_does(
+    ranks, sequence_parallel, plan
+):
+    options = {"sequence_parallel": sequence_parallel, "recompute": PLANS[plan]}
+
+    def body(fake):
+        with ParallelState(ParallelLayout(tp=2)) as state:
+            stages = [range(1), range(1, 3)]
+            return [count(CONFIGS["gqa"], state=state, layers=s, **options)[0] for s in stages]
+
+    def without(rank):
+        from mt_testing import fake_world
+
+        with fake_world(2, rank), without_data():
+            return body(fake=True)
+
+    found = ranks(2, body, False)
+    assert [without(rank) for rank in range(2)] == found
+
+
+def test_modules_have_the_memory_that_they_save():
+    found = check(CONFIGS["gqa"], dtype=torch.float32)
+    rows = 2 * 32 * 4  # bytes of one number for each token
+    assert found["layers.1.mixer.qkv"].device == rows * 32
+    assert any(name.startswith("head") for name in found)
+
+
+def test_values_that_are_not_there_are_asked_for_in_vain():
+    with pytest.raises(ValueError, match="ep=1"), without_data():
+        torch.ones(2).sum().item()

@@ -1,0 +1,361 @@
+"""What each rank of a run will hold, by what is made again in backward: counted before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from mt_model import (
+    DTYPES,
+    GPT,
+    KeptBytes,
+    ModelConfig,
+    Recompute,
+    RecomputePlan,
+    RecomputeRule,
+    kept_by_module,
+    without_data,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_schedule import Costs, simulate
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mt_train.activations import batch_of
+from mt_train.config import RunConfig
+from mt_train.loading import LoadedConfig, planned_vocab_size
+from mt_train.pipeline import PipelinePlan, plan_pipeline
+
+Plan = Recompute | RecomputePlan
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """What a plan has a rank keep, in bytes.
+
+    Attributes:
+        modules: By name what each module keeps for backward of one micro-batch.
+        peak: Of all micro-batches that are in flight, where most is kept.
+        host: What of one micro-batch waits in the host's memory.
+        flops: Operations that backward makes again for one micro-batch.
+    """
+
+    modules: Mapping[str, int]
+    peak: int
+    host: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What the ranks at one place of the pipeline hold, in bytes.
+
+    Attributes:
+        layers: Those of each stage, by index.
+        plans: By name.
+        weights: Of parameters, where they are not shared out.
+        gradients: Of the buffers that they are summed in.
+        optimizer: Of masters and moments.
+    """
+
+    layers: tuple[range, ...]
+    plans: Mapping[str, PlanMemory]
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def plans_of(config: RunConfig) -> Mapping[str, Plan]:
+    """Return the run's own plan, and others to compare it with."""
+    attention = RecomputePlan(rules=(RecomputeRule(modules=("norm", "activation", "attention")),))
+    others: dict[str, Plan] = {
+        "none": "none",
+        "selective": "selective",
+        "attention": attention,
+        "full": "full",
+    }
+    own: Plan = RecomputePlan.of(config.training.recompute)
+    return {"run": own, **{k: v for k, v in others.items() if RecomputePlan.of(v) != own}}
+
+
+def count(loaded: LoadedConfig) -> list[RankMemory]:
+    """Count what each rank of the pipeline will hold; those that share its layers hold the same.
+
+    Nothing is computed: layers run on tensors without data, with the kernels of a CPU.
+
+    Raises:
+        ConfigError: The layout does not fit, or the run has what can't be counted.
+    """
+    config, p = loaded.config, loaded.config.parallel
+    layout = loaded.layout(p.tp * config.pp * p.cp * (p.dp or 1))
+    model = loaded.model(planned_vocab_size(loaded))
+    for field, text in _obstacles(config):
+        raise loaded.error(field, text)
+    loaded.check_layout(model, layout)
+    plan = plan_pipeline(
+        config.pipeline,
+        ranks=layout.pp,
+        microbatches=config.training.global_batch_size
+        // (config.training.micro_batch_size * layout.dp),
+        num_layers=model.num_layers,
+        modules=len(model.mtp_layers),
+    )
+    try:
+        ranks = [_rank(config, model, layout, plan, index) for index in range(layout.pp)]
+    except ValueError as error:
+        raise loaded.error("model", str(error)) from error
+    return ranks
+
+
+def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.precision.recipe is not None:
+        yield "precision.recipe", "what quantised layers keep is not counted; leave it out to count"
+    if config.parallel.ep > 1 or config.parallel.etp not in (None, config.parallel.tp):
+        yield "parallel.ep", "what ranks send each other's experts depends on values; count with 1"
+    if config.data.spans is not None:
+        yield "data.spans", "models with an encoder are not counted"
+    if config.training.compile:
+        yield "training.compile", "the compiler chooses what is kept; set it to false to count"
+
+
+def _rank(
+    config: RunConfig, model: ModelConfig, layout: ParallelLayout, plan: PipelinePlan, index: int
+) -> RankMemory:
+    ranks = range(layout.world_size)
+    rank = next(r for r in ranks if layout.coordinates(r)["pp"] == index)
+    held = [stage % plan.schedule.depth for stage in plan.schedule.stages_of(index)]
+    layers = [plan.layers[stage] for stage in held]
+    found: dict[str, PlanMemory] = {}
+    with _world_of(layout, rank):
+        base = _flops(config, model, layout, layers, "none")
+        for name, recompute in plans_of(config).items():
+            kept = [_kept(config, model, layout, own, recompute) for own in layers]
+            sizes = [0.0] * plan.schedule.depth
+            for stage, modules in zip(held, kept, strict=True):
+                sizes[stage] = float(sum(k.device for k in modules.values()))
+            simulated = simulate(plan.schedule, Costs(activation_bytes=sizes))
+            found[name] = PlanMemory(
+                modules={n: k.device for modules in kept for n, k in modules.items()},
+                peak=int(simulated.peak_bytes[index]),
+                host=sum(k.host for modules in kept for k in modules.values()),
+                flops=_flops(config, model, layout, layers, recompute) - base,
+            )
+        held_always = _state_bytes(config, model, layout)
+    return RankMemory(layers=tuple(layers), plans=found, **held_always)
+
+
+@contextmanager
+def _world_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
+    """Be a rank of a world that exchanges nothing."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend known
+
+    if layout.world_size == 1:
+        yield
+        return
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _stage(
+    config: RunConfig, model: ModelConfig, state: ParallelState, layers: range, plan: Plan
+) -> GPT:
+    parallel = config.parallel
+    return cast(
+        "GPT",
+        model.build(
+            state,
+            layers=layers,
+            sequence_parallel=parallel.sequence_parallel,
+            context_algorithm=parallel.cp_algorithm,
+            context_inner_size=parallel.cp_inner,
+            kernels=config.model.kernels,
+            recompute=plan,
+            seed=None,
+            dtype=DTYPES[config.training.dtype],
+        ),
+    )
+
+
+def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A micro-batch, and what the stage before hands to this one."""
+    batch = batch_of(config, stage.state)
+    if stage.has_embedding:
+        return batch, None
+    rows, length = batch["tokens"].shape
+    place = stage.placement
+    sizes = rows, length // (place.tp if place.sequence_parallel else 1), stage.config.hidden_size
+    return batch, torch.zeros(sizes, dtype=place.dtype, requires_grad=True)
+
+
+def _kept(
+    config: RunConfig, model: ModelConfig, layout: ParallelLayout, layers: range, plan: Plan
+) -> dict[str, KeptBytes]:
+    with without_data(), ParallelState(layout, device="cpu") as state:
+        stage = _stage(config, model, state, layers, plan)
+        return kept_by_module(stage, *_inputs(config, stage))
+
+
+def _flops(
+    config: RunConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    layers: Sequence[range],
+    plan: Plan,
+) -> int:
+    """Operations of both passes through layers; like ones are counted once."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    chosen, known, total = RecomputePlan.of(plan), dict[object, int](), 0
+    for index in chain(*layers):
+        edge = index in (0, model.num_layers - 1)
+        kind = model.layers[index], chosen.modules(index), index if edge else None
+        if kind not in known:
+            with without_data(), ParallelState(layout, device="cpu") as state:
+                stage = _stage(config, model, state, range(index, index + 1), plan)
+                batch, x = _inputs(config, stage)
+                with FlopCounterMode(display=False) as counter:
+                    output = stage(x, batch)
+                    tensors = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+                    roots = [y for y in tensors if y.requires_grad]
+                    torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
+                known[kind] = counter.get_total_flops()
+        total += known[kind]
+    return total
+
+
+class _NoSamples:
+    """Data of a run that is not stepped."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) -> dict[str, int]:
+    """What the trainer itself makes, on `meta`: parameters, gradients and an optimizer's state."""
+    from mt_data import BatchSampler
+
+    from mt_train.trainer import Trainer
+
+    config = replace(config, training=replace(config.training, recompute="none"))
+    with ParallelState(layout, device="meta") as state:
+        sampler = BatchSampler(
+            cast("Any", _NoSamples()),
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=state.index("dp"),
+            dp_size=state.size("dp"),
+        )
+        trainer = Trainer(config, model, state, sampler=sampler)
+        with _Numbers():
+            trainer.optimizer.step(lr=0.0)
+        buckets = trainer.buffer.buckets
+        params = [p for stage in trainer.stages for p in stage.parameters()]
+        params += [b.own_params for b in buckets if b.own_params is not None]
+        gradients = [x for b in buckets for x in (b.grads, b.own_grads)]
+        states = [x for own in trainer.optimizer.inner.state.values() for x in tree_leaves(own)]
+        trainer.close()
+        return {
+            "weights": _bytes_of(params),
+            "gradients": _bytes_of(gradients),
+            "optimizer": _bytes_of(x for x in states if isinstance(x, Tensor)),
+        }
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers with 1 where Python asks a tensor on `meta` for its value."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, or answer."""
+        given = dict(kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            target = torch.device(given.get("device") or "meta")
+            if target.type != "meta":
+                return torch.ones(args[0].shape, dtype=given.get("dtype") or args[0].dtype)
+        return func(*args, **given)
+
+
+def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
+    """Write what was counted as text."""
+    training, p = loaded.config.training, loaded.config.parallel
+    names = list(ranks[0].plans)
+    lines = [
+        f"One rank of tp {p.tp}, cp {p.cp}, pp {loaded.config.pp}, dp {p.dp or 1}, ep {p.ep}: "
+        f"micro-batches of {training.micro_batch_size} x {training.sequence_length} tokens in "
+        f"{training.dtype}, with the kernels of a CPU",
+        "",
+        _line("kept of a micro-batch, MiB", names),
+    ]
+    for group, rows in _groups(ranks[0], names):
+        lines.append(group)
+        lines += [_line(f"  {n}", [f"{x / _MIB:.2f}" for x in row]) for n, row in rows]
+    lines += ["", _line("each rank of the pipeline, MiB", names)]
+    for index, rank in enumerate(ranks):
+        plans = [rank.plans[name] for name in names]
+        always = rank.weights + rank.gradients + rank.optimizer
+        where = ", ".join(f"{own.start}-{own.stop - 1}" for own in rank.layers)
+        lines.append(
+            f"pp {index}: layers {where}; weights {rank.weights / _MIB:.2f}, gradients "
+            f"{rank.gradients / _MIB:.2f}, masters and moments {rank.optimizer / _MIB:.2f}"
+        )
+        lines.append(_line("  activations in flight", [f"{q.peak / _MIB:.2f}" for q in plans]))
+        lines.append(_line("  in all", [f"{(q.peak + always) / _MIB:.2f}" for q in plans]))
+        if any(q.host for q in plans):
+            row = [f"{q.host / _MIB:.2f}" for q in plans]
+            lines.append(_line("  in the host, of a micro-batch", row))
+        row = [f"{q.flops / 1e12:.3g}" for q in plans]
+        lines.append(_line("  made again, TFLOP a micro-batch", row))
+    return "\n".join(lines) + "\n"
+
+
+def _groups(
+    rank: RankMemory, names: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """Rows of like layers together, and of the rest."""
+    of_layer: dict[str, dict[str, tuple[int, ...]]] = {}
+    modules = dict.fromkeys(n for name in names for n in rank.plans[name].modules)
+    for module in modules:
+        parts = module.split(".")
+        is_layer = parts[0] == "layers" and len(parts) > 1
+        layer = ".".join(parts[:2]) if is_layer else "the rest"
+        rest = parts[2:] if is_layer else parts
+        row = tuple(rank.plans[name].modules.get(module, 0) for name in names)
+        of_layer.setdefault(layer, {})[".".join(rest) or "itself"] = row
+    like: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
+    for layer, rows in of_layer.items():
+        own = {n: row for n, row in rows.items() if any(row)}
+        own["together"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+        like.setdefault(tuple(own.items()), []).append(layer.removeprefix("layers."))
+    for rows, found in like.items():
+        text = "the rest" if found == ["the rest"] else f"each of {len(found)} layers, {found[0]}"
+        yield text + (f" to {found[-1]}" if len(found) > 1 else ""), list(rows)
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<34}" + "".join(f"{cell:>12}" for cell in cells)

@@ -1,0 +1,75 @@
+"""What `mt-train memory` counts, against what runs hold."""
+
+import pytest
+from mt_train.cli import main
+from mt_train.loading import load_config
+from mt_train.memory import count
+
+
+def counted(tiny, *overrides):
+    return count(load_config(tiny.config, list(overrides)))
+
+
+PLAN = "training.recompute={rules: [{first: 1}, {modules: [attention]}]}"
+
+
+def test_the_layers_of_a_run_keep_what_was_counted(tiny, tmp_path, rows):
+    options = "model.num_layers=3", "training.dtype=bf16", PLAN
+    tiny.run(tmp_path, *options, "training.steps=1")
+    (row,) = (row for row in rows(tmp_path) if "activation_bytes" in row)
+    (rank,) = counted(tiny, *options)
+    layers = {n: b for n, b in rank.plans["run"].modules.items() if n.startswith("layers.")}
+    assert sum(layers.values()) == row["activation_bytes"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_optimizer_has_what_its_rule_keeps(tiny, name):
+    (rank,) = counted(tiny, f"optimizer.name={name}", "training.dtype=bf16")
+    numbers = rank.weights // 2
+    moments = {"adamw": 2, "sgd": 1}[name]
+    assert rank.gradients == pytest.approx(4 * numbers, rel=0.05)
+    assert rank.optimizer == pytest.approx(4 * (1 + moments) * numbers, rel=0.05)
+
+
+def test_ranks_share_what_the_layout_says(tiny):
+    options = ["model.num_layers=4", "model.hidden_size=64", "model.ffn_size=256"]
+    options += ["training.global_batch_size=16"]
+    (one,) = counted(tiny, *options)
+    split = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+    (half,) = counted(tiny, *options, *split)
+    qkv = "layers.1.mixer_norm"
+    assert 2 * half.plans["run"].modules[qkv] == one.plans["run"].modules[qkv]
+    axes = ["parallel.dp=2", "data_parallel.strategy=optimizer", "parallel.pp=2"]
+    first, last = counted(tiny, *options, *axes)
+    assert first.layers == (range(2),)
+    assert last.layers == (range(2, 4),)
+    assert first.optimizer < 0.3 * one.optimizer
+    kept = [sum(rank.plans["none"].modules.values()) for rank in (first, last)]
+    assert [rank.plans["none"].peak for rank in (first, last)] == [2 * kept[0], kept[1]]
+
+
+def test_what_is_kept_less_is_made_again(tiny):
+    (rank,) = counted(tiny, "model.num_layers=2", "training.recompute=full")
+    plans = rank.plans
+    assert list(plans) == ["run", "none", "selective", "attention"]
+    assert plans["run"].peak < plans["selective"].peak < plans["none"].peak
+    assert plans["none"].flops == 0
+    per_layer = 2 * 2 * 16 * (16 * 16 * 4 + 3 * 16 * 16)  # of the products with weights
+    assert plans["run"].flops >= 2 * per_layer
+
+
+def test_the_command_prints_a_table(tiny, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", str(tiny.config), "training.recompute={offload: {min_bytes: 0}}"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for words in ("mixer.qkv", "head", "activations in flight", "in the host", "made again"):
+        assert words in out
+
+
+@pytest.mark.parametrize("override", ["training.compile=true", "parallel.ep=2"])
+def test_what_is_not_counted_is_said(tiny, override, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", str(tiny.config), override, "parallel.dp=2"])
+    assert ended.value.code == 2
+    assert "count" in capsys.readouterr().err
