@@ -117,6 +117,10 @@ def count(loaded: LoadedConfig) -> list[RankMemory]:
 def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.precision.recipe is not None:
         yield "precision.recipe", "what quantised layers keep is not counted; leave it out to count"
+    if config.quantization.given is not None:
+        yield "quantization", "what rounded layers keep is not counted; leave it out to count"
+    if config.distillation.teacher is not None:
+        yield "distillation.teacher", "a teacher is not counted; leave it out to count"
     if config.parallel.ep > 1 or config.parallel.etp not in (None, config.parallel.tp):
         yield "parallel.ep", "what ranks send each other's experts depends on values; count with 1"
     if config.data.spans is not None:
@@ -213,16 +217,17 @@ def _flops(
     layers: Sequence[range],
     plan: Plan,
 ) -> int:
-    """Operations of both passes through layers; like ones are counted once."""
+    """Operations of both passes through layers, of which like ones are counted once."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    chosen, known, total = RecomputePlan.of(plan), dict[object, int](), 0
+    chosen = replace(RecomputePlan.of(plan), offload=None)  # which makes nothing again
+    known, total = dict[object, int](), 0
     for index in chain(*layers):
         edge = index in (0, model.num_layers - 1)
         kind = model.layers[index], chosen.modules(index), index if edge else None
         if kind not in known:
             with without_data(), ParallelState(layout, device="cpu") as state:
-                stage = _stage(config, model, state, range(index, index + 1), plan)
+                stage = _stage(config, model, state, range(index, index + 1), chosen)
                 batch, x = _inputs(config, stage)
                 with FlopCounterMode(display=False) as counter:
                     output = stage(x, batch)
@@ -250,7 +255,9 @@ def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) 
 
     from mt_train.trainer import Trainer
 
-    config = replace(config, training=replace(config.training, recompute="none"))
+    config = replace(
+        config, training=replace(config.training, recompute="none", cuda_graphs="none")
+    )
     with ParallelState(layout, device="meta") as state:
         sampler = BatchSampler(
             cast("Any", _NoSamples()),
