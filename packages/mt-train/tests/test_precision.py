@@ -33,6 +33,14 @@ def losses(out) -> list[float]:
         (["recipe=delayed", "margin=-1"], "precision.margin", "0"),
         (["recipe=delayed", "largest=least"], "precision.largest", "most_recent"),
         (["recipe=mxfp8", "keep_last=-1"], "precision.keep_last", "0"),
+        (["primary_weights=true"], "precision.primary_weights", "needs precision.recipe, which is"),
+        (
+            ["recipe=mxfp8", "primary_weights=true"],
+            "precision.primary_weights",
+            "true does not go with recipe mxfp8, whose weights are quantised along rows and "
+            "columns apart, or in pairs: each needs the values; use tensorwise, delayed or "
+            "blockwise",
+        ),
     ],
 )
 def test_what_a_section_can_not_mean_is_refused(given, field, words, tiny) -> None:
@@ -122,6 +130,34 @@ def test_layers_are_kept_by_place_and_by_name_and_it_is_said_once(tiny, tmp_path
     assert said.count("precision mxfp8: 6 linear layers") == 1
     kept = "precision: as training.dtype layers.0.mixer.qkv, layers.0.mixer.out, "
     assert " ".join(said.split()).count(kept) == 1
+
+
+def test_what_bf16_weights_lack_is_nothing_where_there_are_none(tiny) -> None:
+    given = ["precision.recipe=blockwise", "precision.primary_weights=true", "training.dtype=bf16"]
+    with pytest.raises(ConfigError, match="primary_weights has none of those; use masters full"):
+        load_config(tiny.config, [*given, "optimizer.masters=remainder"])
+
+
+def test_primary_weights_are_gathered_in_bytes_and_nothing_else_is_held(tiny, tmp_path) -> None:
+    from mt_train.trainer import Trainer
+
+    held: list[tuple[int, int]] = []
+    inner = Trainer.train_step
+
+    def step(self, **options):
+        done = inner(self, **options)
+        weights = [p for n, p in self.named_parameters if n.startswith("layers.") and p.dim() > 1]
+        held.append((len(weights), sum(p.untyped_storage().nbytes() for p in weights)))
+        codes = sum(b.params.nbytes for b in self.buffer.buckets if b.key.is_encoded)
+        assert codes == sum(b.params.numel() for b in self.buffer.buckets if b.key.is_encoded)
+        assert codes >= sum(p.numel() for p in weights)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", step)
+        given = ["precision.recipe=tensorwise", "precision.primary_weights=true"]
+        tiny.run(tmp_path / "run", *SIZES, *given, "training.dtype=bf16")
+    assert held == [(12, 12 * 2)] * 2
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "nvfp4"])

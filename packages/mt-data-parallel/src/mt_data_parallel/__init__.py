@@ -2,6 +2,7 @@
 
 from mt_data_parallel.bucket import BufferKey
 from mt_data_parallel.buffer import DEFAULT_BUCKET_SIZE, GradBuffer
+from mt_data_parallel.encoding import Encoding, Part
 from mt_data_parallel.grad import grad_of
 from mt_data_parallel.layout import (
     BucketRange,
@@ -20,8 +21,10 @@ __all__ = [
     "BucketRange",
     "BufferKey",
     "BufferLayout",
+    "Encoding",
     "GradBuffer",
     "ParamRange",
+    "Part",
     "Piece",
     "Reduction",
     "grad_of",

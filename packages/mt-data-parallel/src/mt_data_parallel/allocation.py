@@ -9,6 +9,7 @@ from mt_parallel_state import shard_param, sharding_of, twin_group
 from torch import Tensor, nn
 
 from mt_data_parallel.bucket import Bucket, BufferKey, Release, Residency, Slot, resize
+from mt_data_parallel.encoding import Encoding
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
 from mt_data_parallel.partial import is_partial
@@ -73,6 +74,8 @@ def allocate(
             else:
                 whole[start : start + param.numel()].view(param.shape).copy_(param.detach())
                 slot = _sharded_slot(param, place.name, start, bucket, bucket.params)
+                if residency.encoding is not None and key.is_encoded:
+                    _have_codes(slot, bucket.params, residency.encoding)
             if bucket.release == "nothing":
                 setattr(param, MAIN_GRAD, slot.main_grad)
             bucket.slots.append(slot)
@@ -106,7 +109,13 @@ def _empty_bucket(
     shards = key.reduction.shards
     gathers_over = twin_group(shards) if shards is not None and release == "all" else shards
     parts = (grads, params, own_grads, own_params)
-    return Bucket(key, *parts, release, offload, phase.addends, gathers_over)
+    made = Bucket(key, *parts, release, offload, phase.addends, gathers_over=gathers_over)
+    if params is not None and own_params is not None and key.is_encoded:
+        is_apart = offload or release == "all"
+        made.own_codes = (
+            torch.zeros_like(own_params, dtype=params.dtype) if is_apart else params[own]
+        )
+    return made
 
 
 def _fill(name: str, param: Tensor, init: Callable[[str, Tensor], None] | None) -> None:
@@ -128,9 +137,21 @@ def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket, phase: Pha
 def _sharded_slot(param: Tensor, name: str, start: int, bucket: Bucket, params: Tensor) -> Slot:
     """Move a parameter into the flat one."""
     inside = slice(start, start + param.numel())
-    param.data = params[inside].view(param.shape)
+    if not bucket.key.is_encoded:
+        param.data = params[inside].view(param.shape)
     main_grad = bucket.grads[inside].view(param.shape)
     return Slot(name, param, main_grad, None, bucket, start)
+
+
+def _have_codes(slot: Slot, params: Tensor, encoding: Encoding) -> None:
+    """Tell where a parameter's codes are, and leave it nothing that could be taken for values.
+
+    What reads it reads NaN, and it can't be written to, as all its elements are one.
+    """
+    # By `.data`, for what is written into the buffer is no new version of the view.
+    encoding.place(slot.name, params[slot.inside].view(slot.param.shape).data)
+    nothing = torch.full((), torch.nan, dtype=slot.param.dtype, device=slot.param.device)
+    slot.param.data = nothing.expand(slot.param.shape)
 
 
 def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
@@ -140,7 +161,7 @@ def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
     assert own is not None  # noqa: S101
     first = bucket.reduction.shard * own.numel()
     own.copy_(whole[first : first + own.numel()])
-    if whole is not params:
+    if whole is not params and not bucket.key.is_encoded:
         params.copy_(whole)
     for slot in bucket.slots:
         slot.piece = _piece(slot, own, bucket, phase)

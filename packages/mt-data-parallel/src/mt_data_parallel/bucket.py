@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_data_parallel.addend import Addends
+from mt_data_parallel.encoding import Encoding, Part
 from mt_data_parallel.exchange import Exchange, start_gather
 from mt_data_parallel.piece import Piece
 from mt_data_parallel.reduction import Reduction
@@ -32,6 +33,7 @@ class Residency:
         param_dtype: What parameters are gathered and computed in; None for their own.
         shard_dtype: What is stepped, and kept; None for the parameters' own.
         offload: Keep what is stepped, and its gradients, in the host's memory.
+        encoding: Holds and gathers some parameters as codes; None for none.
     """
 
     unit_of: Callable[[str], str] | None = None
@@ -40,6 +42,7 @@ class Residency:
     param_dtype: torch.dtype | None = None
     shard_dtype: torch.dtype | None = None
     offload: bool = False
+    encoding: Encoding | None = None
 
     @property
     def is_apart(self) -> bool:
@@ -53,11 +56,13 @@ class BufferKey:
 
     Attributes:
         grad_dtype: Dtype of their gradients.
-        param_dtype: Their own dtype, where the buffer holds parameters too (it is sharded).
+        param_dtype: Their own dtype, where the buffer holds parameters too (it is sharded); uint8
+            where it holds their codes.
         shard_dtype: Dtype of the parts of them that are stepped, likewise.
         reduction: Over whom their gradients are summed.
         whole: Whether each is kept whole by one rank.
         unit: What of the model is fetched and released together, where anything is.
+        is_encoded: Whether the buffer holds codes in the place of parameters.
     """
 
     grad_dtype: torch.dtype
@@ -66,6 +71,7 @@ class BufferKey:
     reduction: Reduction
     whole: bool = False
     unit: str | None = None
+    is_encoded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +87,7 @@ class Bucket:
         release: What is whole only while it is needed.
         offload: Whether this rank's parts are in the host's memory.
         addends: Told of every gradient before it is summed.
+        own_codes: The codes of `own_params`, where `params` are codes.
         gathers_over: Who has the other parts. Where gathering and summing take turns it has
             connections of its own: ranks may differ in which of the two comes first.
         slots: The parameters, in buffer order.
@@ -101,6 +108,7 @@ class Bucket:
     release: Release
     offload: bool
     addends: Addends
+    own_codes: Tensor | None = None
     gathers_over: dist.ProcessGroup | None = None
     at_once: bool = False
     slots: list[Slot] = field(default_factory=list)
@@ -209,8 +217,8 @@ class Bucket:
         self.arrive()  # of what was there before
         if not self.is_here:
             resize(self.params, self.params.numel())
-        own = self.own_params
-        if self.offload or own.dtype != self.params.dtype:
+        own = self.own_params if self.own_codes is None else self.own_codes
+        if own.device != self.params.device or own.dtype != self.params.dtype:
             own = self._staging(own, self.params.dtype).copy_(own, non_blocking=True)
         group = self.gathers_over
         if group is None:
@@ -230,6 +238,23 @@ class Bucket:
         self.is_idle = False
         if self.params is not None and self.release == "all":
             resize(self.params, 0)
+
+    def part(self, slot: Slot) -> Part:
+        """Return what this rank steps of a parameter, with the place of its codes."""
+        own, codes, size = self.own_params, self.own_codes, self.own_grads.numel()
+        assert own is not None  # noqa: S101 - it is encoded
+        assert codes is not None  # noqa: S101
+        first = self.reduction.shard * size
+        start = max(slot.start, first)
+        inside = slice(start - first, max(min(slot.inside.stop, first + size), start) - first)
+        return Part(
+            name=slot.name,
+            source=slot.param,
+            values=own[inside],
+            codes=codes[inside],
+            start=start - slot.start,
+            shards=self.reduction.shards,
+        )
 
     def _take(self, out: Tensor, *, is_first: bool) -> None:
         """Have a sum in `own_grads`, and release what it was made of."""

@@ -108,7 +108,7 @@ class GradBuffer:
         self._pads = pad_for_bandwidth
         self._layouts: dict[BufferKey, BufferLayout] = {}
         residency = residency or Residency()
-        self._release = residency.release
+        self._release, self._encoding = residency.release, residency.encoding
         self._phase = Phase()
         keys = keys_of(params, group, grad_dtype, whole, residency)
         self._buckets = self._allocate(params, keys, bucket_size, residency)
@@ -175,9 +175,10 @@ class GradBuffer:
 
         Where `shard` made the buffer with `prefetch`, they are on their way when it returns, and
         the forward of a module waits for those it needs; `wait_params` waits for all. Under `full`
-        sharding they are fetched when they are needed.
+        sharding they are fetched when they are needed. What is held in codes is encoded first.
         """
         self._is_gathered = True
+        self._encode()
         if self._release == "all":
             for bucket in self._buckets:
                 bucket.drop()
@@ -187,6 +188,15 @@ class GradBuffer:
             bucket.fetch()
         if self._waits:
             self.wait_params()
+
+    def _encode(self) -> None:
+        """Write the codes of what this rank steps, once they are read no more."""
+        if self._encoding is None:
+            return
+        encoded = [bucket for bucket in self._buckets if bucket.key.is_encoded]
+        for bucket in encoded:
+            bucket.arrive()
+        self._encoding.encode([bucket.part(slot) for bucket in encoded for slot in bucket.slots])
 
     def wait_params(self) -> None:
         """Wait for parameters that are on their way, before something reads them."""

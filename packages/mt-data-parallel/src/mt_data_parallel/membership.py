@@ -42,14 +42,20 @@ def keys_of(
     keys: dict[str, BufferKey] = {}
     for name, param in params.items():
         reduction = reduction_of(group, name, param)
-        sharded = reduction.shards is not None or residency.is_apart
+        encoded = residency.encoding is not None and residency.encoding.encodes(name, param)
+        sharded = reduction.shards is not None or residency.is_apart or encoded
+        param_dtype = residency.param_dtype or param.dtype
+        shard_dtype = residency.shard_dtype or param.dtype
+        if encoded:
+            param_dtype, shard_dtype = torch.uint8, _full_dtype(param.dtype)
         keys[name] = BufferKey(
-            grad_dtype=grad_dtype or _default_grad_dtype(param.dtype),
-            param_dtype=(residency.param_dtype or param.dtype) if sharded else None,
-            shard_dtype=(residency.shard_dtype or param.dtype) if sharded else None,
+            grad_dtype=grad_dtype or _full_dtype(param.dtype),
+            param_dtype=param_dtype if sharded else None,
+            shard_dtype=shard_dtype if sharded else None,
             reduction=reduction,
             whole=sharded and whole is not None and bool(whole(name, param)),
             unit=None if residency.unit_of is None else residency.unit_of(name),
+            is_encoded=encoded,
         )
     return keys
 
@@ -61,7 +67,7 @@ def is_shared(param: Tensor) -> bool:
     return not {"embedding", "pp"}.isdisjoint(sharding_of(param).partial_grad)
 
 
-def _default_grad_dtype(dtype: torch.dtype) -> torch.dtype:
+def _full_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

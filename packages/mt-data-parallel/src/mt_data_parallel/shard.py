@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mt_data_parallel.bucket import Release, Residency
 from mt_data_parallel.buffer import GradBuffer
+from mt_data_parallel.encoding import Encoding
 from mt_data_parallel.reduction import GroupChoice, Reduction, reduction_of
 from mt_data_parallel.residence import ROOT, Residence, arrive_in_forwards
 
@@ -34,6 +35,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
     param_dtype: torch.dtype | None = None,
     shard_dtype: torch.dtype | None = None,
     offload: bool = False,
+    encoding: Encoding | None = None,
     **options: Any,
 ) -> GradBuffer:
     """Share a model out over data-parallel ranks, and return the buffer that trains it.
@@ -71,6 +73,10 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
             masters. By default the parameters' own.
         offload: Keep what is stepped, and its gradients, in the host's memory: pieces are CPU
             tensors then, and copied when parameters are gathered and gradients reduced.
+        encoding: Holds and gathers some parameters as codes of a byte, under any strategy, such as
+            `mt_fp8.PrimaryWeights`. Their pieces are fp32 (fp64 for fp64 parameters), and whoever
+            reads the parameters reads NaN; call `GradBuffer.gather_params()` before the first
+            forward, which makes the codes.
         **options: Further arguments of `GradBuffer`. Under `full` a unit is one bucket, whatever
             `bucket_size` says; under `optimizer_gradients` two buckets of it are whole at a time.
 
@@ -106,6 +112,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
             param_dtype=param_dtype,
             shard_dtype=shard_dtype,
             offload=offload,
+            encoding=encoding,
         ),
         **options,
     )

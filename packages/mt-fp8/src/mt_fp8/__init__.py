@@ -7,6 +7,7 @@ from mt_fp8.delayed_scales import DelayedScales, end_step
 from mt_fp8.linear import QuantizedLinear, convert_linears, update_scales
 from mt_fp8.matmul import MATMUL_KERNELS, MatmulKernel, matmul
 from mt_fp8.operand import Operand
+from mt_fp8.primary import PrimaryWeights, WeightPart
 from mt_fp8.products import Products, Split, products_of
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import Both, amax_of, quantize, quantize_both
@@ -20,12 +21,14 @@ __all__ = [
     "DelayedState",
     "MatmulKernel",
     "Operand",
+    "PrimaryWeights",
     "Products",
     "QTensor",
     "QuantizedLinear",
     "Recipe",
     "Scaling",
     "Split",
+    "WeightPart",
     "amax_of",
     "convert_linears",
     "end_step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -87,6 +87,7 @@ class Products(nn.Module):
         if recipe.history:
             self.delayed = DelayedScales(recipe, device=device)
         self._weight: tuple[object, Tensor, Operand] | None = None
+        self._held: Callable[[], Operand] | None = None
         self._counted: Counter[Role] = Counter()
         self.begin_step(0)
 
@@ -158,6 +159,14 @@ class Products(nn.Module):
         """Quantise the weight again at its next use."""
         self._weight = None
 
+    def hold(self, weight: Callable[[], Operand] | None) -> None:
+        """Multiply by this operand of the weight, whatever the parameter has; None: by that.
+
+        For weights that are kept in codes alone (`PrimaryWeights`). It is asked for in every
+        forward, and what it has along rows has to serve along columns too.
+        """
+        self._held = weight
+
     def begin_step(self, step: int, *, part: int = 0, parts: int = 1) -> None:
         """Say which optimizer step comes, on which the random numbers of its rounding depend.
 
@@ -173,6 +182,8 @@ class Products(nn.Module):
         return f"{type(self).__name__}({self.recipe.name!r})"
 
     def _weight_operand(self, weight: Tensor) -> Operand:
+        if self._held is not None:
+            return self._held()
         if not self.keeps_weight:
             return self._made(weight, "weight")
         key = (weight.data_ptr(), _version(weight), weight.shape, weight.dtype)

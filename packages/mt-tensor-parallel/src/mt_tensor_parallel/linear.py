@@ -188,11 +188,18 @@ class ParallelLinear(GemmLayer):
                 setattr(layer, name, take_part(own, given, group))
         return layer.train(linear.training)
 
-    def _apply_linear(self, x: Tensor, given: Tensor | None, bias: Tensor | None) -> Tensor:
-        column = self._split == "out_features"
-        mode: Mode = "column" if column else "row"
+    def matrix(self, given: Tensor | None = None) -> Tensor:
+        """Return the weight, or one in its place, as it is multiplied.
+
+        Shape:
+            Returns [out, in], as this rank has them.
+        """
         weight = self.weight if given is None else given
-        weight = weight.flatten(0, -2) if column else weight.flatten(1)
+        return weight.flatten(0, -2) if self._split == "out_features" else weight.flatten(1)
+
+    def _apply_linear(self, x: Tensor, given: Tensor | None, bias: Tensor | None) -> Tensor:
+        mode: Mode = "column" if self._split == "out_features" else "row"
+        weight = self.matrix(given)
         if torch.compiler.is_compiling() and given is None and self._is_node:
             return graph_linear(self, self._number, (x, weight, bias), mode)
         return parallel_linear(

@@ -355,6 +355,11 @@ class RunConfig:
                 f"{shorten(rules)} does not go with precision.recipe {recipe}: a layer multiplies "
                 "what one of them makes of its weight; leave one of them out"
             )
+        if self.precision.primary_weights and self.optimizer.masters == "remainder":
+            errors["optimizer.masters"] = (
+                "remainder is what bf16 weights lack, and precision.primary_weights has none of "
+                "those; use masters full"
+            )
         named = f"precision.recipe {recipe}" if recipe else f"quantization {shorten(rules)}"
         text = f"does not go with {named}, whose weights are quantised once a step, outside of any "
         text += "graph; use"

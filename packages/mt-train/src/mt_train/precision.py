@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import cast
 
 from mt_files import did_you_mean, multiples_near, shorten
-from mt_fp8 import DelayedScales, Recipe, end_step
+from mt_fp8 import DelayedScales, PrimaryWeights, Recipe, end_step
 from mt_fp8 import recipe as recipe_of
 from mt_model import GPT, ModelConfig
 from mt_moe import GroupedLinear
@@ -46,9 +46,17 @@ class LowPrecision:
         config: The run.
         stages: Of this rank, with their parameters where they will be.
         state: This rank's place.
+        primary: Holds the weights that are kept in codes alone; None where none are.
     """
 
-    def __init__(self, config: RunConfig, stages: Sequence[GPT], state: ParallelState) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        stages: Sequence[GPT],
+        state: ParallelState,
+        *,
+        primary: PrimaryWeights | None = None,
+    ) -> None:
         self._section, self._state, self._stages = config.precision, state, stages
         self._gemms: dict[str, QuantizedGemm] = {}
         self._experts: list[LowPrecisionExperts] = []
@@ -73,6 +81,21 @@ class LowPrecision:
                     continue
                 how = {"state": state, "keeps_weight": keeps_weight, "seed": config.training.seed}
                 self._experts.append(LowPrecisionExperts(name, layer, chosen, recipe, **how))
+        if primary is not None:
+            self._bind(primary)
+
+    def _bind(self, primary: PrimaryWeights) -> None:
+        """Have layers multiply by their primary weights."""
+        for stage in self._stages:
+            for name, layer in {**block_linears(stage), **grouped_layers(stage)}.items():
+                if f"{name}.weight" not in primary.names:
+                    continue
+                if isinstance(layer, GroupedLinear):
+                    weight, gemms = layer.weight.flatten(1, -2), layer.gemms.all
+                else:
+                    weight, gemms = layer.matrix(), [layer.gemm]
+                products = [cast("QuantizedGemm", gemm) for gemm in gemms]
+                primary.bind(f"{name}.weight", weight, products)
 
     def begin_step(self, step: int) -> None:
         """Say which step is trained, on which its random rounding depends."""
@@ -150,6 +173,21 @@ class LowPrecision:
 
     def _expert_gemms(self) -> dict[str, QuantizedGemm]:
         return {name: gemm for layer in self._experts for name, gemm in layer.gemms.items()}
+
+
+def primary_weights(config: RunConfig, stages: Sequence[GPT]) -> PrimaryWeights | None:
+    """Return what holds the weights of quantised layers in codes; None where values are kept.
+
+    A layer of experts of which some are not quantised keeps its values.
+    """
+    section = config.precision
+    if not section.primary_weights:
+        return None
+    found: list[str] = []
+    for stage in stages:
+        chosen = chosen_linears(section, stage, stage.config.num_layers)
+        found += [f"{n}.weight" for n, names in _names(stage).items() if chosen.issuperset(names)]
+    return PrimaryWeights(found)
 
 
 def read_recipe(section: PrecisionSection) -> Recipe:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from mt_files import Checks
 
 RecipeName: TypeAlias = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+_WITHOUT_PRIMARY = ("rowwise", "mxfp8", "nvfp4")
 _OF_DELAYED = ("history", "largest", "margin")
 _MAX_HISTORY = 1 << 16
 _MAX_MARGIN = 32
@@ -31,6 +32,9 @@ class PrecisionSection:
         history: Steps whose largest magnitudes `delayed` remembers; 1 by default.
         largest: Which of them `delayed` scales by: the `most_recent` (the default) or the `max`.
         margin: Powers of two that `delayed` leaves free above it; 0 by default.
+        primary_weights: Hold and gather the weights of these layers in 8 bits only, made of the
+            fp32 masters that data-parallel ranks share out. For `tensorwise`, `delayed` and
+            `blockwise`.
     """
 
     recipe: RecipeName | None = None
@@ -40,6 +44,7 @@ class PrecisionSection:
     history: int | None = None
     largest: Literal["most_recent", "max"] | None = None
     margin: int | None = None
+    primary_weights: bool = False
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -58,4 +63,8 @@ class PrecisionSection:
             if value is not None:
                 text = f"{value} is for precision.recipe delayed, which is {self.recipe}; leave it "
                 checks.add(name, text + "out, or use delayed")
+        if self.primary_weights and self.recipe in _WITHOUT_PRIMARY:
+            text = f"true does not go with recipe {self.recipe}, whose weights are quantised along "
+            text += "rows and columns apart, or in pairs: each needs the values; use tensorwise, "
+            checks.add("primary_weights", text + "delayed or blockwise, or leave it out")
         checks.done()

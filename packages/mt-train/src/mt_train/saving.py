@@ -102,8 +102,8 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
         name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
+    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
     trainer.optimizer.sync_params()
-    trainer.precision.resume()
     trainer.quantization.forget_weights()
     if not _is_finite(trainer):
         raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
@@ -149,8 +149,8 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     for key in () if weights_only else inner.moment_keys:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
+    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
     trainer.optimizer.sync_params()
-    trainer.precision.resume()
     trainer.quantization.forget_weights()
 
 

@@ -38,7 +38,7 @@ from mt_train.pipeline import (
     named_parameters,
     plan_pipeline,
 )
-from mt_train.precision import LowPrecision
+from mt_train.precision import LowPrecision, primary_weights
 from mt_train.progress import Course, Progress, StepMeter
 from mt_train.wrapping import wrap_stages
 
@@ -128,6 +128,7 @@ class Trainer:
         self._loader = prefetched(self.sampler, state.device, counts=self.counts)
         here = (plan.schedule, state.index("pp"), self.stages)
         self._backwards = backwards_per_step(*here)
+        primary = primary_weights(config, self.stages)
         self.buffer = shard(
             torch.nn.ModuleList(self.stages),
             config.data_parallel.strategy,
@@ -136,10 +137,13 @@ class Trainer:
             init=initial_values(self.stages, model_config, state, seed=training.seed),
             device=state.device,
             whole=kept_whole(config),
+            encoding=primary,
             **shard_options(config),
         )
         self.named_parameters = list(named_parameters(*here).items())
-        self.precision = LowPrecision(config, self.stages, state)
+        self.precision = LowPrecision(config, self.stages, state, primary=primary)
+        if primary is not None:
+            self.buffer.gather_params()
         self.quantization = FakeQuantization(config, self.stages, state)
         self._experts = ExpertLoads(self.stages, state, every=config.logging.every)
         self.optimizer = DistributedOptimizer(
