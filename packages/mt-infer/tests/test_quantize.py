@@ -122,6 +122,18 @@ def test_a_run_becomes_the_folder_of_the_quantised_model(small_run, command, tmp
     assert names == files
 
 
+def test_a_folder_in_the_layout_of_modelopt_computes_as_that_of_compressed_tensors(
+    small_run, command, text, tmp_path
+) -> None:
+    given = ("--recipe", "fp8-static", "--calibration", text, "--length", 8)
+    for layout in ("modelopt", "compressed-tensors"):
+        code, _, err = command(small_run, tmp_path / layout, *given, "--layout", layout)
+        assert code == 0, err
+    assert (tmp_path / "modelopt" / "hf_quant_config.json").exists()
+    found, expected = (logits_of(tmp_path / n) for n in ("modelopt", "compressed-tensors"))
+    assert torch.equal(found, expected)
+
+
 def test_the_sizes_that_are_told_are_those_of_the_tensors(small_run, command, tmp_path) -> None:
     _, out, _ = command(small_run, tmp_path / "low", "--recipe", "int8", "--dtype", "bf16")
     rows = [re.split(r"\s{2,}", line) for line in out.splitlines()[1:-1]]
@@ -242,6 +254,7 @@ def test_scales_of_inputs_go_into_what_makes_them(method, command, text, tmp_pat
         (("--recipe", "int8", "--ema"), 1, "has no average of the weights"),
         (("--recipe", "int4-rtn"), 1, "groups of 128 inputs (int4-g128) do not divide 192 inputs"),
         (("--recipe", "nvfp4"), 1, "no layout of nvfp4 weights with nvfp4 inputs"),
+        (("--recipe", "int8", "--layout", "modelopt"), 1, "layout of ModelOpt has no int8-channel"),
         (("--recipe", "int8-smoothquant"), 1, "need calibration data"),
         (("--recipe", "int8-smoothquant", "--calibration", "EMPTY"), 1, "text is empty; give"),
         (("--recipe", "int8-smoothquant", "--calibration", "NOWHERE"), 1, "No such file"),

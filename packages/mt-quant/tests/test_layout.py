@@ -145,6 +145,20 @@ def test_modelopt_is_read_with_both_of_its_scales():
     assert (str(read.input), read.step.item()) == ("fp8-static", 0.25)
 
 
+def test_modelopt_is_read_with_a_scale_for_each_box_or_channel_and_by_layer():
+    data, boxes = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    layout = Layout.of({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"})
+    read = layout.read("x", {"weight": data, "weight_scale": boxes.view(2, 1, 3, 1)})
+    steps = boxes.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(read.dequantize(), data.float() * steps)
+    layers = {"x": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    layout = Layout.of({"quant_method": "modelopt", "quantization": mixed})
+    read = layout.read("x", {"weight": data, "weight_scale": steps[:, 0].contiguous()})
+    assert torch.equal(read.dequantize(), data.float() * steps[:, :1])
+    assert str(read.input) == "fp8-token"
+
+
 FORMATS = [
     *("int8", "int8-g32", "int8-channel-asym", "int8-tensor", "int4-g32", "int4-g32-asym"),
     *("fp8", "fp8-tensor", "fp8-g32", "mxfp8", "mxfp4", "nvfp4"),
@@ -195,7 +209,11 @@ def test_an_unknown_layout_is_refused(config, message):
     [
         ({"quant_method": "gptq", "bits": 3}, "use 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "FP8 and NVFP4 are"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "NVFP4, FP8_PB_WO are"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            "quantized_layers does not name it",
+        ),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
     ],
 )

@@ -26,11 +26,11 @@ from mt_quant import (
     CalibrationError,
     Decision,
     KVFormat,
+    LayoutWriter,
     Progress,
     QuantizationConfig,
     QuantizationError,
     QuantizedLinear,
-    describe_compressed,
     quantize,
     stored_layer,
 )
@@ -189,6 +189,7 @@ def quantize_model(
     config: QuantizationConfig,
     out: Path,
     *,
+    layout: str = "compressed-tensors",
     calibration: Calibration | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Quantized:
@@ -202,6 +203,7 @@ def quantize_model(
         run: Where it is from.
         config: Which layers, and how.
         out: The folder that is made; does not exist, or is empty.
+        layout: Of the folder, as `mt_model.save_pretrained` takes it.
         calibration: What rules that see activations are given.
         progress: Called after each layer.
 
@@ -214,7 +216,7 @@ def quantize_model(
     model.unfuse_experts()  # rules name each of them, and folders have them so
     decisions = config.decide(model)
     formats = kv_formats(model, decisions)
-    _check_formats(model, decisions, formats)
+    _check_formats(model, decisions, formats, layout)
     if calibration is None and any(format.is_static for format in formats.values()):
         raise CalibrationError(
             "static scales of keys and values are made of those that the model keeps of a text; "
@@ -232,14 +234,17 @@ def quantize_model(
     quantize(model, rounded, calibration, progress=finished)
     model.kv_schemes = calibrate_kv_cache(model, calibration or (), formats)
     like, beside = _beside(run)
-    save_pretrained(model, out, like=like, beside=beside)
+    save_pretrained(model, out, like=like, beside=beside, layout=layout)
     after = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shares = _shares(model, config, decisions, sizes)
     return Quantized(shares=shares, before=before, after=after, folder=out, kv_cache=formats)
 
 
 def _check_formats(
-    model: GPT, decisions: Mapping[str, Decision], kv_cache: Mapping[int, KVFormat]
+    model: GPT,
+    decisions: Mapping[str, Decision],
+    kv_cache: Mapping[int, KVFormat],
+    layout: str,
 ) -> None:
     """Refuse formats that the folder has no place for, before any layer is rounded."""
     layers = {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}
@@ -257,7 +262,7 @@ def _check_formats(
             "format of all; give all attention the same rule"
         )
     try:
-        describe_compressed(layers, next(iter(kv_cache.values()), None))
+        LayoutWriter.of(layout).describe(layers, next(iter(kv_cache.values()), None))
     except QuantizationError as error:
         raise ExchangeError(str(error)) from error
 

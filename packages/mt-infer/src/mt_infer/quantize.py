@@ -30,6 +30,9 @@ class Quantize:
     kv_cache_dtype: Literal["fp8-tensor", "fp8-head", "int8-tensor", "int8-head"] | None = None
     """What all attention keeps its keys and values in when the folder generates, with a scale for
     each layer or head; beside --recipe or --config, or alone. Needs --calibration."""
+    layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
+    """Of the folder: transformers and vLLM read compressed-tensors, TensorRT-LLM, vLLM and SGLang
+    what ModelOpt writes, which has fewer formats."""
     calibration: Path | None = None
     """A text on which the model computes, for what needs to see its activations."""
     samples: int = 128
@@ -66,7 +69,8 @@ def run_quantize(command: Quantize) -> int:
         with joined(env) as device, ParallelState(ParallelLayout(), device=device) as state:
             dtype = command.dtype or stored_dtype(run)
             model = load_weights(run, state, dtype=dtype, ema=command.ema).model
-            made = quantize_model(model, run, config, command.out, calibration=text, progress=_tell)
+            how = {"layout": command.layout, "calibration": text, "progress": _tell}
+            made = quantize_model(model, run, config, command.out, **how)
     if text is not None and not text.is_read:
         say(f"{text.path} was not needed: no rule sees activations")
     print_text(str(made))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from mt_quant.layout import LAYOUTS, Layout
     from mt_quant.stored import StoredLinear, join_rows
+    from mt_quant.writing import WRITERS, LayoutWriter
 
 __all__ = [
     "KV_LEAVES",
@@ -53,6 +54,7 @@ __all__ = [
     "METHODS",
     "RANGES",
     "RECIPES",
+    "WRITERS",
     "CalibrationError",
     "Costs",
     "Decision",
@@ -66,6 +68,7 @@ __all__ = [
     "KVScales",
     "KVScheme",
     "Layout",
+    "LayoutWriter",
     "LinearShape",
     "Magnitudes",
     "Matmul",
@@ -127,4 +130,5 @@ __getattr__ = resolve_later(
     kv_layout="KV_LEAVES common_kv_format kv_format_of read_kv_scales write_kv_scales",
     layout="LAYOUTS Layout",
     stored="StoredLinear join_rows",
+    writing="WRITERS LayoutWriter",
 )

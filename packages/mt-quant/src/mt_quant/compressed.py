@@ -42,16 +42,19 @@ _LAYOUTS = {
 def describe_compressed(
     layers: Mapping[str, tuple[WeightFormat, InputFormat | None]],
     kv_cache: KVFormat | None = None,
+    kept: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
     Args:
         layers: Formats of weight and input of the layers in low precision, by name.
         kv_cache: Of the keys and values of all attention; None leaves them.
+        kept: Names of the other modules with a matrix, which need no mention here.
 
     Raises:
         QuantizationError: The layout has no such format.
     """
+    del kept
     groups: dict[tuple[str, str], list[str]] = {}
     schemes: dict[tuple[str, str], dict[str, Any]] = {}
     for name, (weight, input) in layers.items():

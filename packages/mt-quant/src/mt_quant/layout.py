@@ -10,17 +10,16 @@ import torch
 from mt_files import did_you_mean, shorten
 from torch import Tensor
 
+from mt_quant import modelopt
 from mt_quant.compressed import (
     LEAVES,
     METHOD,
     block_weight,
     by_groups,
-    nvfp4_weight,
     read_compressed,
     scaled_weight,
 )
 from mt_quant.error import QuantizationError
-from mt_quant.format import InputFormat
 from mt_quant.packing import unpack_words
 from mt_quant.stored import StoredLinear, check_shape, needed
 
@@ -156,23 +155,6 @@ def _fp8(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) ->
     return StoredLinear(weight=block_weight(data, scale, (int(block[0]), int(block[1]))))
 
 
-def _modelopt(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> StoredLinear:
-    del name
-    inner = config.get("quantization", config)
-    algorithm = inner.get("quant_algo") if isinstance(inner, Mapping) else None
-    data, scale = needed(tensors, "weight", "weight_scale")
-    if algorithm == "FP8":
-        _check_fp8(data)
-        step = tensors.get("input_scale")
-        input = None if step is None else InputFormat(type="fp8", group="tensor", dynamic=False)
-        step = None if step is None else step.float().view(1, 1)
-        return StoredLinear(weight=scaled_weight(data, scale), input=input, step=step)
-    if algorithm == "NVFP4":
-        level = needed(tensors, "weight_scale_2")[0].float().view(1, 1)
-        return StoredLinear(weight=nvfp4_weight(data, scale, level))
-    raise QuantizationError(f"quant_algo {shorten(algorithm)} is not read; FP8 and NVFP4 are")
-
-
 def _check_fp8(data: Tensor) -> None:
     if data.dtype != torch.float8_e4m3fn:
         raise QuantizationError(f"weight is {data.dtype}, and torch.float8_e4m3fn is needed")
@@ -185,10 +167,6 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout(name="gptq", leaves=("qweight", "qzeros", "scales", "g_idx"), reader=_gptq),
         Layout(name="awq", leaves=("qweight", "qzeros", "scales"), reader=_awq),
         Layout(name="fp8", leaves=("weight_scale_inv",), reader=_fp8),
-        Layout(
-            name="modelopt",
-            leaves=("weight_scale", "weight_scale_2", "input_scale"),
-            reader=_modelopt,
-        ),
+        Layout(name=modelopt.METHOD, leaves=modelopt.LEAVES, reader=modelopt.read_modelopt),
     )
 }

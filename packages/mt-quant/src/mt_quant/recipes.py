@@ -25,6 +25,7 @@ _LAYERS: Mapping[str, Rule] = {
     "int4-awq": Rule(weight="int4-g128-asym", method="awq"),
     "fp8": Rule(weight="fp8", input="fp8"),
     "fp8-weight": Rule(weight="fp8"),
+    "fp8-static": Rule(weight="fp8-tensor", input="fp8-static"),
     "mxfp8": Rule(weight="mxfp8", input="mxfp8"),
     "mxfp4": Rule(weight="mxfp4"),
     "nvfp4": Rule(weight="nvfp4", input="nvfp4"),

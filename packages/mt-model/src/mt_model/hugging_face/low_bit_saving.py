@@ -1,4 +1,4 @@
-"""From a model with layers in low precision to a folder in the layout of compressed-tensors."""
+"""From a model with layers in low precision to a folder that says so."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from mt_quant import (
     InputFormat,
     KVScheme,
+    LayoutWriter,
     QuantizationError,
     QuantizedLinear,
     StoredLinear,
     WeightFormat,
     common_kv_format,
-    describe_compressed,
     stored_layer,
-    write_compressed,
     write_kv_scales,
 )
 from torch import Tensor, nn
@@ -47,7 +46,13 @@ def has_low_bits(model: Stack[Any]) -> bool:
 
 
 def write_low_bits(
-    model: Stack[Any], export: Export, folder: Path, *, dtype: torch.dtype, file_size: int
+    model: Stack[Any],
+    export: Export,
+    folder: Path,
+    *,
+    layout: str,
+    dtype: torch.dtype,
+    file_size: int,
 ) -> None:
     """Write a model of one process, tensor by tensor; the folder appears when it is complete.
 
@@ -55,27 +60,36 @@ def write_low_bits(
         model: With layers in low precision.
         export: Of the same model in full precision.
         folder: Does not exist, or is empty.
+        layout: Of what is in low precision.
         dtype: Of scales.
         file_size: Bytes of tensors in a file.
 
     Raises:
         ExchangeError: A layer has what the layout has no place for. Nothing is left at `folder`.
     """
-    writer = _Writer(model, export, dtype)
+    try:
+        chosen = LayoutWriter.of(layout)
+    except QuantizationError as error:
+        raise ExchangeError(str(error)) from error
+    writer = _Writer(model, export, chosen, dtype)
     planned = []
     for part in export.files.values():
         for tensor in part:
             planned += writer.planned(tensor)
     planned += writer.scales()
-    content = writer.content()
+    content, beside = writer.content()
     files = plan_files(planned, file_size)
-    replace(export, files=files, content=content).write(folder, writer.fill)
+    made = replace(export, files=files, content=content, beside={**export.beside, **beside})
+    made.write(folder, writer.fill)
 
 
 class _Writer:
     """The tensors of a folder, of the parameters of a model."""
 
-    def __init__(self, model: Stack[Any], export: Export, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Stack[Any], export: Export, layout: LayoutWriter, dtype: torch.dtype
+    ) -> None:
+        self._layout, self._kept = layout, list[str]()
         self._export, self._dtype = _of_own_experts(export, model), dtype
         self._params = dict(saved_tensors(model))
         self._layers: dict[str, StoredLinear] = {}
@@ -96,6 +110,8 @@ class _Writer:
         links = self._export.links[tensor.name]
         low = [link.target in self._layers for link in links]
         if not any(low):
+            if tensor.name.endswith(_WEIGHT) and len(tensor.shape) == 2:
+                self._kept.append(tensor.name.removesuffix(_WEIGHT))
             return [tensor]
         if not all(low):
             raise ExchangeError(
@@ -116,20 +132,22 @@ class _Writer:
                 made = write_kv_scales(scheme)
             except QuantizationError as error:
                 raise ExchangeError(str(error)) from error
-            self._scales |= {f"{name}.{leaf}": scale for leaf, scale in made.items()}
+            names = self._layout.kv_names(list(made))
+            self._scales |= {f"{name}.{names[leaf]}": scale for leaf, scale in made.items()}
         scales = self._scales.items()
         return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in scales]
 
-    def content(self) -> str:
-        """Return config.json, with what is in low precision and how."""
+    def content(self) -> tuple[str, dict[str, bytes]]:
+        """Return config.json, with what is in low precision and how, and files beside it."""
         given = self._export.content
         fields = read_config(given.parent) if isinstance(given, Path) else json.loads(given)
         try:
             common = common_kv_format(self._schemes)
-            fields["quantization_config"] = describe_compressed(self._formats, common)
+            told = self._layout.describe(self._formats, common, self._kept)
         except QuantizationError as error:
             raise ExchangeError(str(error)) from error
-        return json.dumps(fields, indent=2) + "\n"
+        content = json.dumps({**fields, "quantization_config": told}, indent=2) + "\n"
+        return content, self._layout.files(told)
 
     def fill(self, name: str, into: Tensor) -> None:
         """Fill a tensor of the folder."""
@@ -152,7 +170,10 @@ class _Writer:
 
     def _parts(self, source: str, layer: StoredLinear) -> Mapping[str, Tensor]:
         prefix = source.removesuffix("weight")
-        made = write_compressed(layer, self._dtype)
+        try:
+            made = self._layout.write(layer, self._dtype)
+        except QuantizationError as error:
+            raise ExchangeError(f"{source}: {error}") from error
         return {f"{prefix}{leaf}": tensor for leaf, tensor in made.items()}
 
 

@@ -20,7 +20,7 @@ from mt_model.hugging_face.writing import check_free
 from mt_model.stack import Stack
 
 
-def save_pretrained(
+def save_pretrained(  # noqa: PLR0913 - what a folder says, all by keyword
     model: Stack[Any] | Sequence[Stack[Any]],
     folder: str | Path,
     *,
@@ -29,13 +29,14 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     file_size: int = FILE_SIZE,
     beside: Mapping[str, bytes] | None = None,
+    layout: str = "compressed-tensors",
 ) -> None:
     """Write a model as a folder that Hugging Face transformers loads.
 
     Every rank of the model's layout calls it. The tensors are sent one by one to the first rank,
     which writes them: nobody has more than one whole tensor. The folder appears under its name
     when it is complete. A model with layers in low precision, which is written from one process,
-    becomes a folder in the layout of compressed-tensors.
+    becomes a folder in a layout for them.
 
     Args:
         model: This rank's stage, or its stages where a schedule has several on it.
@@ -48,6 +49,8 @@ def save_pretrained(
         file_size: Bytes of tensors in a file; where there are more, there are several files and
             an index.
         beside: Content of files that stand beside the weights, such as a tokenizer, by name.
+        layout: Of layers in low precision: `compressed-tensors`, which transformers and vLLM read,
+            or `modelopt`, which TensorRT-LLM, vLLM and SGLang do.
 
     Raises:
         ExchangeError: The model is of no known family, or not of this one; there is something at
@@ -55,7 +58,14 @@ def save_pretrained(
             left at `folder`.
     """
     stages = [model] if isinstance(model, Stack) else list(model)
-    if _save_low_bits(stages, Path(folder), like, family, dtype, file_size, beside or {}):
+    if _has_low_bits(stages):
+        from mt_model.hugging_face.low_bit_saving import write_low_bits
+
+        check_free(Path(folder))
+        kept = dtype or stages[0].placement.dtype
+        export = replace(_plan(stages[0], like, family, kept, file_size), beside=beside or {})
+        how: dict[str, Any] = {"layout": layout, "dtype": kept, "file_size": file_size}
+        write_low_bits(stages[0], export, Path(folder), **how)
         return
     gather, export, problem, cause = Gather(stages), None, "", None
     if gather.is_first:
@@ -83,17 +93,9 @@ def save_pretrained(
         raise ExchangeError(problem) from cause
 
 
-def _save_low_bits(
-    stages: Sequence[Stack[Any]],
-    folder: Path,
-    like: str | Path | None,
-    family: str | None,
-    dtype: torch.dtype | None,
-    file_size: int,
-    beside: Mapping[str, bytes],
-) -> bool:
-    """Write a model with layers in low precision; False for another model."""
-    from mt_model.hugging_face.low_bit_saving import has_low_bits, write_low_bits  # mt-quant
+def _has_low_bits(stages: Sequence[Stack[Any]]) -> bool:
+    """Whether a model has layers in low precision, which are written from one process."""
+    from mt_model.hugging_face.low_bit_saving import has_low_bits  # mt-quant
 
     if not any(has_low_bits(stage) for stage in stages):
         return False
@@ -102,10 +104,6 @@ def _save_low_bits(
             "a model in low precision is written from one process; quantise it there, or read it "
             "from its folder"
         )
-    check_free(folder)
-    kept = dtype or stages[0].placement.dtype
-    export = replace(_plan(stages[0], like, family, kept, file_size), beside=beside)
-    write_low_bits(stages[0], export, folder, dtype=kept, file_size=file_size)
     return True
 
 
