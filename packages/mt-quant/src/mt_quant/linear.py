@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from mt_quant.activation import round_activation
 from mt_quant.error import QuantizationError
 from mt_quant.format import InputFormat, WeightFormat
-from mt_quant.matmul import AUTO, Operands, matmul_for
+from mt_quant.matmul import AUTO, Matmul, Operands, matmul_for
 from mt_quant.shape import LinearShape
 from mt_quant.weight import QuantizedMatrix, QuantizedWeight
 
@@ -78,6 +77,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
         self._prepared: dict[str, tuple[Tensor, ...]] = {}
         self._matrix: QuantizedMatrix | None = None
+        self._last: tuple[object, Matmul] | None = None
 
     @classmethod
     def from_layer(
@@ -175,15 +175,16 @@ class QuantizedLinear(nn.Module):
         """
         shape = self.shape
         x = shape.enter(_as_autocast(x))
-        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
         y = (
             self._multiply(rows)
             if weight is None
             else F.linear(rows, weight.flatten(0, len(shape.outputs) - 1).flatten(1))
         )
-        y = shape.leave(y.view(*x.shape[:-1], shape.rows))
-        if self.bias is not None and with_bias:
-            y = y + self.bias.flatten().to(y.dtype)
+        y = shape.leave(y if x.dim() == 2 else y.view(*x.shape[:-1], shape.rows))
+        bias = self.bias if with_bias else None
+        if bias is not None:
+            y = y + (bias if bias.dim() == 1 else bias.flatten()).to(y.dtype)
         if self.output is not None:
             y = self._round_output(y, self.output)
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
@@ -209,11 +210,21 @@ class QuantizedLinear(nn.Module):
         return y
 
     def _product(self, operands: Operands) -> Tensor:
-        chosen = matmul_for(self.kernel, operands)
+        chosen = self._chosen(operands)
         if chosen.name not in self._prepared:
             self._prepared[chosen.name] = chosen.prepare(operands.weight)
-        ready = self._prepared[chosen.name]
-        return chosen.run(replace(operands, prepared=ready))
+        operands.prepared = self._prepared[chosen.name]
+        return chosen.run(operands)
+
+    def _chosen(self, operands: Operands) -> Matmul:
+        """Return the way for an input, which is that of the last one like it."""
+        if torch.compiler.is_compiling():
+            return matmul_for(self.kernel, operands)
+        x = operands.x
+        key = self.kernel, len(x), x.dtype, x.device
+        if self._last is None or self._last[0] != key:
+            self._last = key, matmul_for(self.kernel, operands)
+        return self._last[1]
 
     def _round_output(self, y: Tensor, format: InputFormat) -> Tensor:
         group = self.shape.group if self.shape.split == "outputs" else None
@@ -236,10 +247,10 @@ class QuantizedLinear(nn.Module):
 
     def _forget(self) -> None:
         """Drop what was made of the state for products."""
-        self._prepared, self._matrix = {}, None
+        self._prepared, self._matrix, self._last = {}, None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_prepared": {}, "_matrix": None}
+        return vars(self) | {"_prepared": {}, "_matrix": None, "_last": None}
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - all passed on
         self, state_dict: dict[str, Any], prefix: str, *args: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,11 @@ from mt_quant.format import InputFormat
 from mt_quant.weight import QuantizedWeight
 
 # Above so many rows one product with a dequantised weight is faster on a CPU.
-_FEW_ROWS = {"int8": 4, "int4": 48}
+_FEW_ROWS = {"int8": 8, "int4": 48}
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Operands:
     """What is multiplied.
 
@@ -159,9 +160,8 @@ def _torch_int4_pack(weight: QuantizedWeight) -> tuple[Tensor, ...]:
 
 def _torch_int4(operands: Operands) -> Tensor:
     packed, scales = operands.prepared
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        operands.x, packed, operands.weight.grid.group_size, scales
-    )
+    group = cast(int, operands.weight.format.group)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(operands.x, packed, group, scales)
 
 
 def _integers_obstacle(operands: Operands) -> str | None:
