@@ -50,7 +50,8 @@ def matmul(
         b: The right one, transposed.
         bias: Added to each row.
         out_dtype: Of the result; None for that of what `a` was made of.
-        kernel: `scaled_mm` (torch's), `triton` or `emulation`; `auto` is the first that serves.
+        kernel: `scaled_mm` (torch's), `te` (Transformer Engine's, of the extra of that name),
+            `triton` or `emulation`; `auto` is the first that serves.
 
     Shape:
         a: [M, K]. b: [N, K]. bias: [N]. Returns [M, N].
@@ -156,12 +157,25 @@ def _triton_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.d
     return block_obstacle(a, b, dtype)
 
 
+def _engine(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    from mt_fp8.transformer_engine import engine_matmul
+
+    return engine_matmul(a, b, bias, dtype)
+
+
+def _engine_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
+    from mt_fp8.transformer_engine import engine_obstacle
+
+    return engine_obstacle(a, b, bias, dtype)
+
+
 def _serves(*_: object) -> None:
     return None
 
 
 MATMUL_KERNELS: tuple[MatmulKernel, ...] = (
     MatmulKernel("scaled_mm", _scaled_mm, _scaled_mm_obstacle),
+    MatmulKernel("te", _engine, _engine_obstacle),
     MatmulKernel("triton", _triton, _triton_obstacle),
     MatmulKernel("emulation", _emulated, _serves),
 )
