@@ -102,7 +102,7 @@ def test_what_does_not_serve_says_why() -> None:
     for pair, kernel, words in (
         ((blocks, blocks), "scaled_mm", "it takes fp32 of tensor or row; use auto"),
         ((two, two), "scaled_mm", "e5m2 x e5m2; it takes e4m3, and e5m2 on one side"),
-        ((whole, whole), "quick", "kernel must be one of auto, scaled_mm, triton, emulation"),
+        ((whole, whole), "quick", "kernel must be one of auto, scaled_mm, te, triton, emulation"),
     ):
         with pytest.raises(ValueError, match=words):
             matmul(*pair, kernel=kernel)
