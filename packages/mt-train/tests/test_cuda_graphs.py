@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
 from mt_train.graph_sinks import GraphSinks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = ("training.steps=3", "training.micro_batch_size=2")
+CLOCKS = ("seconds", "tokens_per_second", "tflops_per_second", "mfu", "memory_bytes", "progress")
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += torch.Tag.data_dependent_output in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +50,67 @@ def test_a_run_with_graphs_has_the_bits_of_one_without(
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
     unit = "layer" if graphs == "layer" else "stage"
     assert f"forward and backward of each {unit}, from the second step on; on a CPU they" in said
-    assert "the optimizer runs eagerly, as the host decides on each step" in said
-    assert "runs eagerly:" not in said
+    said = " ".join(said.split())
+    if graphs == "layer":
+        assert "the optimizer's step runs eagerly; step captures it" in said
+    else:
+        assert "the optimizer's step, from the second one on" in said
+    eager = graphs == "step" and "optimizer.name=muon" in options
+    assert said.count("runs eagerly:") == eager
+    assert ("the optimizer's step runs eagerly: muon has its rate" in said) == eager
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("training.dtype=bf16", "optimizer.ema=0.9", "optimizer.masters=remainder"),
+        ("training.dtype=fp16", "optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=1e9"),
+        ("optimizer.skip_above=1.0", "logging.zeros=true", "logging.gradients=true"),
+    ],
+    ids=["bf16", "fp16", "skipped"],
+)
+def test_captured_steps_of_the_optimizer_change_rates_and_leave_steps_out(
+    options, tiny, tmp_path, losses, weights
+) -> None:
+    given = ("training.steps=10", "optimizer.warmup=3", "checkpoint.every=5", *options)
+    tiny.run(tmp_path / "eager", *given)
+    tiny.run(tmp_path / "run", *given, "training.cuda_graphs=step")
+    tiny.run(tmp_path / "parts", *given, "training.cuda_graphs=step", "training.steps=5")
+    tiny.run(tmp_path / "parts", *given, "training.cuda_graphs=step")
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("eager", "run")
+    ]
+    kept = [
+        [{k: v for k, v in row.items() if k not in CLOCKS} for row in each if "loss" in row]
+        for each in rows
+    ]
+    assert kept[0] == kept[1]
+    if "training.dtype=bf16" not in options:
+        assert 0 < kept[1][-1]["skipped_steps"] < 10
+    for name in ("run", "parts"):
+        assert losses(tmp_path / name) == losses(tmp_path / "eager")
+        found, expected = weights(tmp_path / name, 10), weights(tmp_path / "eager", 10)
+        for key, value in found.items():
+            np.testing.assert_array_equal(value, expected[key], err_msg=key)
+
+
+def test_the_host_reads_once_for_a_step_of_the_optimizer(tiny, tmp_path, monkeypatch) -> None:
+    from mt_train.captured_step import CapturedStep
+
+    reads: list[int] = []
+    inner = CapturedStep.__call__
+
+    def watched(self, *args, **kwargs):
+        with Reads() as found:
+            done = inner(self, *args, **kwargs)
+        reads.append(found.count)
+        return done
+
+    monkeypatch.setattr(CapturedStep, "__call__", watched)
+    tiny.run(tmp_path / "run", *STEPS, "training.cuda_graphs=step")
+    assert len(reads) == 3
+    assert reads[2] == 1
 
 
 def test_why_a_stage_is_not_captured_is_said_once(tiny, tmp_path, losses, capsys) -> None:

@@ -198,6 +198,15 @@ class GradBuffer:
             bucket.arrive()
         self._encoding.encode([bucket.part(slot) for bucket in encoded for slot in bucket.slots])
 
+    def note_gathered(self) -> None:
+        """Take note that `gather_params` was done without Python, by a replayed CUDA graph."""
+        self._is_gathered = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether `gather_params` waits until the parameters are there."""
+        return self._waits
+
     def wait_params(self) -> None:
         """Wait for parameters that are on their way, before something reads them."""
         for bucket in self._buckets:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mt_optim.bad import BadGradient
     from mt_optim.clip import NormGroup, clip_grad_norm, grad_norm
     from mt_optim.config import OptimizerConfig
+    from mt_optim.device_step import DeviceStep, device_step_obstacle
     from mt_optim.distributed import DistributedOptimizer
     from mt_optim.ema import EMA
     from mt_optim.factory import build_optimizer
@@ -44,6 +45,7 @@ __all__ = [
     "BadGradient",
     "Batch",
     "DecayFilter",
+    "DeviceStep",
     "DistributedOptimizer",
     "GradLimits",
     "GradScaler",
@@ -73,6 +75,7 @@ __all__ = [
     "by_layer",
     "clip_grad_norm",
     "default_decay_filter",
+    "device_step_obstacle",
     "fused_obstacle",
     "grad_norm",
     "is_hidden_matrix",
@@ -88,6 +91,7 @@ __getattr__ = resolve_later(
     bad="BadGradient",
     clip="NormGroup clip_grad_norm grad_norm",
     config="OptimizerConfig",
+    device_step="DeviceStep device_step_obstacle",
     distributed="DistributedOptimizer",
     ema="EMA",
     factory="build_optimizer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from mt_data_parallel import Piece
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from torch.optim.adam import adam
 from mt_optim.group import DecayFilter, Params, check_size
 from mt_optim.optimizer import NamedOptimizer
 from mt_optim.rule import Batch, Rule, check_betas
+from mt_optim.scaling import multiply_
 
 ENGINES = ("auto", "fused", "foreach")
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")
@@ -74,8 +76,24 @@ class AdamWRule(Rule):
             state["step"] = state["step"].to(master.device)
         return state
 
+    def device_obstacle(self, master: Tensor) -> str | None:
+        """Say why it can't update by numbers on the device: only the fused kernel does."""
+        if not self.decoupled:
+            return "adam adds weight decay, a number of Python, to gradients; use adamw"
+        if self.engine == "foreach":
+            return "engine 'foreach' does not leave out a step on the device; use 'auto'"
+        return fused_obstacle(master)
+
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Run torch's kernels, on those parameters together that take the same one."""
+        lr, decay = group["lr"], group["weight_decay"]
+        if isinstance(decay, Tensor):
+            # As the kernel does it on a CPU, which takes a number of Python.
+            taken = 1.0 if batch.skip is None else 1 - batch.skip
+            multiply_(batch.masters, 1 - lr * decay * taken)
+            decay = 0.0
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            lr = lr.to(torch.float32)  # as the kernel reads it
         by_engine: dict[bool, list[int]] = {}
         for index, master in enumerate(batch.masters):
             by_engine.setdefault(self._is_fused(master), []).append(index)
@@ -93,10 +111,11 @@ class AdamWRule(Rule):
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
+                lr=lr,
+                weight_decay=decay,
                 eps=group["eps"],
                 maximize=False,
+                found_inf=None if batch.skip is None else batch.skip.to(torch.float32),
                 decoupled_weight_decay=self.decoupled,
             )
 

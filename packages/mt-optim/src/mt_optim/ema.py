@@ -82,8 +82,12 @@ class EMA:
             state[_KEY] = self._optimizer.master(name).clone()
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights of a step into the average."""
+    def update(self, *, skip: Tensor | None = None) -> None:
+        """Take the weights of a step into the average.
+
+        Args:
+            skip: On the device 1 where nothing may change, and 0 where it may.
+        """
         optimizer, weight = self._optimizer, None
         copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # each is a wait for the host
         for name in optimizer.names:
@@ -91,6 +95,7 @@ class EMA:
             if weight is None:  # all parameters have taken the same steps
                 done = state["step"].to(torch.float64)
                 weight = 1 - ((1 + done) / (10 + done)).clamp(max=self.decay)
+                weight = weight if skip is None else weight * (1 - skip)
             kind = master.device, master.dtype
             if kind not in copies:
                 copies[kind] = weight.to(*kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,3 +219,23 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r:.60} ({type(value).__name__})"
+
+
+def scaled_rates(
+    groups: Sequence[Mapping[str, Any]], *, lr: float | None, weight_decay: float | None
+) -> list[dict[str, float]]:
+    """Return what new rates are in each group, by its `lr_scale` and `wd_scale`.
+
+    Raises:
+        ValueError: A rate is out of range.
+        TypeError: A rate is no number.
+    """
+    given: dict[str, tuple[str, float]] = {}
+    if lr is not None:
+        given["lr"] = ("lr_scale", check_size("lr", lr))
+    if weight_decay is not None:
+        given["weight_decay"] = ("wd_scale", check_size("weight_decay", weight_decay))
+    return [
+        {key: value * group.get(scale, 1.0) for key, (scale, value) in given.items()}
+        for group in groups
+    ]

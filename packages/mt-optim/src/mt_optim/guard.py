@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from mt_data_parallel import Piece, grad_of, pieces_of
@@ -16,6 +17,7 @@ from mt_optim.bad import find_bad
 from mt_optim.clip import REST, NormGroup, check_once, check_positive, clip_factor, norm_group_of
 from mt_optim.result import StepResult
 from mt_optim.scaler import GradScaler
+from mt_optim.scaling import clamp_, multiply_
 from mt_optim.statistics import WORLD, GradMeter, GradStatistics, Measured, joined
 
 _Key = tuple[str, str]  # norm group, group of the statistics
@@ -119,12 +121,61 @@ class StepGuard:
         Returns:
             The sums, with the same bits on all ranks.
         """
+        return self.take(self.sums(also).tolist())
+
+    def sums(self, also: Tensor | None = None) -> Tensor:
+        """Measure as `measure` does, and leave the numbers on the device, for `restrain`.
+
+        Shape:
+            One dim of fp64, the sums of `also` in front.
+        """
+        self.prepare()
+        return self._agreed[1].sums(also)
+
+    def prepare(self) -> None:
+        """Agree with all ranks on what is measured, the first time; it communicates then."""
         if self._meter is None:
             self._meter = self._make_meter()
-        keys, meter = self._meter
-        measured, sums = meter.measure(also)
+
+    @torch.no_grad()
+    def restrain(self, sums: Tensor, scale: Tensor) -> Tensor:
+        """Decide on the device whether the step is taken, and unscale and clip if it is.
+
+        It is not where `admit` would not take it, or a sum of `also` is not finite. The gradients
+        of a step that is not taken are as they were. Nothing waits; `take` and `conclude` follow
+        where the host has the numbers.
+
+        Args:
+            sums: Of this step.
+            scale: What gradients are divided by, fp64 without dims.
+
+        Returns:
+            fp64 without dims: 1 where the step is not taken, else 0.
+        """
+        keys, meter = self._agreed
+        extra = sums.numel() - meter.width
+        squares = dict(zip(keys, sums[extra : extra + len(keys)].unbind(), strict=True))
+        whole = _norm(squares.values(), scale)
+        limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
+        taken = torch.isfinite(whole) & (whole <= limit) & torch.isfinite(sums[:extra]).all()
+        for name, pieces in self._of.items():
+            own = [square for (group, _), square in squares.items() if group == name]
+            grads = [grad for piece in pieces if (grad := piece.grad) is not None]
+            most = self._most(name)
+            if grads and (most is not None or self.scaler is not None):
+                factor = torch.ones_like(whole) if most is None else _factor(own, scale, most)
+                multiply_(grads, torch.where(taken, factor / scale, torch.ones_like(whole)))
+            if self._limits.max_value is not None:
+                most = torch.full_like(whole, self._limits.max_value)
+                clamp_(grads, torch.where(taken, most, torch.full_like(whole, math.inf)))
+        return 1 - taken.double()
+
+    def take(self, found: Sequence[float]) -> list[float]:
+        """Take note of the numbers of `sums`, and return those of `also`."""
+        keys, meter = self._agreed
+        measured, others = meter.read(found)
         self._measured = dict(zip(keys, measured, strict=True))
-        return sums
+        return others
 
     @torch.no_grad()
     def admit(self) -> StepResult:
@@ -137,28 +188,39 @@ class StepGuard:
             Whether to step, and what was measured. The gradients of a step that is not taken are as
             they were; the scaler has taken note of it.
         """
-        scale = 1.0 if self.scaler is None else self.scaler.scale
+        scale = self.scale
         if self._measured is None:
             self.measure()
-        parts, self._measured = self._measured or {}, None
-        norms = {
-            name: joined((part for (group, _), part in parts.items() if group == name), scale=scale)
-            for name in self._of
-        }
-        whole = joined(parts.values(), scale=scale)
+        norm = joined((self._measured or {}).values(), scale=scale).norm
         limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
-        admitted = math.isfinite(whole.norm) and whole.norm <= limit
+        admitted = math.isfinite(norm) and norm <= limit
+        if admitted:
+            self._apply(self._norms(scale), scale)
+        return self.conclude(admitted=admitted)
+
+    @property
+    def scale(self) -> float:
+        """What gradients are divided by."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @torch.no_grad()
+    def conclude(self, *, admitted: bool) -> StepResult:
+        """Return what a step was whose numbers `measure` or `take` has; the scaler takes note.
+
+        It communicates only if the step was not taken, to name the gradients at fault.
+        """
+        scale, norms = self.scale, self._norms(self.scale)
+        parts, self._measured = self._measured or {}, None
+        whole = joined(parts.values(), scale=scale)
         if self.scaler is not None:
             self.scaler.update(overflow=not math.isfinite(whole.norm))
         bad, num_bad = (), 0
-        if admitted:
-            self._apply({name: measured.norm for name, measured in norms.items()}, scale)
-        else:
+        if not admitted:
             bad, num_bad = find_bad(self._pieces, self._state, scale=scale)
         return StepResult(
             stepped=admitted,
             grad_norm=whole.norm,
-            norms={name: norms[name].norm for name in norms} if len(norms) > 1 else {},
+            norms=norms if len(norms) > 1 else {},
             zeros=whole.zeros if self._zeros else None,
             loss_scale=scale,
             bad=bad,
@@ -201,6 +263,26 @@ class StepGuard:
         )
         return keys, meter
 
+    @property
+    def _agreed(self) -> tuple[list[_Key], GradMeter]:
+        assert self._meter is not None, "prepare() makes it"  # noqa: S101
+        return self._meter
+
+    def _norms(self, scale: float) -> dict[str, float]:
+        """Return the norm of each group, of gradients divided by `scale`."""
+        parts = self._measured or {}
+        return {
+            name: joined(
+                (part for (group, _), part in parts.items() if group == name), scale=scale
+            ).norm
+            for name in self._of
+        }
+
+    def _most(self, name: str) -> float | None:
+        """Return the largest norm of a group."""
+        most: dict[str, float | None] = {REST: self._limits.max_norm}
+        return (most | {str(group): group.max_norm for group in self._limits.norm_groups})[name]
+
     def _described(self, parts: dict[_Key, Measured], scale: float) -> dict[str, GradStatistics]:
         if self._by is None:
             return {}
@@ -212,10 +294,8 @@ class StepGuard:
 
     def _apply(self, norms: dict[str, float], scale: float) -> None:
         """Divide gradients by the scale, and clip them by their group's norm and by value."""
-        most = {REST: self._limits.max_norm}
-        most |= {str(group): group.max_norm for group in self._limits.norm_groups}
         for name, pieces in self._of.items():
-            factor = clip_factor(norms[name], most[name]) / scale
+            factor = clip_factor(norms[name], self._most(name)) / scale
             grads = self._grads(pieces)
             if grads and factor != 1:
                 torch._foreach_mul_(grads, factor)
@@ -232,3 +312,14 @@ class StepGuard:
                 grad = self._wide[piece.param] = grad.float()
             grads += [] if grad is None else [grad]
         return grads
+
+
+def _norm(squares: Iterable[Tensor], scale: Tensor) -> Tensor:
+    """Return on the device what `joined` does on the host."""
+    return reduce(torch.add, squares).sqrt() / scale
+
+
+def _factor(squares: Sequence[Tensor], scale: Tensor, max_norm: float) -> Tensor:
+    """Return on the device what `clip_factor` does on the host."""
+    norm = _norm(squares, scale)
+    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from mt_optim.group import (
     DecayFilter,
     apply_scales,
     check_options,
-    check_size,
     read_group,
     read_groups,
+    scaled_rates,
 )
 from mt_optim.guard import StepGuard
 from mt_optim.host import Traffic
@@ -171,18 +171,7 @@ class NamedOptimizer(NamedState):
             raise RuntimeError("the state was moved to the host; call restore_state() first")
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function; for a learning rate write lr={closure!r}")
-        groups = self.param_groups
-        given: dict[str, tuple[str, float]] = {}
-        if lr is not None:
-            given["lr"] = ("lr_scale", check_size("lr", lr))
-        if weight_decay is not None:
-            given["weight_decay"] = ("wd_scale", check_size("weight_decay", weight_decay))
-        news = [
-            {key: value * group.get(scale, 1.0) for key, (scale, value) in given.items()}
-            for group in groups
-        ]
-        for group, new in zip(groups, news, strict=True):
-            self._check_group(self._rule(group), {**group, **new})
+        groups, news = self.param_groups, self.rates(lr=lr, weight_decay=weight_decay)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,15 +180,51 @@ class NamedOptimizer(NamedState):
         if not result.stepped:
             return replace(result, loss=loss, step=self.step_count + 1)
         for group, new in zip(groups, news, strict=True):
-            if isinstance(group["lr"], Tensor) and "lr" in new:
-                new["lr"] = group["lr"].fill_(new["lr"])  # a captured graph reads this tensor
+            lr_tensor = group["lr"] if isinstance(group["lr"], Tensor) else None
             group.update(new)
+            if lr_tensor is not None and "lr" in new:
+                group["lr"] = lr_tensor.fill_(new["lr"])  # a captured graph reads this tensor
         self._update()
         if self.rescale is not None:
             self._rescale(self.rescale())
         if self.ema is not None:
             self.ema.update()
         return replace(result, loss=loss)
+
+    def rates(
+        self, *, lr: float | None = None, weight_decay: float | None = None
+    ) -> list[dict[str, float]]:
+        """Return what a step with these arguments sets in each group; its errors are those."""
+        news = scaled_rates(self.param_groups, lr=lr, weight_decay=weight_decay)
+        for group, new in zip(self.param_groups, news, strict=True):
+            self._check_group(self._rule(group), {**group, **new})
+        return news
+
+    @torch.no_grad()
+    def update_on_device(self, rates: Sequence[Mapping[str, Tensor]], skip: Tensor) -> None:
+        """Update every parameter by numbers that lie on the device; `DeviceStep` does the rest.
+
+        Args:
+            rates: Of each group `lr` and `weight_decay`, fp64 without dims.
+            skip: 1 where nothing may change, and 0 where it may.
+        """
+        self._update(rates=rates, skip=skip)
+        if self.ema is not None:
+            self.ema.update(skip=skip)
+
+    def device_obstacle(self) -> str | None:
+        """Say what of a step the host has to do; None where `update_on_device` does all of it."""
+        if self.rescale is not None:
+            return "QK-clip (rescale) has the host ask which weights it multiplies; use none"
+        pieces = self._by_param()
+        for group in self.param_groups:
+            own, rule = [pieces[id(param)] for param in group["params"]], self._rule(group)
+            if any(map(self._storage.is_offloaded, own)):
+                return "offload has the host step a share of the states; use offload 0"
+            why = next(filter(None, (rule.device_obstacle(piece.param) for piece in own)), None)
+            if why is not None:
+                return why
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
         """Forget the gradients.
@@ -338,11 +363,13 @@ class NamedOptimizer(NamedState):
         except ValueError as error:
             raise ValueError(f"parameter {piece.name!r}: {error}") from None
 
-    def _update(self) -> None:
+    def _update(
+        self, *, rates: Sequence[Mapping[str, Any]] = (), skip: Tensor | None = None
+    ) -> None:
         pieces, work = self._by_param(), []
-        for group in self.param_groups:
-            own = [pieces[id(param)] for param in group["params"]]
-            work += portions(own, self._rule(group), group, self._storage)
+        for group, new in zip_longest(self.param_groups, rates, fillvalue={}):
+            own, options = [pieces[id(param)] for param in group["params"]], {**group, **new}
+            work += portions(own, self._rule(group), options, self._storage, skip=skip)
         gradient = grad_of if self.guard is None else self.guard.gradient
         self.offload_traffic = update(work, self.state, self._storage, gradient)
         if self.guard is not None:

@@ -23,12 +23,14 @@ class Batch:
         masters: What is updated, in full precision; the parameter itself where that has it.
         grads: In the masters' dtype and shape.
         states: By name the step, and the moments in the masters' dtype; updated in place.
+        skip: On the device 1 where nothing may change, and 0 where it may; None for what may.
     """
 
     pieces: list[Piece]
     masters: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
+    skip: Tensor | None = None
 
     def moment(self, key: str) -> list[Tensor]:
         """Return one tensor of each state."""
@@ -41,6 +43,7 @@ class Batch:
             [self.masters[i] for i in indices],
             [self.grads[i] for i in indices],
             [self.states[i] for i in indices],
+            self.skip,
         )
 
     def count(self) -> None:
@@ -88,6 +91,13 @@ class Rule(ABC):
     def factors(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Name the tensors of a state with shapes of their own, whole on every rank that has it."""
         return ()
+
+    def device_obstacle(self, master: Tensor) -> str | None:
+        """Say why it can't update where rates and `Batch.skip` are numbers on the device.
+
+        Where it can (None), a group's `lr` and `weight_decay` may be tensors of fp64 without dims.
+        """
+        return f"{self.name} has its rate as a number of Python; adamw has it on the device"
 
     @abstractmethod
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import cast
 
 import torch
@@ -55,8 +57,10 @@ class Measured:
 def joined(parts: Iterable[Measured], *, scale: float = 1.0) -> GradStatistics:
     """Return what parts are together, of gradients divided by `scale`."""
     parts = list(parts)
+    # One after the other, as a device does in `StepGuard.restrain`; `sum` compensates.
+    square = reduce(operator.add, (part.square for part in parts), 0.0)
     return GradStatistics(
-        norm=math.sqrt(sum(part.square for part in parts)) / scale,
+        norm=math.sqrt(square) / scale,
         largest=max((part.largest for part in parts), default=0.0) / scale,
         zeros=sum(part.zeros for part in parts),
     )
@@ -113,11 +117,21 @@ class GradMeter:
         Returns:
             What each part is, and the sums.
         """
+        return self.read(self.sums(also).tolist())
+
+    @torch.no_grad()
+    def sums(self, also: Tensor | None = None) -> Tensor:
+        """Measure as `measure` does, and leave the numbers on the device, `also` in front.
+
+        Shape:
+            One dim of fp64: the sums of `also`, the squares of each part, and then, where these
+            are asked for, its zeros and its greatest magnitude.
+        """
         device = self._state.device
         sums = [self._squares(*pair) for pair in zip(self._own, self._others, strict=True)]
         if self._zeros:
             sums += [_zeros(part, device) for part in self._own]
-        summed, extra = torch.stack(sums), 0 if also is None else also.numel()
+        summed = torch.stack(sums)
         if also is not None:
             summed = torch.cat([also.to(summed), summed])
         group = self._state.group(WORLD)
@@ -128,8 +142,17 @@ class GradMeter:
             if group is not None:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
             summed = torch.cat([summed, most])
-        found, count = summed.tolist(), len(self._own)
-        others, values = found[:extra], found[extra:]
+        return summed
+
+    @property
+    def width(self) -> int:
+        """How many numbers `sums` has without `also`."""
+        return len(self._own) * (1 + self._zeros + self._largest)
+
+    def read(self, found: Sequence[float]) -> tuple[list[Measured], list[float]]:
+        """Return what `sums` says: what each part is, and the sums of `also`."""
+        extra, count = len(found) - self.width, len(self._own)
+        others, values = list(found[:extra]), found[extra:]
         zeros = values[count : 2 * count] if self._zeros else [0.0] * count
         largest = values[-count:] if self._largest else [0.0] * count
         return [

@@ -29,15 +29,22 @@ class Portion:
         pieces: The pieces.
         rule: Theirs.
         group: Its options.
+        skip: As of `Batch`.
     """
 
     pieces: list[Piece]
     rule: Rule
     group: Mapping[str, Any]
+    skip: Tensor | None = None
 
 
 def portions(
-    pieces: Sequence[Piece], rule: Rule, group: Mapping[str, Any], storage: StateStorage
+    pieces: Sequence[Piece],
+    rule: Rule,
+    group: Mapping[str, Any],
+    storage: StateStorage,
+    *,
+    skip: Tensor | None = None,
 ) -> Iterator[Portion]:
     """Cut the pieces of a group into portions, each on the device or on the host.
 
@@ -49,7 +56,7 @@ def portions(
         there = [piece for piece in pieces if storage.is_offloaded(piece)]
     for chosen, size in ((here, _room(here, storage)), (there, _PORTION)):
         for chunk in _chunks(chosen, size):
-            yield Portion(pieces=chunk, rule=rule, group=group)
+            yield Portion(pieces=chunk, rule=rule, group=group, skip=skip)
 
 
 def _room(pieces: Sequence[Piece], storage: StateStorage) -> int | None:
@@ -119,7 +126,8 @@ def _update(
         plain = zip(portion.pieces, own, strict=True)
         masters = [state.get("master", piece.param) for piece, state in plain]
         full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
-        portion.rule.update(Batch(portion.pieces, masters, full, own), portion.group)
+        batch = Batch(portion.pieces, masters, full, own, portion.skip)
+        portion.rule.update(batch, portion.group)
         return
     opened = [
         storage.opened(piece, state, portion.rule)
@@ -127,7 +135,7 @@ def _update(
     ]
     masters = [master for master, _ in opened]
     full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
-    batch = Batch(portion.pieces, masters, full, [state for _, state in opened])
+    batch = Batch(portion.pieces, masters, full, [state for _, state in opened], portion.skip)
     portion.rule.update(batch, portion.group)
     for piece, state, new in zip(portion.pieces, own, opened, strict=True):
         storage.close(piece, state, portion.rule, new)

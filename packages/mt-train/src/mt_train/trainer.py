@@ -16,6 +16,7 @@ from mt_model import DTYPES, ModelConfig, balance_experts
 from mt_optim import DistributedOptimizer, StepResult, build_optimizer
 from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
 from mt_pipeline import Executor, TensorSpec
+from torch import Tensor
 
 from mt_train.activations import ActivationWatch
 from mt_train.agreement import summed, uploaded
@@ -40,7 +41,7 @@ from mt_train.pipeline import (
 )
 from mt_train.precision import LowPrecision, primary_weights
 from mt_train.progress import Course, Progress, StepMeter
-from mt_train.wrapping import wrap_stages
+from mt_train.wrapping import captured_step, wrap_stages
 
 # From its start a dynamic loss scale takes some 30 steps to fit; more than this is no accident.
 _MOST_SKIPPED = 100
@@ -150,7 +151,7 @@ class Trainer:
             self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
         )
         self.reasons: list[str] = []  # why something is not captured; who tells them empties it
-        runs = wrap_stages(
+        runs, pool = wrap_stages(
             self.stages,
             training,
             self.buffer,
@@ -163,6 +164,9 @@ class Trainer:
                 config.optimizer.qk_clip, self.stages, state, clipped_heads(model_config)
             )
             self.optimizer.inner.rescale = self._clip.factors
+        self.captured = captured_step(
+            self.optimizer, state, training, pool, on_eager=self.reasons.append
+        )
         self.executor = Executor(
             plan.schedule,
             self.distillation.around(runs, self.stages),
@@ -217,26 +221,17 @@ class Trainer:
         batches = to_device(ready.batches, self.state.device)
         labels = map(sum, zip(*ready.labels, strict=True))
         total = [max(n, 1.0) for n in summed(self.state, *labels, axes="dp-cp")]
-        self.on_event("train.forward_backward")
-        if self._clip is not None:
-            self._clip.start()
-        self.buffer.start(self._backwards)
-        scale, losses_of = self.optimizer.loss_scale, (self.loss_weights, self.loss_counts)
-        divisors = dict(zip(map(id, batches), self._divisors(ready.labels, total), strict=True))
-        with self._activations.first_step():
-            outputs = self.executor.run(
-                batches,
-                objective=lambda own, batch: weighed(own, *losses_of, divisors[id(batch)]) * scale,
-            )
-        outputs += self.executor.inner_losses.values()
-        self.buffer.finish()
-        self.on_event("train.reduce")
-        reduce_partial_grads(self.optimizer.pieces, self.state)
-        self.on_event("train.update")
-        losses, loads, stop, save, seconds = self._agree(outputs, total, save=save)
+        outputs = self._run_passes(batches, self._divisors(ready.labels, total))
+        own = self._own_numbers(outputs, save=save)
+        rates, result = {"lr": lr, "weight_decay": weight_decay}, None
+        if self.captured is None:
+            sums = self.optimizer.measure(own)
+        else:
+            sums, result = self.captured(own, **rates)
+        losses, loads, stop, save, seconds = self._told(sums, total)
         self._check_finite(losses)
         self._end_passes()
-        result = self.optimizer.step(lr=lr, weight_decay=weight_decay)
+        result = self.optimizer.step(**rates) if result is None else result
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here
             self._check_skipped(losses, result)
@@ -256,6 +251,32 @@ class Trainer:
             record["first_step_seconds"] = seconds
         self._is_first = False
         return Step(record=record | self._found(result), stop=stop, save=save)
+
+    def _run_passes(self, batches: list[Batch], divisors: list[dict[str, float]]) -> list[Any]:
+        """Run forward and backward of all micro-batches, sum the gradients, return the losses.
+
+        Args:
+            batches: On this rank's device.
+            divisors: Of each one's losses, as `_divisors` gives them.
+        """
+        self.on_event("train.forward_backward")
+        if self._clip is not None:
+            self._clip.start()
+        self.buffer.start(self._backwards)
+        scale, losses_of = self.optimizer.loss_scale, (self.loss_weights, self.loss_counts)
+        by_batch = dict(zip(map(id, batches), divisors, strict=True))
+        with self._activations.first_step():
+            outputs = self.executor.run(
+                batches,
+                objective=lambda own, batch: weighed(own, *losses_of, by_batch[id(batch)]) * scale,
+            )
+        outputs += self.executor.inner_losses.values()
+        self.buffer.finish()
+        self.on_event("train.reduce")
+        if self.captured is None:
+            reduce_partial_grads(self.optimizer.pieces, self.state)
+        self.on_event("train.update")
+        return outputs
 
     def _end_passes(self) -> None:
         """Tell what has a state of its own that the passes of a step are done."""
@@ -311,26 +332,28 @@ class Trainer:
         """Tell whether any rank was asked to stop; every rank calls it and gets one answer."""
         return summed(self.state, self._stop.requested)[0] > 0
 
-    def _agree(
-        self, outputs: list[Any], total: list[float], *, save: bool
-    ) -> tuple[Record, Record, bool, bool, float]:
-        """Sum losses and loads over ranks, and agree on a stop, a checkpoint and the time."""
+    def _own_numbers(self, outputs: list[Any], *, save: bool) -> Tensor:
+        """Return what is summed over ranks with the norm, so that the host waits once in a step."""
         device = self.state.device
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
         own = totals(outputs if self.state.index("tp") == 0 else [], self.loss_weights, device)
         lap = self._meter.lap()
         seconds = lap if self.state.rank == 0 else 0.0
         flags = uploaded([self._stop.requested, save, seconds], device)
-        # With the norm, so that the host waits for the device once in a step.
-        own = torch.cat([own, self._experts.own(), flags])
-        *sums, stop, save_, seconds = self.optimizer.measure(own)
+        return torch.cat([own, self._experts.own(), flags])
+
+    def _told(
+        self, sums: list[float], total: list[float]
+    ) -> tuple[Record, Record, bool, bool, float]:
+        """Read the sums over ranks: losses, loads, stop and checkpoint, and the time."""
+        *sums, stop, save, seconds = sums
         divisors = dict(zip(self.counts, total, strict=True))
         losses, loads = sums[: len(self.loss_weights)], sums[len(self.loss_weights) :]
         pairs = zip(self.loss_weights, losses, strict=True)
         means = {name: value / divisors[self.loss_counts[name]] for name, value in pairs}
         record = loss_record(means, self.loss_weights, "")
         found = self._experts.record(loads, self.progress.step + 1)
-        return record, found, stop > 0, save_ > 0, seconds
+        return record, found, stop > 0, save > 0, seconds
 
     def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:
         rate = tokens / seconds

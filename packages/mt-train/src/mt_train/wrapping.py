@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from mt_data_parallel import GradBuffer
+from mt_fusions import GraphPool
 from mt_model import GPT, GraphOptions, graph_stage
+from mt_optim import DistributedOptimizer, device_step_obstacle
+from mt_parallel_state import ParallelState
 
+from mt_train.captured_step import CapturedStep
 from mt_train.config import TrainingSection
 from mt_train.graph_sinks import GraphSinks
 from mt_train.metrics import Record
@@ -21,7 +25,7 @@ def wrap_stages(
     *,
     microbatches: int,
     on_eager: Callable[[str], object],
-) -> list[Callable[..., Any]]:
+) -> tuple[list[Callable[..., Any]], GraphPool | None]:
     """Put around what each layer or stage computes what the configuration asks for.
 
     Linear layers are told where their weights' gradients go.
@@ -34,7 +38,7 @@ def wrap_stages(
         on_eager: Told of each reason why something is not captured.
 
     Returns:
-        What the pipeline calls in place of the stages.
+        What the pipeline calls in place of the stages, and the pool of their graphs, if any.
     """
     if training.compile:
         for stage in stages:
@@ -42,7 +46,7 @@ def wrap_stages(
     if training.cuda_graphs == "none":
         for stage in stages:
             stage.sum_weight_gradients(buffer.sink)
-        return [*stages]
+        return [*stages], None
     sinks = GraphSinks(buffer.sink)
     for stage in stages:
         stage.sum_weight_gradients(sinks.sink)
@@ -50,7 +54,24 @@ def wrap_stages(
         warmup=microbatches, slots=microbatches, around=sinks.around, on_eager=on_eager
     )
     unit = "layer" if training.cuda_graphs == "layer" else "stage"
-    return [graph_stage(stage, unit, options) for stage in stages]
+    return [graph_stage(stage, unit, options) for stage in stages], options.pool
+
+
+def captured_step(
+    optimizer: DistributedOptimizer,
+    state: ParallelState,
+    training: TrainingSection,
+    pool: GraphPool | None,
+    on_eager: Callable[[str], object],
+) -> CapturedStep | None:
+    """Return the optimizer's step as a graph where that is asked for and can be; else None."""
+    if pool is None or training.cuda_graphs != "step":
+        return None
+    why = device_step_obstacle(optimizer)
+    if why is not None:
+        on_eager(f"the optimizer's step runs eagerly: {why}")
+        return None
+    return CapturedStep(optimizer, state, pool=pool, on_eager=on_eager)
 
 
 def graph_lines(training: TrainingSection, device: torch.device) -> list[str]:
@@ -61,7 +82,9 @@ def graph_lines(training: TrainingSection, device: torch.device) -> list[str]:
     first = f"cuda_graphs: forward and backward of {what}, from the second step on"
     if device.type != "cuda":
         first += f"; on a {device.type.upper()} they run eagerly, held to the rules of a graph"
-    return [first, "cuda_graphs: the optimizer runs eagerly, as the host decides on each step"]
+    if training.cuda_graphs == "step":
+        return [first, "cuda_graphs: the optimizer's step, from the second one on"]
+    return [first, "cuda_graphs: the optimizer's step runs eagerly; step captures it"]
 
 
 def describe(record: Record) -> str | None:

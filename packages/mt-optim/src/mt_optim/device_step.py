@@ -1,0 +1,185 @@
+"""A step of an optimizer that the device takes alone, as a CUDA graph needs it."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from mt_data_parallel import grad_of
+from mt_files import check_type
+from torch import Tensor
+
+from mt_optim.distributed import DistributedOptimizer
+from mt_optim.guard import StepGuard
+from mt_optim.result import StepResult
+
+_RATES: tuple[str, ...] = ("lr", "weight_decay")
+
+
+def device_step_obstacle(optimizer: DistributedOptimizer) -> str | None:
+    """Say why the device can't take an optimizer's steps alone; None if it can."""
+    check_type("optimizer", optimizer, DistributedOptimizer)
+    inner, buffer = optimizer.inner, optimizer.buffer
+    if inner.guard is None:
+        return "no guard measures the gradients; make the optimizer by build_optimizer"
+    if any(bucket.release != "nothing" or bucket.offload for bucket in buffer.buckets):
+        return "its GradBuffer releases or offloads memory, which has to stay where it is"
+    if not buffer.waits:
+        return "forwards wait for parameters one after the other; use no prefetch"
+    if any(grad.dtype == torch.float16 for grad in _gradients(optimizer).values()):
+        return "gradients of fp16 are too narrow to be unscaled in place; use a grad_dtype of fp32"
+    return inner.device_obstacle()
+
+
+class DeviceStep:
+    """A step of a `DistributedOptimizer` between two moments of the host.
+
+    Before it the host writes what the step depends on, `numbers`: the loss scale and the rates of
+    each group. Then it calls it, eagerly or as a replayed CUDA graph: the gradients are measured,
+    whether the step is taken is decided, they are unscaled and clipped, weights and states are
+    updated and, where they are sharded, gathered, by numbers on the device alone. A step that is
+    not taken runs the same kernels and changes nothing. Behind it the host reads once (`read`).
+
+    The numbers are those of `measure` and `step` of the optimizer, to the last bit on a CPU. A
+    fused kernel on a CUDA device reads its learning rate in fp32.
+
+    Args:
+        optimizer: What steps.
+
+    Attributes:
+        tensors: What the step reads and writes, by name, as it is now: weights, gradients and
+            states.
+
+    Raises:
+        ValueError: `device_step_obstacle` says why not.
+        TypeError: It is no DistributedOptimizer.
+
+    Example:
+        >>> model, state = torch.nn.Linear(4, 2), ParallelState(ParallelLayout())
+        >>> buffer = GradBuffer(model.named_parameters(), group=None)
+        >>> config = OptimizerConfig(lr=0.1, max_norm=1.0)
+        >>> make = lambda pieces: build_optimizer(pieces, config, state)
+        >>> optimizer = DistributedOptimizer(buffer, make)
+        >>> step = DeviceStep(optimizer)
+        >>> buffer.start(num_backwards=1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> buffer.finish()
+        >>> numbers = torch.tensor(step.numbers(lr=0.05), dtype=torch.float64)
+        >>> sums, result = step.read(step(numbers, torch.tensor([7.0])))
+        >>> sums, result.stepped, round(result.grad_norm, 3)
+        ([7.0], True, 3.162)
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        why = device_step_obstacle(optimizer)
+        if why is not None:
+            raise ValueError(f"the device can't step this optimizer alone: {why}")
+        self._optimizer = optimizer
+        self._rates: list[dict[str, float]] = []
+        self.tensors: Mapping[str, Tensor] = _Tensors(optimizer)
+
+    def numbers(self, *, lr: float | None = None, weight_decay: float | None = None) -> list[float]:
+        """Return what the next call is given, on the device and in fp64.
+
+        It communicates the first time, where statistics are described by group.
+
+        Args:
+            lr: As of the optimizer's `step`.
+            weight_decay: The same.
+
+        Raises:
+            ValueError: A rate is out of range.
+            TypeError: A rate is no number.
+            RuntimeError: The gradients are not reduced.
+        """
+        self._optimizer.buffer.check_finished()
+        inner = self._optimizer.inner
+        self._rates = inner.rates(lr=lr, weight_decay=weight_decay)
+        self._guard.prepare()
+        groups = zip(inner.param_groups, self._rates, strict=True)
+        rates = [float({**group, **new}[key]) for group, new in groups for key in _RATES]
+        return [self._guard.scale, *rates]
+
+    @torch.no_grad()
+    def __call__(self, numbers: Tensor, also: Tensor) -> Tensor:
+        """Take the step, or leave everything as it was; every rank calls it.
+
+        It communicates as `measure` and `step` do, and does not wait for the device.
+
+        Args:
+            numbers: What `numbers` returned.
+            also: Numbers of this rank that are summed over all ranks, such as losses. The step is
+                not taken if one of these sums is not finite.
+
+        Returns:
+            What `read` reads.
+        """
+        scale, *rates = numbers.unbind()
+        pairs = zip(rates[::2], rates[1::2], strict=True)
+        sums = self._guard.sums(also)
+        skip = self._guard.restrain(sums, scale)
+        groups = [dict(zip(_RATES, pair, strict=True)) for pair in pairs]
+        self._optimizer.inner.update_on_device(groups, skip)
+        self._optimizer.buffer.gather_params()
+        return torch.cat([skip.view(1), sums])
+
+    def read(self, found: Tensor) -> tuple[list[float], StepResult]:
+        """Wait for the device and return the sums of `also`, and what was done.
+
+        It communicates only if the step was not taken, to name the gradients at fault.
+        """
+        skipped, *values = found.tolist()
+        self._optimizer.buffer.note_gathered()
+        inner = self._optimizer.inner
+        others = self._guard.take(values)
+        result = self._guard.conclude(admitted=not skipped)
+        if skipped:
+            return others, replace(result, step=inner.step_count + 1)
+        for group, new in zip(inner.param_groups, self._rates, strict=True):
+            group.update(new)
+        return others, result
+
+    @property
+    def _guard(self) -> StepGuard:
+        guard = self._optimizer.inner.guard
+        assert guard is not None, "device_step_obstacle looked"  # noqa: S101
+        return guard
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """What a step reads and writes, looked up anew each time, as states may move."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def _now(self) -> dict[str, Tensor]:
+        optimizer, found = self._optimizer, dict[str, Tensor]()
+        found |= _gradients(optimizer)
+        for name in optimizer.inner.names:
+            param = optimizer.inner.piece(name).param
+            found[name] = param.detach()
+            found |= {f"{key} of {name}": x for key, x in optimizer.inner.state[param].items()}
+        buckets = enumerate(optimizer.buffer.buckets)
+        found |= {f"parameters {i}": b.params for i, b in buckets if b.params is not None}
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Return all of them, looked up once."""
+        return self._now().items()
+
+
+def _gradients(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
+    """Return the gradients of what this rank steps, by name."""
+    params = {name: optimizer.inner.piece(name).param for name in optimizer.inner.names}
+    found = {f"the gradient of {name}": grad_of(param) for name, param in params.items()}
+    return {name: grad.detach() for name, grad in found.items() if grad is not None}
