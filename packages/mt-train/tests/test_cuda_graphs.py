@@ -9,20 +9,9 @@ import pytest
 import torch
 from mt_data_parallel import GradBuffer
 from mt_train.graph_sinks import GraphSinks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = ("training.steps=3", "training.micro_batch_size=2")
-CLOCKS = ("seconds", "tokens_per_second", "tflops_per_second", "mfu", "memory_bytes", "progress")
-
-
-class Reads(TorchDispatchMode):
-    """Counts what the host reads of tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += torch.Tag.data_dependent_output in func.tags
-        return func(*args, **(kwargs or {}))
+CLOCKS = ("seconds", "eta_seconds", "tokens_per_second", "tflops_per_second", "memory_bytes")
 
 
 @pytest.mark.parametrize(
@@ -48,31 +37,29 @@ def test_a_run_with_graphs_has_the_bits_of_one_without(
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    said, eager = " ".join(said.split()), "optimizer.name=muon" in options
     unit = "layer" if graphs == "layer" else "stage"
+    unit += ", and the optimizer's step" if graphs == "step" and not eager else ""
     assert f"forward and backward of each {unit}, from the second step on; on a CPU they" in said
-    said = " ".join(said.split())
-    if graphs == "layer":
-        assert "the optimizer's step runs eagerly; step captures it" in said
-    else:
-        assert "the optimizer's step, from the second one on" in said
-    eager = graphs == "step" and "optimizer.name=muon" in options
-    assert said.count("runs eagerly:") == eager
-    assert ("the optimizer's step runs eagerly: muon has its rate" in said) == eager
+    assert ("the optimizer's step runs eagerly; step captures it" in said) == (graphs == "layer")
+    assert said.count("the optimizer's step runs eagerly: QK-clip") == (graphs == "step" and eager)
+    assert said.count("runs eagerly:") == (graphs == "step" and eager)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         ("training.dtype=bf16", "optimizer.ema=0.9", "optimizer.masters=remainder"),
-        ("training.dtype=fp16", "optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=1e9"),
-        ("optimizer.skip_above=1.0", "logging.zeros=true", "logging.gradients=true"),
+        ("training.dtype=fp16", "optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=1e6"),
+        ("optimizer.skip_above=1.4", "logging.zeros=true", "logging.gradients=true"),
     ],
     ids=["bf16", "fp16", "skipped"],
 )
 def test_captured_steps_of_the_optimizer_change_rates_and_leave_steps_out(
     options, tiny, tmp_path, losses, weights
 ) -> None:
-    given = ("training.steps=10", "optimizer.warmup=3", "checkpoint.every=5", *options)
+    given = ("training.steps=10", "optimizer.warmup=3", "optimizer.schedule=constant")
+    given = (*given, "checkpoint.every=5", *options)
     tiny.run(tmp_path / "eager", *given)
     tiny.run(tmp_path / "run", *given, "training.cuda_graphs=step")
     tiny.run(tmp_path / "parts", *given, "training.cuda_graphs=step", "training.steps=5")
@@ -93,24 +80,6 @@ def test_captured_steps_of_the_optimizer_change_rates_and_leave_steps_out(
         found, expected = weights(tmp_path / name, 10), weights(tmp_path / "eager", 10)
         for key, value in found.items():
             np.testing.assert_array_equal(value, expected[key], err_msg=key)
-
-
-def test_the_host_reads_once_for_a_step_of_the_optimizer(tiny, tmp_path, monkeypatch) -> None:
-    from mt_train.captured_step import CapturedStep
-
-    reads: list[int] = []
-    inner = CapturedStep.__call__
-
-    def watched(self, *args, **kwargs):
-        with Reads() as found:
-            done = inner(self, *args, **kwargs)
-        reads.append(found.count)
-        return done
-
-    monkeypatch.setattr(CapturedStep, "__call__", watched)
-    tiny.run(tmp_path / "run", *STEPS, "training.cuda_graphs=step")
-    assert len(reads) == 3
-    assert reads[2] == 1
 
 
 def test_why_a_stage_is_not_captured_is_said_once(tiny, tmp_path, losses, capsys) -> None:

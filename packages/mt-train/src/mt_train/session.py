@@ -366,7 +366,8 @@ class _Session:
             reporter.say(line)
         for line in self.trainer.distillation.lines():
             reporter.say(line)
-        for line in wrapping.graph_lines(self.config.training, self.state.device):
+        captured = self.trainer.captured is not None
+        for line in wrapping.graph_lines(self.config.training, self.state.device, step=captured):
             reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):
             reporter.say(line)

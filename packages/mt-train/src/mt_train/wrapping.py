@@ -74,17 +74,18 @@ def captured_step(
     return CapturedStep(optimizer, state, pool=pool, on_eager=on_eager)
 
 
-def graph_lines(training: TrainingSection, device: torch.device) -> list[str]:
-    """Say what is captured, where that was asked for."""
+def graph_lines(training: TrainingSection, device: torch.device, *, step: bool) -> list[str]:
+    """Say what is captured, where that was asked for; `step`: the optimizer's step too."""
     if training.cuda_graphs == "none":
         return []
     what = "each layer" if training.cuda_graphs == "layer" else "each stage"
+    what += ", and the optimizer's step" if step else ""
     first = f"cuda_graphs: forward and backward of {what}, from the second step on"
     if device.type != "cuda":
         first += f"; on a {device.type.upper()} they run eagerly, held to the rules of a graph"
-    if training.cuda_graphs == "step":
-        return [first, "cuda_graphs: the optimizer's step, from the second one on"]
-    return [first, "cuda_graphs: the optimizer's step runs eagerly; step captures it"]
+    if training.cuda_graphs == "layer":
+        return [first, "cuda_graphs: the optimizer's step runs eagerly; step captures it"]
+    return [first]
 
 
 def describe(record: Record) -> str | None:
