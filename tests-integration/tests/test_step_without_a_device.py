@@ -26,7 +26,7 @@ from mt_train.trainer import Trainer
 
 LENGTH, VOCABULARY = 16, 96
 # Loss, norm and what ranks stop and save for come in one message, which is waited for.
-THE_WAIT = ["statistics.py"]
+THE_WAIT = ["guard.py"]
 
 
 class RandomSamples:
