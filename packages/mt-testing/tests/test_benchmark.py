@@ -5,12 +5,12 @@ import pytest
 from mt_testing import environment, ratios, shown, take_turns, write_report
 
 
-def test_every_way_runs_in_every_round_and_none_is_always_first() -> None:
+def test_every_way_runs_in_every_round_and_none_is_always_first_or_behind_another() -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "abc"}
     rounds = take_turns(ways, 4, repeats=2)
     assert [set(each) for each in rounds] == [set("abc")] * 4
-    assert "".join(calls) == "abc" + "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
+    assert "".join(calls) == "abc" + "aabbcc" + "bbaacc" + "ccaabb" + "ccbbaa"
 
 
 def test_a_device_is_waited_for_after_each_call() -> None:

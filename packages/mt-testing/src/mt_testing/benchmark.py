@@ -28,10 +28,11 @@ def take_turns(
     seconds: float = float("inf"),
     wait: Callable[[], object] | None = None,
 ) -> list[dict[str, Seconds]]:
-    """Time all ways in each round, beginning with another one, after each has run once.
+    """Time all ways in each round, in another order each time, after each has run once.
 
     What else a machine does disturbs the ways of a round alike, so compare within rounds; it
-    disturbs the processors' time of this process less than the clock.
+    disturbs the processors' time of this process less than the clock. Every second round goes
+    backwards, as a way finds in the caches what the one before it left there.
 
     Args:
         ways: By name.
@@ -60,8 +61,8 @@ def take_turns(
     for turn in range(rounds):
         if turn >= _FEWEST and time.perf_counter() - begin > seconds:
             break
-        start = turn % len(names)
-        order = names[start:] + names[:start]
+        start, line = turn % len(names), names[::-1] if turn % 2 else names
+        order = line[start:] + line[:start]
         found.append({name: _seconds(ways[name], repeats, wait) for name in order})
     return found
 
