@@ -51,8 +51,9 @@ class TrainingSection:
             anneals too.
         compile: Compile layers with torch.compile, like ones once.
         cuda_graphs: Replay CUDA graphs in place of launching kernels: of each `layer`, or of all
-            that a micro-batch's forward and backward do in a `step` on this rank's stage. On a CPU
-            they run eagerly, and what a graph would compute wrong is an error.
+            that a micro-batch's forward and backward do in a `step` on this rank's stage, and then
+            the optimizer's. On a CPU they run eagerly, and what a graph would compute wrong is an
+            error.
         recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
             and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
