@@ -17,7 +17,7 @@ from mt_optim.bad import find_bad
 from mt_optim.clip import REST, NormGroup, check_once, check_positive, clip_factor, norm_group_of
 from mt_optim.result import StepResult
 from mt_optim.scaler import GradScaler
-from mt_optim.scaling import clamp_, multiply_
+from mt_optim.scaling import clamp_, multiply_, root
 from mt_optim.statistics import WORLD, GradMeter, GradStatistics, Measured, joined
 
 _Key = tuple[str, str]  # norm group, group of the statistics
@@ -316,7 +316,7 @@ class StepGuard:
 
 def _norm(squares: Iterable[Tensor], scale: Tensor) -> Tensor:
     """Return on the device what `joined` does on the host."""
-    return reduce(torch.add, squares).sqrt() / scale
+    return root(reduce(torch.add, squares)) / scale
 
 
 def _factor(squares: Sequence[Tensor], scale: Tensor, max_norm: float) -> Tensor:

@@ -60,7 +60,7 @@ def joined(parts: Iterable[Measured], *, scale: float = 1.0) -> GradStatistics:
     # One after the other, as a device does in `StepGuard.restrain`; `sum` compensates.
     square = reduce(operator.add, (part.square for part in parts), 0.0)
     return GradStatistics(
-        norm=_root(square) / scale,
+        norm=math.sqrt(square) / scale,
         largest=max((part.largest for part in parts), default=0.0) / scale,
         zeros=sum(part.zeros for part in parts),
     )
@@ -76,11 +76,6 @@ def by_layer(name: str) -> str:
     check_type("name", name, str)
     found = _LAYER.match(name)
     return name.split(".")[0] if found is None else found[0]
-
-
-def _root(square: float) -> float:
-    """Return the square root that torch makes on a CPU, whose last bit may not be Python's."""
-    return torch.tensor(square, dtype=torch.float64).sqrt().item()
 
 
 class GradMeter:
