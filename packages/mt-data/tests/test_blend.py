@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import BlendedDataset, DataError, GPTDataset
-from mt_data.blend import BLOCK, BlendOrder
+from mt_data.datasets.blend import BLOCK, BlendOrder
 
 
 class Counted:

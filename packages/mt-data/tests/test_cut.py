@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 from mt_data import DataError, Tokenizer, train_tokenizer
-from mt_data import cut as cut_module
-from mt_data.cut import cut
+from mt_data.tokenizers import cut as cut_module
+from mt_data.tokenizers.cut import cut
 
 WORDS = ["the", " fox", "\n", "  ", "dog", "123", "4", ".", ", ", "\t\n", "é", "日本", "_", "(x)"]
 TEXTS = ["".join(WORDS) * 30]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, Document, read_documents, standard_library_sources
-from mt_data import document as document_module
+from mt_data.documents import reader as document_module
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,13 +14,12 @@ from mt_data import (
     Tokenizer,
     build_corpus,
     dataset_tokenizer,
-    fast_obstacle,
     load_tokenizer,
     train_tokenizer,
 )
-from mt_data import encoder as encoder_module
-from mt_data import fast as fast_module
-from mt_data.fast import FastEncoder
+from mt_data.tokenizers import encoder as encoder_module
+from mt_data.tokenizers import fast as fast_module
+from mt_data.tokenizers.fast import FastEncoder, fast_obstacle
 
 TEXTS = [
     "The quick brown fox doesn't jump over 12345 lazy dogs.\r\n\tÄrger, naïve, 日本語, 🎉\n" * 20,

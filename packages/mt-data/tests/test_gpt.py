@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import PADDING, DataError, GPTDataset, Permutation
-from mt_data.order import MegatronOrder, Stream, sample_count
+from mt_data.datasets.order import MegatronOrder, Stream, sample_count
 
 
 class Fake:

@@ -14,8 +14,9 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import DataError, DataFileError, MissingExtraError, read_documents
-from mt_data import document as document_module
+from mt_data import DataError, DataFileError, read_documents
+from mt_data.documents import reader as document_module
+from mt_data.error import MissingExtraError
 
 TEXTS = ["one\n", "", 'naïve 日本 "quoted" \\ back', "x" * 300, "[{", "}]"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import DataError, DataFileError, MissingExtraError, load_tokenizer, train_tokenizer
-from mt_data.pieces import byte_characters
-from mt_data.training import PATTERNS
+from mt_data import DataError, DataFileError, load_tokenizer, train_tokenizer
+from mt_data.error import MissingExtraError
+from mt_data.tokenizers.pieces import byte_characters
+from mt_data.tokenizers.training import PATTERNS
 
 WORDS = " ".join(f"w{n * n}x{n}" for n in range(300))
 TEXTS = [

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from mt_data.corpus import build_corpus, dataset_tokenizer
-from mt_data.document import Document, DocumentReader, Format, read_documents
-from mt_data.encoder import Encoder
+from mt_data.datasets.gpt import GPTDataset
+from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
+from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError, DataFileError, MissingExtraError, quote, require
-from mt_data.gpt import GPTDataset
-from mt_data.indexed import IndexedDataset, check_prefix
 from mt_data.progress import Progress
-from mt_data.source import STANDARD_INPUT
-from mt_data.tokenizer import Tokenizer, load_tokenizer
-from mt_data.training import train_tokenizer
-from mt_data.writer import check_free
+from mt_data.storage.indexed import IndexedDataset, check_prefix
+from mt_data.storage.writer import check_free
+from mt_data.tokenizers.encoder import Encoder
+from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from mt_data.tokenizers.training import train_tokenizer
 
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 SHOWN = 20

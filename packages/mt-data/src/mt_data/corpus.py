@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.document import Document
-from mt_data.encoder import Encoder
+from mt_data.documents.reader import Document
 from mt_data.error import DataError, DataFileError, quote
-from mt_data.index import token_dtype
-from mt_data.indexed import IndexedDataset
-from mt_data.tokenizer import Tokenizer, load_tokenizer
-from mt_data.writer import IndexedWriter
+from mt_data.storage.index import token_dtype
+from mt_data.storage.indexed import IndexedDataset
+from mt_data.storage.writer import IndexedWriter
+from mt_data.tokenizers.encoder import Encoder
+from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 4096
 BATCH_BYTES = 1 << 21

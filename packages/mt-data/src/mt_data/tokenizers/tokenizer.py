@@ -14,10 +14,10 @@ import mt_files
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mt_data.cut import PART, cut
-from mt_data.engine import Engine, JsonEngine, ModelEngine
 from mt_data.error import DataError, DataFileError, listed, quote, require
-from mt_data.schema import check_record
+from mt_data.tokenizers.cut import PART, cut
+from mt_data.tokenizers.engine import Engine, JsonEngine, ModelEngine
+from mt_data.tokenizers.schema import check_record
 
 # Names that end a document wherever they occur. Without exactly one of them the user names it.
 EOD_NAMES = (

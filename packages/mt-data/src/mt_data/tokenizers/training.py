@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mt_data.error import DataError, quote, require
-from mt_data.pieces import NUM_BYTES
-from mt_data.tokenizer import Tokenizer, check_text
+from mt_data.tokenizers.pieces import NUM_BYTES
+from mt_data.tokenizers.tokenizer import Tokenizer, check_text
 
 DEFAULT_SPECIAL = ("<|eod|>",)
 MAX_WORD = 1024

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mt_data.batch import PartialSamples
+from mt_data.datasets.batch import PartialSamples
 from mt_data.error import DataError
 
 BLOCK = 1 << 12

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mt_data.error import DataError
-from mt_data.index import Index, storable_dtype
-from mt_data.indexed import IndexedDataset, check_prefix
+from mt_data.storage.index import Index, storable_dtype
+from mt_data.storage.indexed import IndexedDataset, check_prefix
 
 MAX_SEQUENCE = 2**31 - 1
 

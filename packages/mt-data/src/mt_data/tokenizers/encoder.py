@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from mt_data.error import DataError, at_least
-from mt_data.fast import Encoded, FastEncoder, encode_flat, fast_obstacle
-from mt_data.tokenizer import Tokenizer
+from mt_data.tokenizers.fast import Encoded, FastEncoder, encode_flat, fast_obstacle
+from mt_data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -108,7 +108,7 @@ class Encoder:
     ) -> Iterator[tuple[_Item, Encoded]]:
         from concurrent.futures import ThreadPoolExecutor
 
-        from mt_data.workers import Worker
+        from mt_data.tokenizers.workers import Worker
 
         idle: deque[Worker] = deque()
         threads: ThreadPoolExecutor | None = None

@@ -11,9 +11,9 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.batch import MadeRows, MicroBatch, Rows, Samples
+from mt_data.datasets.batch import MadeRows, MicroBatch, Rows, Samples
+from mt_data.datasets.gpt import PADDING
 from mt_data.error import DataError, at_least, quote
-from mt_data.gpt import PADDING
 
 
 class TokenStream(Protocol):

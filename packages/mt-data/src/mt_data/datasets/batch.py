@@ -11,8 +11,8 @@ import numpy as np
 from mt_files import multiples_near
 from numpy.typing import NDArray
 
+from mt_data.datasets.gpt import PADDING
 from mt_data.error import DataError, at_least
-from mt_data.gpt import PADDING
 
 
 class Samples(Protocol):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mt_data.batch import BatchSampler, MicroBatch
+from mt_data.datasets.batch import BatchSampler, MicroBatch
 from mt_data.error import DataError, at_least
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.batch import Packing, Rows
+from mt_data.datasets.batch import Packing, Rows
+from mt_data.datasets.gpt import PADDING, GPTDataset, TokenSource
+from mt_data.datasets.windows import InOrder
 from mt_data.error import DataError, at_least
-from mt_data.gpt import PADDING, GPTDataset, TokenSource
-from mt_data.windows import InOrder
 
 _MOST_DENSITY = 0.5
 _LEAST = 2  # tokens of a text: one that stays and one that is cut out

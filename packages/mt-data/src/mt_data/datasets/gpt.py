@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.datasets.order import OVERLAP, MegatronOrder, StableOrder, Stream
 from mt_data.error import DataError, at_least, quote
-from mt_data.order import OVERLAP, MegatronOrder, StableOrder, Stream
 
 PADDING = -100
 

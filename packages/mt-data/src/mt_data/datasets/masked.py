@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.datasets.gpt import PADDING, TokenSource
+from mt_data.datasets.permutation import Permutation
+from mt_data.datasets.windows import InOrder
 from mt_data.error import DataError, at_least, quote
-from mt_data.gpt import PADDING, TokenSource
-from mt_data.permutation import Permutation
-from mt_data.tokenizer import Tokenizer
-from mt_data.windows import InOrder
+from mt_data.tokenizers.tokenizer import Tokenizer
 
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 

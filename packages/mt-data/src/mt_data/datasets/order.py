@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.datasets.permutation import Permutation
 from mt_data.error import DataError
-from mt_data.permutation import Permutation
 
 OVERLAP = 1
 FINAL_EPOCH_SHARE = 0.8

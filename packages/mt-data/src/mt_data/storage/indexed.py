@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.error import DataError, DataFileError, quote
-from mt_data.index import read_index
+from mt_data.storage.index import read_index
 
 MAX_RECORD = 1 << 20
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.error import DataError
-from mt_data.fast import FastEncoder, encode_flat
-from mt_data.tokenizer import Tokenizer, from_bytes
+from mt_data.tokenizers.fast import FastEncoder, encode_flat
+from mt_data.tokenizers.tokenizer import Tokenizer, from_bytes
 
 _HEAD = struct.Struct("<BQQ")
 _START, _TEXTS, _IDS, _ERROR = range(4)
@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool) -> None:
         # -P: nothing of the working directory is imported.
-        command = [sys.executable, "-P", "-m", "mt_data.workers"]
+        command = [sys.executable, "-P", "-m", "mt_data.tokenizers.workers"]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

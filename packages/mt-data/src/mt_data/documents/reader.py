@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
+from mt_data.documents.source import Source, SourceFile, decompressed, find_files
 from mt_data.error import (
     DataError,
     DataFileError,
@@ -19,7 +20,6 @@ from mt_data.error import (
     require,
     shorten,
 )
-from mt_data.source import Source, SourceFile, decompressed, find_files
 
 MAX_LINE = 1 << 28
 MAX_TEXT = 1 << 31

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.cut import LONGEST
-from mt_data.engine import Engine, JsonEngine
 from mt_data.error import DataError, is_library_error, shorten
-from mt_data.tokenizer import Tokenizer, check_text
+from mt_data.tokenizers.cut import LONGEST
+from mt_data.tokenizers.engine import Engine, JsonEngine
+from mt_data.tokenizers.tokenizer import Tokenizer, check_text
 
 Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 RENEW_BYTES = 1 << 28

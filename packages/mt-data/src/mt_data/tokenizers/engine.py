@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from mt_data.error import DataError, is_library_error, require, shorten
-from mt_data.pieces import piece_decoder, space_piece
-from mt_data.schema import MAX_VOCABULARY
+from mt_data.tokenizers.pieces import piece_decoder, space_piece
+from mt_data.tokenizers.schema import MAX_VOCABULARY
 
 _REASON = 300
 

@@ -1,0 +1,1 @@
+"""Rows for training and evaluation, and the batches made of them."""

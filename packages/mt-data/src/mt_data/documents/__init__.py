@@ -1,0 +1,1 @@
+"""Texts: files of them, read as documents and divided into parts."""

@@ -1,0 +1,1 @@
+"""The files of a token dataset: written, checked and read."""
