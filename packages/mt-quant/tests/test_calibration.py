@@ -18,7 +18,7 @@ from mt_quant import (
     Rule,
     quantize,
 )
-from mt_quant.statistics import Collector
+from mt_quant.calibration.statistics import Collector
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -111,7 +111,7 @@ def test_rounding_hurts_less_afterwards(by: str) -> None:
 def test_passes_that_hold_less_at_once_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for limit in (1 << 30, 1):
-        monkeypatch.setattr(sys.modules["mt_quant.folding"], "_BYTES", limit)
+        monkeypatch.setattr(sys.modules["mt_quant.models.folding"], "_BYTES", limit)
         block, x = example()
         made.append(fold_scales(block, block.shared_inputs(), list(x.split(3)), format="int4-g16"))
     for one, other in zip(made[0].parameters(), made[1].parameters(), strict=True):

@@ -63,7 +63,7 @@ def solved_column_by_column(
 def test_each_column_is_rounded_at_the_least_squares_solution(
     name: str, act_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["mt_quant.gptq"], "_BLOCK", 5)
+    monkeypatch.setattr(sys.modules["mt_quant.methods.gptq"], "_BLOCK", 5)
     weight, x = random_weight(12, 32), related_inputs(32)
     format, statistics = WeightFormat.named(name), statistics_of(x)
     hessian = x.T @ x / len(x)
@@ -110,7 +110,7 @@ def test_groups_found_on_the_way_start_from_the_changed_weight() -> None:
 
 def test_the_block_does_not_change_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_block(block: int) -> Tensor:
-        monkeypatch.setattr(sys.modules["mt_quant.gptq"], "_BLOCK", block)
+        monkeypatch.setattr(sys.modules["mt_quant.methods.gptq"], "_BLOCK", block)
         return gptq(weight, format, statistics).weight.data
 
     weight, x = random_weight(16, 96), related_inputs(96)

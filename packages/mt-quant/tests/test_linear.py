@@ -20,7 +20,7 @@ from mt_quant import (
     quantize,
     quantize_weight,
 )
-from mt_quant.linear import tensors_of
+from mt_quant.layers.linear import tensors_of
 from torch import nn
 
 

@@ -6,46 +6,52 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_quant.activation import round_activation
-from mt_quant.awq import awq, awq_scale, clipped_grid
-from mt_quant.calibration import RANGES, Magnitudes, find_range
-from mt_quant.config import Explanation, QuantizationConfig
-from mt_quant.distillation import distillation_loss
+from mt_quant.calibration.kv_cache import KVCalibrator, KVScales, KVScheme
+from mt_quant.calibration.magnitudes import RANGES, Magnitudes, find_range
+from mt_quant.calibration.statistics import Statistics
 from mt_quant.error import CalibrationError, QuantizationError
-from mt_quant.folding import InputSource, SharedInput, fold_scale, fold_scales
-from mt_quant.format import InputFormat, WeightFormat
-from mt_quant.gptq import gptq
-from mt_quant.grid import Grid, find_grid, round_to_grid
-from mt_quant.hessian import output_error
-from mt_quant.kv_cache import KVCalibrator, KVScales, KVScheme
-from mt_quant.kv_format import KVFormat
-from mt_quant.linear import QuantizedLinear
-from mt_quant.loading import load_quantized
-from mt_quant.matmul import MATMULS, Matmul, Operands
-from mt_quant.method import METHODS, Method, rtn
-from mt_quant.quantize import Progress, quantize
-from mt_quant.recipes import RECIPES
-from mt_quant.rule import Decision, Rule, ShapeCondition
-from mt_quant.sensitivity import Costs, FormatPlan, choose_formats, measure_costs, weight_bits
-from mt_quant.shape import LinearShape, SplitLinear
-from mt_quant.smoothquant import smoothquant, smoothquant_scale
-from mt_quant.statistics import Statistics
-from mt_quant.svdquant import svdquant
-from mt_quant.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_weight
+from mt_quant.formats.activation import round_activation
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.grid import Grid, find_grid, round_to_grid
+from mt_quant.formats.kv_format import KVFormat
+from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight, encode, quantize_weight
+from mt_quant.layers.linear import QuantizedLinear
+from mt_quant.layers.matmul import MATMULS, Matmul, Operands
+from mt_quant.layers.shape import LinearShape, SplitLinear
+from mt_quant.methods.awq import awq, awq_scale, clipped_grid
+from mt_quant.methods.gptq import gptq
+from mt_quant.methods.output_error import output_error
+from mt_quant.methods.registry import METHODS, Method, rtn
+from mt_quant.methods.smoothquant import smoothquant, smoothquant_scale
+from mt_quant.methods.svdquant import svdquant
+from mt_quant.models.quantize import Progress, quantize
+from mt_quant.rules.config import Explanation, QuantizationConfig
+from mt_quant.rules.recipes import RECIPES
+from mt_quant.rules.rule import Decision, Rule, ShapeCondition
 
 if TYPE_CHECKING:
-    from mt_quant.compressed import describe_compressed, write_compressed
-    from mt_quant.installation import compressed_state, install, stored_layer
-    from mt_quant.kv_layout import (
+    from mt_quant.checkpoints.compressed import describe_compressed, write_compressed
+    from mt_quant.checkpoints.installation import compressed_state, install, stored_layer
+    from mt_quant.checkpoints.kv_layout import (
         KV_LEAVES,
         common_kv_format,
         kv_format_of,
         read_kv_scales,
         write_kv_scales,
     )
-    from mt_quant.layout import LAYOUTS, Layout
-    from mt_quant.stored import StoredLinear, join_rows
-    from mt_quant.writing import WRITERS, LayoutWriter
+    from mt_quant.checkpoints.layout import LAYOUTS, Layout
+    from mt_quant.checkpoints.stored import StoredLinear, join_rows
+    from mt_quant.checkpoints.writing import WRITERS, LayoutWriter
+    from mt_quant.distillation import distillation_loss
+    from mt_quant.models.folding import InputSource, SharedInput, fold_scale, fold_scales
+    from mt_quant.models.loading import load_quantized
+    from mt_quant.models.sensitivity import (
+        Costs,
+        FormatPlan,
+        choose_formats,
+        measure_costs,
+        weight_bits,
+    )
 
 __all__ = [
     "KV_LEAVES",
@@ -122,13 +128,21 @@ __all__ = [
     "write_kv_scales",
 ]
 
-# Layouts of other software are for who reads or writes them.
+# Imported at first use: a program needs few of these, and each costs time to import.
 __getattr__ = resolve_later(
     __name__,
-    compressed="describe_compressed write_compressed",
-    installation="compressed_state install stored_layer",
-    kv_layout="KV_LEAVES common_kv_format kv_format_of read_kv_scales write_kv_scales",
-    layout="LAYOUTS Layout",
-    stored="StoredLinear join_rows",
-    writing="WRITERS LayoutWriter",
+    **{
+        "checkpoints.compressed": "describe_compressed write_compressed",
+        "checkpoints.installation": "compressed_state install stored_layer",
+        "checkpoints.kv_layout": (
+            "KV_LEAVES common_kv_format kv_format_of read_kv_scales write_kv_scales"
+        ),
+        "checkpoints.layout": "LAYOUTS Layout",
+        "checkpoints.stored": "StoredLinear join_rows",
+        "checkpoints.writing": "WRITERS LayoutWriter",
+        "distillation": "distillation_loss",
+        "models.folding": "InputSource SharedInput fold_scale fold_scales",
+        "models.loading": "load_quantized",
+        "models.sensitivity": "Costs FormatPlan choose_formats measure_costs weight_bits",
+    },
 )

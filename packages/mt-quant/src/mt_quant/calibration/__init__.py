@@ -1,0 +1,1 @@
+"""What calibration data says about inputs, keys and values."""

@@ -1,0 +1,1 @@
+"""Quantised layers as checkpoints of other software store them."""

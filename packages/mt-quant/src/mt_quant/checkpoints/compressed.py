@@ -1,0 +1,394 @@
+"""The layout of compressed-tensors: what transformers and vLLM read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mt_files import shorten
+from torch import Tensor
+
+from mt_quant.checkpoints.kv_layout import describe_kv_cache
+from mt_quant.checkpoints.stored import (
+    StoredLinear,
+    by_channel,
+    check_shape,
+    group_of,
+    integer_weight,
+    needed,
+)
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.kv_format import KVFormat
+from mt_quant.formats.packing import pack_words, unpack_words
+from mt_quant.formats.weight import QuantizedWeight
+
+METHOD = "compressed-tensors"
+LEAVES = (
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale"),
+)
+_LAYOUTS = {
+    "fp8": "float-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+}
+
+
+def describe_compressed(
+    layers: Mapping[str, tuple[WeightFormat, InputFormat | None]],
+    kv_cache: KVFormat | None = None,
+    kept: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json.
+
+    Args:
+        layers: Formats of weight and input of the layers in low precision, by name.
+        kv_cache: Of the keys and values of all attention; None leaves them.
+        kept: Names of the other modules with a matrix, which need no mention here.
+
+    Raises:
+        QuantizationError: The layout has no such format.
+    """
+    del kept
+    groups: dict[tuple[str, str], list[str]] = {}
+    schemes: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, (weight, input) in layers.items():
+        stored = by_channel_format(weight)
+        key = str(stored), str(input)
+        groups.setdefault(key, []).append(name)
+        schemes.setdefault(key, _scheme(stored, input))
+    formats = {scheme["format"] for scheme in schemes.values()}
+    return {
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+        "format": _format_of(formats),
+        "config_groups": {
+            f"group_{i}": {"targets": groups[key], **schemes[key]} for i, key in enumerate(schemes)
+        },
+        "ignore": [],
+        "kv_cache_scheme": None if kv_cache is None else describe_kv_cache(kv_cache),
+    }
+
+
+def _format_of(layouts: set[str]) -> str:
+    if not layouts:
+        return "dense"
+    return next(iter(layouts)) if len(layouts) == 1 else "mixed-precision"
+
+
+def by_channel_format(format: WeightFormat) -> WeightFormat:
+    """Return the format in which integers are stored: never with one scale for the tensor."""
+    if not format.is_integer or format.group != "tensor":
+        return format
+    return WeightFormat(type=format.type, group="channel", symmetric=format.symmetric)
+
+
+def _scheme(weight: WeightFormat, input: InputFormat | None) -> dict[str, Any]:
+    is_other = input is not None and weight.is_integer and input.type != "int8"
+    if input is not None and (input.type == "nvfp4" or is_other):
+        raise QuantizationError(
+            f"compressed-tensors has no layout of {weight} weights with {input} inputs here; use a "
+            "recipe that leaves the input, such as int4-rtn or nvfp4-weight"
+        )
+    layout = _LAYOUTS.get(weight.type, "pack-quantized")
+    if weight.type == "int8" and input is not None:
+        layout = "int-quantized"
+    return {
+        "format": layout,
+        "weights": _weight_arguments(weight),
+        "input_activations": None if input is None else _input_arguments(input),
+        "output_activations": None,
+    }
+
+
+def _weight_arguments(format: WeightFormat) -> dict[str, Any]:
+    group = format.group
+    strategy = group if isinstance(group, str) else "group"
+    made = {
+        "num_bits": format.bits,
+        "type": "int" if format.is_integer else "float",
+        "symmetric": format.symmetric,
+        "strategy": "tensor_group" if format.type == "nvfp4" else strategy,
+        "group_size": group if isinstance(group, int) else None,
+        "dynamic": False,
+    }
+    scales = {"mxfp8": "torch.uint8", "mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
+    return made | ({"scale_dtype": scales[format.type]} if format.type in scales else {})
+
+
+def _input_arguments(format: InputFormat) -> dict[str, Any]:
+    made = {
+        "num_bits": 4 if format.type == "mxfp4" else 8,
+        "type": "int" if format.type == "int8" else "float",
+        "symmetric": True,
+        "strategy": "group" if format.group == "block" else format.group,
+        "group_size": 32 if format.group == "block" else None,
+        "dynamic": format.dynamic,
+    }
+    return made | ({"scale_dtype": "torch.uint8"} if format.group == "block" else {})
+
+
+def write_compressed(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of a layer by the ends of their names.
+
+    Args:
+        layer: In low precision.
+        dtype: Of scales that the layout does not give one; the model's.
+    """
+    made = _write_integer(layer, dtype) if layer.weight.format.is_integer else _write_float(layer)
+    if layer.step is not None:
+        made["input_scale"] = layer.step.view(1).to(dtype)
+    return made
+
+
+def _write_integer(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+    weight = by_channel(layer.weight)
+    bits, zero = weight.format.bits, weight.zero
+    middle = 1 << (bits - 1)
+    codes = weight.codes().to(torch.int16) + (middle if zero is None else 0)
+    scale = {"weight_scale": weight.scale.to(dtype)}
+    if bits == 8 and layer.input is not None:
+        scale["weight"] = (codes - middle).to(torch.int8)
+        if zero is not None:
+            scale["weight_zero_point"] = (zero.to(torch.int16) - middle).to(torch.int8)
+        return scale
+    scale["weight_packed"] = pack_words(codes, bits)
+    scale["weight_shape"] = torch.tensor(weight.shape)
+    if zero is not None:
+        scale["weight_zero_point"] = pack_words(zero.t(), bits).t().contiguous()
+    return scale
+
+
+def _write_float(layer: StoredLinear) -> dict[str, Tensor]:
+    weight = layer.weight
+    kind, scale = weight.format.type, weight.scale
+    name = "weight_packed" if weight.format.bits == 4 else "weight"
+    data = weight.data if weight.format.bits == 4 else weight.data.view(torch.float8_e4m3fn)
+    made = {name: data}
+    if kind == "fp8":
+        scale = scale.view(1) if weight.format.group == "tensor" else scale
+    elif kind == "nvfp4" and weight.level is not None:
+        scale = scale.view(torch.float8_e4m3fn)
+        made["weight_global_scale"] = 1 / weight.level.view(1)
+    return made | {"weight_scale": scale}
+
+
+def read_compressed(
+    config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
+) -> StoredLinear:
+    """Return a layer as its tensors and the `quantization_config` have it.
+
+    Args:
+        config: The `quantization_config`.
+        name: Of the layer.
+        tensors: By the ends of their names.
+
+    Raises:
+        QuantizationError: A tensor is missing or has another shape, or the scheme is not known.
+    """
+    scheme = _scheme_of(config, name)
+    weights = _mapping(scheme.get("weights"), f"{name}: weights of its scheme")
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    input = _input_of(scheme.get("input_activations"), name)
+    if kind == "int" and bits in (4, 8):
+        weight, order = _read_integer(tensors, weights, int(bits))
+    elif kind == "float" and bits in (4, 8):
+        weight, order = _read_float(tensors, weights), None
+    else:
+        raise QuantizationError(f"{name}: weights of {kind} with {bits} bits are not known")
+    step = None
+    if input is not None and not input.dynamic:
+        step = needed(tensors, "input_scale")[0].float().reshape(-1)
+        check_shape("input_scale", step, (1,))
+    step = None if step is None else step.view(1, 1)
+    return StoredLinear(weight=weight, input=input, step=step, order=order)
+
+
+def _scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    groups = _mapping(config.get("config_groups"), "config_groups of quantization_config")
+    matching = []
+    for scheme in groups.values():
+        checked = _mapping(scheme, "a group of config_groups")
+        targets = checked.get("targets") or ()
+        if any(target == name or _matches(str(target), name) for target in targets):
+            return checked
+        matching += [checked] if "Linear" in targets else []
+    if not matching:
+        raise QuantizationError(
+            f"{name} has codes, and no group of quantization_config names it; restore config.json"
+        )
+    return matching[0]
+
+
+def _matches(target: str, name: str) -> bool:
+    try:
+        return target.startswith("re:") and re.match(target[3:], name) is not None
+    except re.error as error:
+        raise QuantizationError(f"target {shorten(target)} is no pattern: {error}") from error
+
+
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise QuantizationError(f"{what} is {shorten(value)}, and a mapping is needed")
+    return value
+
+
+def _input_of(given: object, name: str) -> InputFormat | None:
+    if given is None:
+        return None
+    found = _mapping(given, f"{name}: input_activations of its scheme")
+    bits, kind, strategy = (found.get(key) for key in ("num_bits", "type", "strategy"))
+    if (bits, kind) == (8, "float") and found.get("group_size") == 32:
+        return InputFormat(type="mxfp8", group="block")
+    if (bits, kind) == (4, "float") and found.get("group_size") == 32:
+        return InputFormat(type="mxfp4", group="block")
+    if bits != 8 or strategy not in ("token", "tensor") or found.get("symmetric") is False:
+        return None  # not rounded: more exact than the scheme asks for
+    type = "int8" if kind == "int" else "fp8"
+    if strategy == "token":
+        return InputFormat(type=type, group="token")
+    return InputFormat(type=type, group="tensor", dynamic=bool(found.get("dynamic")))
+
+
+def _read_integer(
+    tensors: Mapping[str, Tensor], weights: Mapping[str, Any], bits: int
+) -> tuple[QuantizedWeight, Tensor | None]:
+    scale, zero = needed(tensors, "weight_scale")[0], None
+    middle = 1 << (bits - 1)
+    if "weight" in tensors:
+        codes = (tensors["weight"].to(torch.int16) + middle).to(torch.uint8)
+    else:
+        words, sizes = needed(tensors, "weight_packed", "weight_shape")
+        check_shape("weight_shape", sizes, (2,))
+        rows, columns = (int(size) for size in sizes)
+        check_shape("weight_packed", words, (rows, -(-columns * bits // 32)))
+        codes = unpack_words(words, bits, columns)
+    scale = scale.view(-1, 1) if scale.dim() < 2 else scale
+    scale = scale.expand(len(codes), -1) if len(scale) == 1 else scale
+    check_shape("weight_scale", scale, (len(codes), scale.shape[1]))
+    if weights.get("symmetric") is False:
+        zero = needed(tensors, "weight_zero_point")[0]
+        if zero.dtype == torch.int32:
+            zero = unpack_words(zero.t().contiguous(), bits, len(codes)).t().contiguous()
+        else:
+            zero = (zero.to(torch.int16) + middle).view(-1, scale.shape[1]).expand_as(scale)
+        check_shape("weight_zero_point", zero, tuple(scale.shape))
+    return by_groups(codes, scale, zero, bits, tensors.get("weight_g_idx"))
+
+
+def by_groups(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: Tensor | None
+) -> tuple[QuantizedWeight, Tensor | None]:
+    """Return a weight whose columns lie by group, and where they lie in the layer's.
+
+    Args:
+        codes: uint8 [out, in].
+        scale: [out, groups].
+        zero: [out, groups]; None for the middle.
+        bits: Of a code.
+        group: Of each column, [in]; None, or less than 0, where they lie in order.
+
+    Raises:
+        QuantizationError: Groups are of different sizes, or out of range.
+    """
+    if group is None or scale.shape[1] == 1 or bool((group < 0).all()):
+        return integer_weight(codes, scale, zero, bits), None
+    check_shape("g_idx", group, (codes.shape[1],))
+    count = scale.shape[1]
+    sorted_group, order = torch.sort(group.long(), stable=True)
+    expected = torch.arange(count).repeat_interleave(codes.shape[1] // count)
+    if not torch.equal(sorted_group, expected):
+        raise QuantizationError(
+            f"g_idx does not give each of {count} groups as many of {codes.shape[1]} inputs; "
+            "restore the file"
+        )
+    is_sorted = torch.equal(group.long(), expected)
+    return integer_weight(codes[:, order], scale, zero, bits), None if is_sorted else order
+
+
+def _read_float(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedWeight:
+    strategy, scale = weights.get("strategy"), needed(tensors, "weight_scale")[0]
+    if weights.get("num_bits") == 4:
+        data = needed(tensors, "weight_packed")[0]
+        return _read_fp4(data, scale, tensors)
+    data = needed(tensors, "weight")[0]
+    if data.dtype != torch.float8_e4m3fn:
+        raise QuantizationError(f"weight is {data.dtype}, and torch.float8_e4m3fn is needed")
+    if scale.dtype == torch.uint8:
+        check_shape("weight_scale", scale, (data.shape[0], data.shape[1] // 32))
+        return float_weight(data, scale, WeightFormat(type="mxfp8", group=32))
+    if strategy == "block":
+        block = weights.get("block_structure")
+        if not isinstance(block, Sequence) or len(block) != 2:
+            raise QuantizationError(f"block_structure is {shorten(block)}, and two are needed")
+        return block_weight(data, scale, (int(block[0]), int(block[1])))
+    return scaled_weight(data, scale)
+
+
+def scaled_weight(data: Tensor, scale: Tensor) -> QuantizedWeight:
+    """Return an fp8 weight with a scale for the tensor, for outputs or for groups of inputs.
+
+    Raises:
+        QuantizationError: The scales are not as many.
+    """
+    if scale.numel() == 1:
+        format = WeightFormat(type="fp8", group="tensor")
+        return float_weight(data, scale.float().view(1, 1), format)
+    scale = scale.view(-1, 1) if scale.dim() == 1 else scale
+    check_shape("weight_scale", scale, (data.shape[0], scale.shape[1]))
+    format = WeightFormat(type="fp8", group=group_of(scale, data.shape[1]))
+    return float_weight(data, scale.float(), format)
+
+
+def block_weight(data: Tensor, scale: Tensor, block: tuple[int, int]) -> QuantizedWeight:
+    """Return an fp8 weight with a scale for each box of outputs and inputs; the values are equal.
+
+    Raises:
+        QuantizationError: The scales are not as many.
+    """
+    rows, columns = data.shape
+    check_shape("the scale", scale, (-(-rows // block[0]), -(-columns // block[1])))
+    size = math.gcd(block[1], columns)  # so that a last box that is not whole has groups too
+    wide = scale.float().repeat_interleave(block[0], 0)[:rows]
+    wide = wide.repeat_interleave(block[1] // size, 1)[:, : columns // size]
+    format = WeightFormat(type="fp8", group=size if size < columns else "channel")
+    return float_weight(data, wide.contiguous(), format)
+
+
+def float_weight(
+    data: Tensor, scale: Tensor, format: WeightFormat, level: Tensor | None = None
+) -> QuantizedWeight:
+    """Return a weight of floats: codes of 8 bits, or bytes of two."""
+    raw = data.contiguous().view(torch.uint8)
+    columns = raw.shape[1] * 8 // format.bits
+    return QuantizedWeight(
+        data=raw, scale=scale.contiguous(), zero=None, format=format, columns=columns, level=level
+    )
+
+
+def _read_fp4(data: Tensor, scale: Tensor, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    columns = 2 * data.shape[1]
+    if scale.dtype == torch.uint8:
+        check_shape("weight_scale", scale, (data.shape[0], columns // 32))
+        return float_weight(data, scale, WeightFormat(type="mxfp4", group=32))
+    level = needed(tensors, "weight_global_scale")[0].float().reshape(-1)
+    check_shape("weight_global_scale", level, (1,))
+    return nvfp4_weight(data, scale, 1 / level.view(1, 1))
+
+
+def nvfp4_weight(data: Tensor, scale: Tensor, level: Tensor) -> QuantizedWeight:
+    """Return a weight of nvfp4: bytes of two codes, e4m3 scales of 16, and what they multiply.
+
+    Raises:
+        QuantizationError: The scales are not as many, or not e4m3.
+    """
+    check_shape("weight_scale", scale, (data.shape[0], 2 * data.shape[1] // 16))
+    if scale.dtype != torch.float8_e4m3fn:
+        raise QuantizationError(f"weight_scale is {scale.dtype}, and torch.float8_e4m3fn is needed")
+    format = WeightFormat(type="nvfp4", group=16)
+    return float_weight(data, scale.view(torch.uint8), format, level)

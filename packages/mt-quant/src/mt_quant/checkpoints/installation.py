@@ -1,0 +1,122 @@
+"""Between layers of a model and layers as checkpoints of other software have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mt_parallel_state import shardings
+from torch import Tensor, nn
+
+from mt_quant.calibration.kv_cache import KVScheme
+from mt_quant.checkpoints.compressed import describe_compressed, write_compressed
+from mt_quant.checkpoints.kv_layout import common_kv_format, write_kv_scales
+from mt_quant.checkpoints.stored import StoredLinear
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.weight import QuantizedMatrix
+from mt_quant.layers.linear import QuantizedLinear, tensors_of
+from mt_quant.layers.shape import LinearShape
+
+
+def install(model: nn.Module, layers: Mapping[str, StoredLinear]) -> None:
+    """Put layers in low precision in the place of linear ones, each rank its part.
+
+    Args:
+        model: Changed in place.
+        layers: Whole layers, by the names of those that they replace.
+
+    Raises:
+        QuantizationError: A layer is none, is of another size, or a rank's part cuts a group.
+    """
+    for name, stored in layers.items():
+        layer = model.get_submodule(name)
+        shape = LinearShape.of(layer)
+        if shape is None:
+            raise QuantizationError(f"{name} is no linear layer but {type(layer).__name__}")
+        try:
+            made = _layer(layer, shape, stored)
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}: {error}") from error
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made)
+    shardings(model)
+
+
+def _layer(layer: nn.Module, shape: LinearShape, stored: StoredLinear) -> QuantizedLinear:
+    stored = stored.take()
+    whole = shape.whole_rows, shape.whole_columns
+    if stored.weight.shape != whole:
+        raise QuantizationError(f"its weight is {stored.weight.shape}, and {whole} is needed")
+    weight = layer.get_parameter("weight")
+    tensors = tensors_of(QuantizedMatrix(weight=stored.weight), shape, weight.dtype)
+    if stored.step is not None:
+        tensors["input_step"] = stored.step
+    format = stored.weight.format
+    return QuantizedLinear.from_layer(layer, shape, tensors, format=format, input=stored.input)
+
+
+def compressed_state(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    kv_schemes: Mapping[str, KVScheme] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a model's tensors, and their description, in the layout of compressed-tensors.
+
+    Args:
+        model: With layers in low precision, on one process.
+        dtype: Of scales; None is that of each layer's bias or, without one, fp32.
+        kv_schemes: How attention keeps keys and values, by its name; all in one static format.
+
+    Returns:
+        Tensors by name, for a safetensors file, and the `quantization_config` of config.json.
+
+    Raises:
+        QuantizationError: A layer has what the layout has no place for, or none is in low
+            precision.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    if not layers:
+        raise QuantizationError("no layer is in low precision; call quantize first")
+    inside = tuple(f"{name}." for name in layers)
+    tensors = {n: t for n, t in model.state_dict().items() if not n.startswith(inside)}
+    formats: dict[str, tuple[WeightFormat, InputFormat | None]] = {}
+    for name, layer in layers.items():
+        try:
+            stored = stored_layer(layer)
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}: {error}") from error
+        formats[name] = stored.weight.format, stored.input
+        bias = layer.bias
+        wide = dtype or (torch.float32 if bias is None else bias.dtype)
+        parts = write_compressed(stored, wide)
+        parts |= {} if bias is None else {"bias": bias.detach()}
+        tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
+    for name, scheme in (kv_schemes or {}).items():
+        tensors |= {f"{name}.{leaf}": scale for leaf, scale in write_kv_scales(scheme).items()}
+    return tensors, describe_compressed(formats, common_kv_format(kv_schemes or {}))
+
+
+def stored_layer(layer: QuantizedLinear) -> StoredLinear:
+    """Return a layer as checkpoints of other software can have it.
+
+    Raises:
+        QuantizationError: They can't: it is a part of a layer, or does more than round.
+    """
+    extras = {
+        "a scale for each input feature": layer.input_scale,
+        "an added product of low rank": layer.low_rank_down,
+        "a format of its output": layer.output,
+    }
+    found = [name for name, value in extras.items() if value is not None]
+    if found:
+        raise QuantizationError(
+            f"the layer has {' and '.join(found)}, which other software has no place for; use a "
+            "method that has none, such as rtn or gptq"
+        )
+    if layer.shape.split is not None:
+        raise QuantizationError("the layer is split over ranks; write it from one process")
+    step = None if layer.input_step is None else layer.input_step.detach()
+    return StoredLinear(weight=layer.quantized_weight, input=layer.input, step=step)

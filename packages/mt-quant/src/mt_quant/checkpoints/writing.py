@@ -1,0 +1,83 @@
+"""Layouts in which folders of Hugging Face are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from mt_files import did_you_mean, shorten
+from torch import Tensor
+
+from mt_quant.checkpoints import compressed, modelopt
+from mt_quant.checkpoints.stored import StoredLinear
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.kv_format import KVFormat
+
+
+class Describe(Protocol):
+    """Makes a `quantization_config`; see `describe_compressed`."""
+
+    def __call__(
+        self,
+        layers: Mapping[str, tuple[WeightFormat, InputFormat | None]],
+        kv_cache: KVFormat | None = None,
+        kept: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Return it, or raise QuantizationError for a format that the layout does not have."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutWriter:
+    """How a folder says what is in low precision.
+
+    Attributes:
+        name: `quant_method` there.
+        describe: Makes its `quantization_config`.
+        write: Makes the tensors of a layer, by the ends of their names.
+        kv_names: Takes the ends of the names of scales of keys and values, gives those here.
+        files: Makes what stands beside config.json, by name, of the `quantization_config`.
+    """
+
+    name: str
+    describe: Describe
+    write: Callable[[StoredLinear, torch.dtype], dict[str, Tensor]]
+    kv_names: Callable[[Sequence[str]], dict[str, str]]
+    files: Callable[[Mapping[str, Any]], dict[str, bytes]]
+
+    @classmethod
+    def of(cls, name: str) -> LayoutWriter:
+        """Return the one of a name.
+
+        Raises:
+            QuantizationError: There is none.
+        """
+        if name not in WRITERS:
+            raise QuantizationError(
+                f"layout {shorten(name)} is not written. {did_you_mean(str(name), WRITERS)}"
+            )
+        return WRITERS[name]
+
+
+WRITERS: Mapping[str, LayoutWriter] = {
+    writer.name: writer
+    for writer in (
+        LayoutWriter(
+            name=compressed.METHOD,
+            describe=compressed.describe_compressed,
+            write=compressed.write_compressed,
+            kv_names=lambda names: {name: name for name in names},
+            files=lambda described: {},
+        ),
+        LayoutWriter(
+            name=modelopt.METHOD,
+            describe=modelopt.describe_modelopt,
+            write=modelopt.write_modelopt,
+            kv_names=modelopt.kv_names,
+            files=modelopt.files_of,
+        ),
+    )
+}

@@ -1,0 +1,268 @@
+"""A weight in low precision: its codes, packed, with scales and zero points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from mt_files import check_type
+from torch import Tensor
+
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import WeightFormat
+from mt_quant.formats.grid import Grid, find_grid, grid_of, inverse, nearest, to_codes
+
+if TYPE_CHECKING:
+    from mt_fp8 import QTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedWeight:
+    """Codes of a weight with what makes values of them.
+
+    Attributes:
+        data: int8 codes; uint8 without symmetry; the bytes of floats as uint8; two codes of 4 bits
+            a byte, the even column in the low bits (of a symmetric int4 plus 8).
+        scale: bf16 of integers; of floats fp32, or bytes of e8m0 and of nvfp4's e4m3 as uint8.
+        zero: uint8 zero points of an asymmetric format, else None.
+        format: Of the codes.
+        columns: Inputs of the weight.
+        level: Of nvfp4 what its scales are multiplied by, fp32 [1, 1]; else None.
+
+    Shape:
+        data: [out, in], or [out, in / 2] for 4 bits. scale, zero: [out, groups], [1, 1] for a scale
+        of the whole tensor.
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    format: WeightFormat
+    columns: int
+    level: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.data.shape[0], self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        tensors = (self.data, self.scale, self.zero, self.level)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def grid(self) -> Grid:
+        """Scales and zero points as fp32."""
+        if not self.format.is_integer:
+            return grid_of(self.as_qtensor(), self.format)
+        zero = None if self.zero is None else self.zero.float()
+        return Grid(format=self.format, scale=self.scale.float(), zero=zero, columns=self.columns)
+
+    def as_qtensor(self) -> QTensor:
+        """Return the same codes and scales as mt-fp8 has them, of a float format."""
+        from mt_fp8 import QTensor  # only floats need it
+
+        scaling = self.format.scaling
+        tensors = {"data": self.data, "scales": self.scale}
+        if self.format.group == "tensor":
+            tensors["scales"] = self.scale.view(())
+        if self.level is not None:
+            tensors["global_scale"] = self.level.view(())
+        return QTensor.from_tensors(tensors, scaling=scaling, dtype=torch.float32, shape=self.shape)
+
+    def codes(self) -> Tensor:
+        """Return the codes one by one: integers of the format's range, or bits of floats.
+
+        Shape:
+            Returns [out, in], int8 or uint8.
+        """
+        codes = self.data if self.format.bits == 8 else _unpack(self.data)
+        return codes.to(torch.int8) - 8 if _has_offset(self.format) else codes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the values; they are computed in fp32 and rounded once.
+
+        Shape:
+            Returns [out, in].
+        """
+        if not self.format.is_integer:
+            return self.as_qtensor().dequantize(dtype)
+        # bf16 holds codes and scales exactly, so that the product is rounded once there too
+        wide = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+        groups = self.codes().to(wide).unflatten(1, (self.scale.shape[1], -1))
+        if self.zero is not None:
+            groups -= self.zero[..., None].to(wide)
+        return groups.mul_(self.scale[..., None].to(wide)).flatten(1).to(dtype)
+
+    def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedWeight:
+        """Return the weight of some outputs and inputs, by index, with the scales they have.
+
+        Raises:
+            QuantizationError: The columns cut a group of inputs that share a scale.
+        """
+        codes, scale, zero = self.codes(), self.scale, self.zero
+        if rows is not None:
+            codes = codes[rows]
+            if self.format.group != "tensor":
+                scale, zero = scale[rows], None if zero is None else zero[rows]
+        if columns is not None:
+            codes = codes[:, columns]
+            if isinstance(self.format.group, int):
+                index = _whole_groups(columns, self.format.group_size(self.columns))
+                scale, zero = scale[:, index], None if zero is None else zero[:, index]
+        return replace(
+            self,
+            data=_pack(codes, self.format).contiguous(),
+            scale=scale.contiguous(),
+            zero=None if zero is None else zero.contiguous(),
+            columns=codes.shape[1],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedMatrix:
+    """What a method makes of the weight of one linear layer.
+
+    Attributes:
+        weight: In low precision.
+        input_scale: What the input is multiplied by before the product; None for nothing.
+        low_rank: `down` and `up` of a product that is added in full precision; None for none.
+
+    Shape:
+        input_scale: [in]. down: [rank, in]. up: [out, rank].
+    """
+
+    weight: QuantizedWeight
+    input_scale: Tensor | None = None
+    low_rank: tuple[Tensor, Tensor] | None = None
+
+    def dequantize(self) -> Tensor:
+        """Return the matrix by which the layer multiplies its input, in fp32.
+
+        Shape:
+            Returns [out, in].
+        """
+        whole = self.weight.dequantize()
+        if self.low_rank is not None:
+            down, up = self.low_rank
+            whole = whole + up.float() @ down.float()
+        return whole if self.input_scale is None else whole * self.input_scale.float()
+
+    def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedMatrix:
+        """Return the matrix of some outputs and inputs; see `QuantizedWeight.take`."""
+        scale, low_rank = self.input_scale, self.low_rank
+        if columns is not None:
+            scale = None if scale is None else scale[columns]
+            low_rank = None if low_rank is None else (low_rank[0][:, columns], low_rank[1])
+        if rows is not None and low_rank is not None:
+            low_rank = low_rank[0], low_rank[1][rows]
+        weight = self.weight.take(rows, columns)
+        return QuantizedMatrix(weight=weight, input_scale=scale, low_rank=low_rank)
+
+
+def encode(values: Tensor, grid: Grid) -> QuantizedWeight:
+    """Return the weight on a grid: exactly, where the values lie on it.
+
+    Shape:
+        values: [out, in].
+    """
+    format = grid.format
+    if not format.is_integer:
+        data = nearest(
+            values.float() * inverse(grid.of_columns(0, values.shape[1])[0]), format
+        ).data
+        return QuantizedWeight(
+            data=data.view(torch.uint8),
+            scale=_stored_scale(grid),
+            zero=None,
+            format=format,
+            columns=values.shape[1],
+            level=grid.level,
+        )
+    codes = to_codes(values, grid).to(torch.int8 if format.symmetric else torch.uint8)
+    return QuantizedWeight(
+        data=_pack(codes, format),
+        scale=grid.scale.to(torch.bfloat16),
+        zero=None if grid.zero is None else grid.zero.to(torch.uint8),
+        format=format,
+        columns=values.shape[1],
+    )
+
+
+def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeight:
+    """Round a weight to the nearest values of a format.
+
+    Args:
+        weight: Any floating dtype; computed in fp32.
+        format: Or its name, such as `int4-g64`.
+
+    Shape:
+        weight: [out, in].
+
+    Raises:
+        QuantizationError: The format is unknown or does not fit, or the weight is not finite.
+
+    Example:
+        >>> import torch
+        >>> q = quantize_weight(torch.eye(4), "int8")
+        >>> q.nbytes, bool((q.dequantize() == torch.eye(4)).all())
+        (24, False)
+    """
+    check_type("weight", weight, Tensor)
+    chosen = WeightFormat.named(format) if isinstance(format, str) else format
+    check_type("format", chosen, WeightFormat)
+    weight = weight.detach()
+    if chosen.bits == 4 and weight.dim() == 2 and weight.shape[1] % 2:
+        raise QuantizationError(
+            f"{weight.shape[1]} inputs can't be stored two to a byte ({chosen}); use int8"
+        )
+    grid = find_grid(weight, chosen)
+    if chosen.is_integer:
+        return encode(weight, grid)
+    from mt_fp8 import quantize  # only floats need it
+
+    made = quantize(weight.float(), chosen.scaling)  # the bits of mt-fp8, also where it is a tie
+    return replace(encode(weight, grid), data=made.data.view(torch.uint8))
+
+
+def _has_offset(format: WeightFormat) -> bool:
+    """Whether codes of both signs are stored from 0 on."""
+    return format.type == "int4" and format.symmetric
+
+
+def _pack(codes: Tensor, format: WeightFormat) -> Tensor:
+    if format.bits == 8:
+        return codes
+    codes = (codes + 8 if _has_offset(format) else codes).to(torch.uint8)
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _unpack(data: Tensor) -> Tensor:
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def _stored_scale(grid: Grid) -> Tensor:
+    """Return the scales of a float format as they are kept."""
+    kind = grid.format.scaling.scale
+    if kind == "fp32":
+        return grid.scale
+    scale = grid.scale if grid.level is None else grid.scale / grid.level
+    dtype = torch.float8_e8m0fnu if kind == "e8m0" else torch.float8_e4m3fn
+    return scale.to(dtype).view(torch.uint8)
+
+
+def _whole_groups(columns: Tensor, size: int) -> Tensor:
+    """Which groups some columns are, if they are whole ones."""
+    if len(columns) % size == 0:
+        grouped = columns.view(-1, size)
+        if bool((grouped == grouped[:, :1] + torch.arange(size, device=columns.device)).all()):
+            first = grouped[:, 0]
+            if bool((first % size == 0).all()):
+                return first // size
+    raise QuantizationError(
+        f"a rank's {len(columns)} inputs cut groups of {size} that share a scale; use groups that "
+        "divide the inputs of each rank"
+    )

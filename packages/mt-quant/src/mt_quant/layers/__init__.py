@@ -1,0 +1,1 @@
+"""Linear layers in low precision, and their products."""

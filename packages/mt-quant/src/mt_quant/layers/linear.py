@@ -1,0 +1,364 @@
+"""A linear layer whose weight is stored in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from mt_parallel_state import shard_param, sharding_of
+from torch import Tensor, nn
+
+from mt_quant.error import QuantizationError
+from mt_quant.formats.activation import round_activation
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight
+from mt_quant.layers.matmul import AUTO, Matmul, Operands, matmul_for
+from mt_quant.layers.shape import LinearShape
+
+_STEPS = {"input_step": "11", "output_step": "11"}
+_KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # dtypes that `to` leaves
+CODES = (
+    *("weight_data", "weight_scale", "weight_zero", "weight_level", "input_scale"),
+    *("low_rank_down", "low_rank_up", *_STEPS),
+)
+"""Names of what a layer's state can have beside its bias."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer in place of another one, with its weight in low precision.
+
+    It takes and gives what the layer did that it replaces: `torch.nn.Linear`, or a layer that is
+    split over ranks, whose collectives it does itself. Its tensors are parameters without gradient
+    and keep a dim for each of the weight's that a split makes boxes of, with its sharding record.
+    Gradients flow to the input; rounding passes them on.
+
+    State: `weight_data`, `weight_scale`, and where there are any `weight_zero`, `weight_level`,
+    `bias`, `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
+
+    Args:
+        shape: Of the weight on this rank.
+        format: Of the weight.
+        input: How the input is rounded; None leaves it.
+        output: How the output is rounded; None leaves it.
+        kernel: Of `MATMULS`, by name; "auto" is the first that serves.
+
+    Shape:
+        As of the layer that it replaces.
+    """
+
+    weight_data: nn.Parameter
+    weight_scale: nn.Parameter
+    weight_zero: nn.Parameter | None
+    weight_level: nn.Parameter | None
+    bias: nn.Parameter | None
+    input_scale: nn.Parameter | None
+    input_step: nn.Parameter | None
+    output_step: nn.Parameter | None
+    low_rank_down: nn.Parameter | None
+    low_rank_up: nn.Parameter | None
+    _like: Tensor
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        format: WeightFormat,
+        *,
+        input: InputFormat | None = None,
+        output: InputFormat | None = None,
+        kernel: str = AUTO,
+    ) -> None:
+        super().__init__()
+        self.shape, self.format, self.kernel = shape, format, kernel
+        self.input, self.output = input, output
+        for name in (*CODES, "bias"):
+            self.register_parameter(name, None)
+        self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
+        self._prepared: dict[str, tuple[Tensor, ...]] = {}
+        self._matrix: QuantizedMatrix | None = None
+        self._last: tuple[object, Matmul] | None = None
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: nn.Module,
+        shape: LinearShape,
+        tensors: Mapping[str, Tensor],
+        *,
+        format: WeightFormat,
+        input: InputFormat | None = None,
+        output: InputFormat | None = None,
+    ) -> Self:
+        """Take the place of a layer, with what `tensors_of` returned.
+
+        Args:
+            layer: Its bias, dtype, device and mode are taken over.
+            shape: `LinearShape.of(layer)`.
+            tensors: This rank's codes and scales by name.
+            format: As for the constructor.
+            input: As for the constructor.
+            output: As for the constructor.
+
+        Raises:
+            QuantizationError: A tensor is missing, too many, or does not fit the weight.
+        """
+        own = cls(shape, format, input=input, output=output)
+        weight = cast("nn.Parameter", layer.weight)
+        own._like = weight.detach().new_empty(0)
+        check_tensors(tensors, shape, format, input, output)
+        for name, tensor in tensors.items():
+            letters = dims_of(name, format)
+            device = tensor.device if weight.is_meta else weight.device
+            boxed = shape.box(tensor.to(device), letters)
+            param = nn.Parameter(boxed, requires_grad=False)
+            own.register_parameter(name, shard_param(param, shape.spec(letters)))
+        if layer.bias is not None:
+            bias = cast("nn.Parameter", layer.bias)
+            record = sharding_of(bias)
+            own.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+            shard_param(own.bias, record.spec, partial_grad=record.partial_grad)
+        return own.train(layer.training)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's codes and scales by name, as `from_layer` takes them."""
+        params = {name: getattr(self, name) for name in CODES}
+        found = {name: param.detach() for name, param in params.items() if param is not None}
+        return {name: self._flat(name, tensor) for name, tensor in found.items()}
+
+    def _flat(self, name: str, tensor: Tensor) -> Tensor:
+        return self.shape.unbox(tensor, dims_of(name, self.format))
+
+    def _own(self, name: str) -> Tensor | None:
+        param = getattr(self, name)
+        return None if param is None else self._flat(name, param)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        """This rank's codes and scales; the tensors are the layer's own."""
+        return QuantizedWeight(
+            data=self._flat("weight_data", self.weight_data),
+            scale=self._flat("weight_scale", self.weight_scale),
+            zero=self._own("weight_zero"),
+            format=self.format,
+            columns=self.shape.columns,
+            level=self.weight_level,
+        )
+
+    @property
+    def quantized_matrix(self) -> QuantizedMatrix:
+        """This rank's weight with the scales of its input and what is added."""
+        down, up = self._own("low_rank_down"), self._own("low_rank_up")
+        return QuantizedMatrix(
+            weight=self.quantized_weight,
+            input_scale=self._own("input_scale"),
+            low_rank=None if down is None or up is None else (down, up),
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The values of this rank's weight, made anew, in the dtype of the layer.
+
+        Shape:
+            [*outputs, *inputs].
+        """
+        whole = self.quantized_matrix.dequantize().to(self._like.dtype)
+        return whole.view(*self.shape.outputs, *self.shape.inputs)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, *, with_bias: bool = True) -> Tensor:
+        """Apply the layer; see the class for shapes.
+
+        Args:
+            x: The input.
+            weight: Used in place of the layer's own, in full precision.
+            with_bias: False leaves the bias to the caller.
+        """
+        shape = self.shape
+        x = shape.enter(_as_autocast(x))
+        rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
+        y = (
+            self._multiply(rows)
+            if weight is None
+            else F.linear(rows, weight.flatten(0, len(shape.outputs) - 1).flatten(1))
+        )
+        y = shape.leave(y if x.dim() == 2 else y.view(*x.shape[:-1], shape.rows))
+        bias = self.bias if with_bias else None
+        if bias is not None:
+            y = y + (bias if bias.dim() == 1 else bias.flatten()).to(y.dtype)
+        if self.output is not None:
+            y = self._round_output(y, self.output)
+        return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._matrix is None:
+            with torch.no_grad():
+                self._matrix = self.quantized_matrix  # views of the parameters
+        matrix = self._matrix
+        if matrix.input_scale is not None:
+            x = x * matrix.input_scale.to(x.dtype)
+        group = self.shape.group if self.shape.split == "inputs" else None
+        operands = Operands(
+            x=x, weight=matrix.weight, input=self.input, step=self.input_step, group=group
+        )
+        if torch.is_grad_enabled() and x.requires_grad:
+            y = cast(Tensor, _Product.apply(x, self, operands))
+        else:
+            y = self._product(operands)
+        if matrix.low_rank is not None:
+            down, up = (part.to(x.dtype) for part in matrix.low_rank)
+            y = y + F.linear(F.linear(x, down), up)
+        return y
+
+    def _product(self, operands: Operands) -> Tensor:
+        chosen = self._chosen(operands)
+        if chosen.name not in self._prepared:
+            self._prepared[chosen.name] = chosen.prepare(operands.weight)
+        operands.prepared = self._prepared[chosen.name]
+        return chosen.run(operands)
+
+    def _chosen(self, operands: Operands) -> Matmul:
+        """Return the way for an input, which is that of the last one like it."""
+        if torch.compiler.is_compiling():
+            return matmul_for(self.kernel, operands)
+        x = operands.x
+        key = self.kernel, len(x), x.dtype, x.device
+        if self._last is None or self._last[0] != key:
+            self._last = key, matmul_for(self.kernel, operands)
+        return self._last[1]
+
+    def _round_output(self, y: Tensor, format: InputFormat) -> Tensor:
+        group = self.shape.group if self.shape.split == "outputs" else None
+        rows = y.flatten(0, -2) if y.dim() > 1 else y[None]
+        rounded = round_activation(rows, format, step=self.output_step, group=group).view_as(y)
+        return y + (rounded - y.detach()) if y.requires_grad else rounded
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own
+        """Move, and change the dtype of all but the scales, which belong to the codes."""
+        kept = {name: getattr(self, name) for name in _KEPT}
+        dtypes = {name: param.dtype for name, param in kept.items() if param is not None}
+        before = {name: kept[name].detach() for name in dtypes}
+        super()._apply(fn, recurse)
+        for name, dtype in dtypes.items():
+            param = getattr(self, name)
+            if param.dtype != dtype:
+                param.data = before[name].to(param.device)
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
+        """Drop what was made of the state for products."""
+        self._prepared, self._matrix, self._last = {}, None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_prepared": {}, "_matrix": None, "_last": None}
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - all passed on
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Refuse codes without their scales, also where torch would not be strict."""
+        own = [name for name, param in self._parameters.items() if param is not None]
+        given = [name for name in own if f"{prefix}{name}" in state_dict]
+        missing = [name for name in own if name not in given]
+        if given and missing:
+            raise QuantizationError(
+                f"{prefix.rstrip('.')}: the state has {', '.join(given)} but no "
+                f"{', '.join(missing)}; codes mean nothing without their scales, so load a "
+                "complete state of the same recipe"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._forget()
+
+    def extra_repr(self) -> str:
+        """The sizes and formats that torch prints."""
+        shape = self.shape
+        return (
+            f"outputs={shape.outputs}, inputs={shape.inputs}, split={shape.split}, "
+            f"weight={self.format}, input={self.input}, output={self.output}, "
+            f"bias={self.bias is not None}, kernel={self.kernel!r}"
+        )
+
+
+class _Product(torch.autograd.Function):
+    """A product whose gradient passes the rounding of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, operands: Operands) -> Tensor:
+        ctx.layer = layer
+        return layer._product(operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        weight = ctx.layer.quantized_weight.dequantize(grads[0].dtype)
+        return grads[0] @ weight, None, None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def dims_of(name: str, format: WeightFormat) -> str:
+    """Return what the dims of a tensor of the state are; see `LinearShape.box`."""
+    group = format.group
+    scale = "oi" if isinstance(group, int) else {"channel": "o1"}.get(group, "11")
+    dims = {"weight_data": "oi", "weight_scale": scale, "weight_zero": scale}
+    dims |= {"weight_level": "11", "input_scale": "i", "low_rank_down": "ri", "low_rank_up": "or"}
+    return (dims | _STEPS)[name]
+
+
+def tensors_of(
+    matrix: QuantizedMatrix, shape: LinearShape, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return this rank's part of what a method made of a whole weight, by name.
+
+    Args:
+        matrix: Of the whole weight.
+        shape: Of this rank's.
+        dtype: Of what is kept in full precision.
+
+    Raises:
+        QuantizationError: This rank's inputs cut groups that share a scale.
+    """
+    matrix = matrix.take(*shape.own(matrix.weight.data.device))
+    weight, down, up = matrix.weight, *(matrix.low_rank or (None, None))
+    found: dict[str, Tensor | None] = {
+        "weight_data": weight.data,
+        "weight_scale": weight.scale,
+        "weight_zero": weight.zero,
+        "weight_level": weight.level,
+        "input_scale": None if matrix.input_scale is None else matrix.input_scale.float(),
+        "low_rank_down": None if down is None else down.to(dtype),
+        "low_rank_up": None if up is None else up.to(dtype),
+    }
+    return {name: x.contiguous() for name, x in found.items() if x is not None}
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shape: LinearShape,
+    format: WeightFormat,
+    input: InputFormat | None,
+    output: InputFormat | None,
+) -> None:
+    """Refuse codes without their scales, or of another weight."""
+    needed = {"weight_data", "weight_scale"}
+    needed |= set() if format.symmetric else {"weight_zero"}
+    needed |= {"weight_level"} if format.type == "nvfp4" else set()
+    needed |= {"input_step"} if input is not None and not input.dynamic else set()
+    needed |= {"output_step"} if output is not None and not output.dynamic else set()
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(CODES))
+    if missing or unknown:
+        raise QuantizationError(
+            f"{format} codes need {', '.join(sorted(needed))}; missing: "
+            f"{', '.join(missing) or 'none'}, unknown: {', '.join(unknown) or 'none'}"
+        )
+    groups = shape.columns // format.group_size(shape.columns)
+    rows = 1 if format.group == "tensor" else shape.rows
+    sizes = {"weight_data": (shape.rows, shape.columns * format.bits // 8)}
+    sizes |= dict.fromkeys(("weight_scale", "weight_zero"), (rows, groups))
+    for name, size in sizes.items():
+        if name in tensors and tuple(tensors[name].shape) != size:
+            raise QuantizationError(
+                f"{name} of {format} for {shape.rows} outputs and {shape.columns} inputs has the "
+                f"shape {size}, got {tuple(tensors[name].shape)}"
+            )

@@ -1,0 +1,1 @@
+"""Methods that round the weight of one linear layer."""

@@ -1,0 +1,177 @@
+"""Scales of input features, and clipped ranges, that make rounding hurt the output least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mt_quant.calibration.statistics import Statistics
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import WeightFormat
+from mt_quant.formats.grid import Grid, find_grid, round_to_grid
+from mt_quant.formats.weight import QuantizedMatrix, encode
+from mt_quant.methods.output_error import hessian_of, row_errors
+
+_LEAST_SIZE = 1e-4  # of a feature, as a share of the largest, so that no scale vanishes
+
+
+@torch.no_grad()
+def awq(
+    weight: Tensor,
+    format: WeightFormat,
+    statistics: Statistics | None = None,
+    *,
+    scale: bool = True,
+    clip: bool = True,
+    step: float = 0.05,
+    least_clip: float = 0.5,
+) -> QuantizedMatrix:
+    """Multiply the weights of large input features before rounding, then clip each group's range.
+
+    Both are searched on a grid for the least error of the output on the calibration data (AWQ,
+    Lin et al. 2023, https://arxiv.org/abs/2306.00978). Neither is used where it does not help, so
+    the error is never above that of round-to-nearest.
+
+    Args:
+        weight: Any floating dtype.
+        format: Of the codes.
+        statistics: Of the layer's inputs, with `hessian`.
+        scale: Whether features are scaled; see `awq_scale`.
+        clip: Whether ranges are clipped.
+        step: Between the exponents that are tried, 0 to 1, and between the shares of a range.
+        least_clip: Smallest share.
+
+    Shape:
+        weight: [out, in].
+
+    Raises:
+        CalibrationError: There is no `hessian`.
+        QuantizationError: The format does not fit, or an option is out of range.
+    """
+    nearest = find_grid(weight, format)
+    shares = _clip_shares(step, least_clip) if clip else []
+    hessian = hessian_of(statistics, weight.shape[1]).float()
+    factor = awq_scale([weight], format, hessian, step=step) if scale else None
+    if factor is None:
+        values, grid = weight.float(), nearest
+    else:
+        values = weight.float() * factor
+        hessian = hessian / factor / factor[:, None]
+        grid = find_grid(values, format)
+    if shares:
+        grid = clipped_grid(values, grid, hessian, shares)
+    made = encode(round_to_grid(values, grid), grid)
+    return QuantizedMatrix(weight=made, input_scale=None if factor is None else 1 / factor)
+
+
+@torch.no_grad()
+def awq_scale(
+    weights: Sequence[Tensor],
+    format: WeightFormat,
+    hessian: Tensor,
+    *,
+    step: float = 0.05,
+    second_moment: Tensor | None = None,
+) -> Tensor | None:
+    """Return by what the weights of each input feature are multiplied before rounding.
+
+    Feature j has scale `rms_j ** a`, with the exponent a in 0, step, ... 1 that gives the least
+    error of the outputs together.
+
+    Args:
+        weights: Of all layers that multiply the same input.
+        format: Of the codes.
+        hessian: Mean products of the input's features.
+        step: Between exponents.
+        second_moment: Mean squares that scales are made of; of the features themselves where None.
+
+    Shape:
+        weights: [out, in] each. hessian: [in, in]. second_moment: [in].
+        Returns fp32 [in], or None where 1 is best.
+
+    Raises:
+        QuantizationError: The step is no share of 1, or there is no weight.
+    """
+    _check_step(step)
+    if not weights:
+        raise QuantizationError("a scale needs the weight of at least one layer that has the input")
+    hessian = hessian.float()
+    squares = hessian.diagonal() if second_moment is None else second_moment.float()
+    size = squares.clamp(min=0).sqrt()
+    size = size.clamp(min=_LEAST_SIZE * float(size.max()))
+    best, least = None, sum(_error(weight.float(), format, hessian) for weight in weights)
+    if not bool(size.max() > 0):
+        return None
+    for i in range(1, round(1 / step) + 1):
+        factor = size ** min(i * step, 1.0)
+        factor = factor / (factor.max() * factor.min()).sqrt()
+        inside = hessian / factor / factor[:, None]
+        error = sum(_error(weight.float() * factor, format, inside) for weight in weights)
+        if error < least:
+            best, least = factor, error
+    return best
+
+
+@torch.no_grad()
+def clipped_grid(weight: Tensor, grid: Grid, hessian: Tensor, shares: Sequence[float]) -> Grid:
+    """Return a grid whose groups keep the share of their range that gives the least error.
+
+    Each group is searched alone. An output for which the groups together do worse keeps the grid
+    that was given.
+
+    Shape:
+        weight: [out, in]. hessian: [in, in].
+    """
+    format = grid.format
+    size = grid.group_size
+    blocks = torch.stack(
+        [hessian[a : a + size, a : a + size] for a in range(0, weight.shape[1], size)]
+    )
+    best = _group_errors(weight, grid, blocks)
+    keep = torch.ones_like(best)
+    for share in shares:
+        error = _group_errors(weight, find_grid(weight, format, shrink=share), blocks)
+        keep = torch.where(error < best, share, keep)
+        best = torch.minimum(error, best)
+    clipped = find_grid(weight, format, shrink=keep)
+    before, after = (
+        row_errors(round_to_grid(weight, g) - weight, hessian) for g in (grid, clipped)
+    )
+    if format.group == "tensor" or grid.level is not None:  # rows share something
+        return clipped if bool(after.sum() < before.sum()) else grid
+    better = (after < before)[:, None]
+    zero = None
+    if grid.zero is not None and clipped.zero is not None:
+        zero = torch.where(better, clipped.zero, grid.zero)
+    return replace(grid, scale=torch.where(better, clipped.scale, grid.scale), zero=zero)
+
+
+def _error(weight: Tensor, format: WeightFormat, hessian: Tensor) -> float:
+    rounded = round_to_grid(weight, find_grid(weight, format))
+    return float(row_errors(rounded - weight, hessian).sum())
+
+
+def _group_errors(weight: Tensor, grid: Grid, blocks: Tensor) -> Tensor:
+    """Errors of groups on their own, as if the inputs of two were never related; as the scales."""
+    difference = (round_to_grid(weight, grid) - weight).unflatten(1, (len(blocks), -1))
+    difference = difference.transpose(0, 1)
+    errors = ((difference @ blocks) * difference).sum(-1).T
+    return errors.sum().view(1, 1) if grid.format.group == "tensor" else errors
+
+
+def _clip_shares(step: float, least: float) -> list[float]:
+    if not 0 < least < 1:
+        raise QuantizationError(
+            f"least_clip must be between 0 and 1, got {least}; leave clipping out with clip: false"
+        )
+    _check_step(step)
+    count = int((1 - least) / step + 1e-9)
+    return [1 - i * step for i in range(1, count + 1)]
+
+
+def _check_step(step: float) -> None:
+    if not 0.001 <= step <= 1:
+        raise QuantizationError(f"step must be 0.001 to 1, got {step}; the usual is 0.05")

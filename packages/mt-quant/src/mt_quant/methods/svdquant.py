@@ -1,0 +1,75 @@
+"""A thin product in full precision for what rounds worst, and the rest in low precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mt_quant.calibration.statistics import Statistics
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import WeightFormat
+from mt_quant.formats.grid import check_weight
+from mt_quant.formats.weight import QuantizedMatrix, quantize_weight
+from mt_quant.methods.output_error import needed
+from mt_quant.methods.smoothquant import smoothquant_scale
+
+
+@torch.no_grad()
+def svdquant(
+    weight: Tensor,
+    format: WeightFormat,
+    statistics: Statistics | None = None,
+    *,
+    rank: int = 32,
+    alpha: float = 0.5,
+    rounds: int = 1,
+) -> QuantizedMatrix:
+    """Smooth, take the largest singular values out, and round what is left.
+
+    The product of rank `rank` is kept in the dtype of the weight and the remainder is made with
+    what that dtype holds (SVDQuant, Li et al. 2024, https://arxiv.org/abs/2411.05007).
+
+    Args:
+        weight: Any floating dtype.
+        format: Of the remainder's codes.
+        statistics: Of the layer's inputs, with `abs_max`.
+        rank: Of the product.
+        alpha: Of `smoothquant_scale`.
+        rounds: How often the product is fitted to what rounding leaves; the best one is used.
+
+    Shape:
+        weight: [out, in].
+
+    Raises:
+        CalibrationError: There is no `abs_max`.
+        QuantizationError: The format does not fit, or an option is out of range.
+    """
+    check_weight(weight)
+    if not 1 <= rank <= min(weight.shape):
+        raise QuantizationError(
+            f"rank must be 1 to {min(weight.shape)} for a weight of {tuple(weight.shape)}, got "
+            f"{rank}"
+        )
+    if rounds < 1:
+        raise QuantizationError(f"rounds must be 1 or more, got {rounds}")
+    abs_max = needed(statistics, "abs_max", (weight.shape[1],))
+    factor = smoothquant_scale([weight], abs_max, alpha=alpha)
+    smooth = weight.float() * factor
+    target, made = smooth, []
+    for _ in range(rounds):
+        down, up = _product(target, rank, weight.dtype)
+        low = up.float() @ down.float()
+        rest = quantize_weight(smooth - low, format)
+        target = smooth - rest.dequantize()
+        error = float((target - low).square().sum())
+        made.append(
+            (error, QuantizedMatrix(weight=rest, input_scale=1 / factor, low_rank=(down, up)))
+        )
+    return min(made, key=lambda each: each[0])[1]
+
+
+def _product(matrix: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest product of a rank, its singular values shared by both factors."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    root = values[:rank].sqrt()
+    return (root[:, None] * right[:rank]).to(dtype), (left[:, :rank] * root).to(dtype)

@@ -1,0 +1,1 @@
+"""Work on whole models: quantise, load, fold scales, choose formats."""

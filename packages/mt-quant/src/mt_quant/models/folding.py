@@ -1,0 +1,300 @@
+"""Scales of input features, put into what makes the input: outputs stay, rounding gets easier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from mt_files import check_type
+from torch import Tensor, nn
+
+from mt_quant.calibration.statistics import Collector, Statistics
+from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.formats.format import WeightFormat
+from mt_quant.layers.shape import LinearShape
+from mt_quant.methods.awq import awq_scale
+from mt_quant.methods.output_error import hessian_of, needed
+from mt_quant.methods.smoothquant import smoothquant_scale
+
+_BYTES = 1 << 30  # of statistics that one pass over the calibration data collects
+
+
+class InputSource(Protocol):
+    """What is read of a `SharedInput`: layers of mt-model give values of their own."""
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """All linear layers that multiply the input."""
+        ...
+
+    @property
+    def source(self) -> nn.Module:
+        """What makes the input."""
+        ...
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Which output of the source makes each feature; None: one after the other."""
+        ...
+
+    @property
+    def offset(self) -> float:
+        """What a norm adds to its weight."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedInput:
+    """Linear layers that multiply the same input, and what makes it.
+
+    Nothing else may read the input, and it must be proportional to the weight of its source: a
+    norm whose last step multiplies by its weight (and adds its bias), or a linear layer between
+    which and the input no step changes that, such as values of attention that are averaged, or
+    the half of a gated feed-forward that is not activated.
+
+    Attributes:
+        layers: All linear layers that multiply the input.
+        source: What makes it: a norm with a weight, or a linear layer.
+        rows: Which output of a linear source makes each feature, by index in the whole weight; two
+            features may have the same. None: one after the other.
+        offset: What a norm adds to its weight before it multiplies: 1 where that is zero-centred.
+
+    Shape:
+        rows: int64 [in].
+    """
+
+    layers: Sequence[nn.Module]
+    source: nn.Module
+    rows: Tensor | None = None
+    offset: float = 0.0
+
+
+@torch.no_grad()
+def fold_scales(
+    model: nn.Module,
+    inputs: Iterable[InputSource],
+    calibration: Iterable[Any],
+    *,
+    by: Literal["awq", "smoothquant"] = "awq",
+    format: WeightFormat | str = "int4",
+    alpha: float = 0.5,
+) -> nn.Module:
+    """Scale the features of inputs, in place; then quantise with any method.
+
+    The layers' weights are multiplied by a scale for each feature and the source is divided by it,
+    so the output stays but for rounding in the model's dtype, and no layer multiplies its input
+    when it is used. Calibration runs as often as its statistics need, 1 GiB at a time.
+
+    Args:
+        model: Changed in place.
+        inputs: `SharedInput`s, or the like of a model of mt-model (`model.shared_inputs()`).
+        calibration: Batches: arguments of the model's forward as a tensor, tuple, list or mapping.
+        by: `awq` has the least error of rounding the weights to a format (`awq_scale`);
+            `smoothquant` makes inputs and weights alike (`smoothquant_scale`).
+        format: Of the weights, for `awq`; groups must divide the inputs.
+        alpha: For `smoothquant`.
+
+    Returns:
+        The model.
+
+    Raises:
+        QuantizationError: An input's description does not fit its modules.
+        CalibrationError: Data is missing, not finite, or reaches a layer never.
+    """
+    check_type("model", model, nn.Module)
+    if by not in ("awq", "smoothquant"):
+        raise QuantizationError(f"by must be 'awq' or 'smoothquant', got {by!r}")
+    chosen = WeightFormat.named(format) if isinstance(format, str) else format
+    listed, batches = list(inputs), list(calibration)
+    if not batches:
+        raise CalibrationError("there is no calibration data; pass at least one batch")
+    names = {id(module): name for name, module in model.named_modules()}
+    for shared in listed:
+        _check(shared, names)
+    statistic = "hessian" if by == "awq" else "abs_max"
+    for part in _parts(listed, statistic):
+        found = _collected(model, part, batches, (statistic, names))
+        for shared, statistics in zip(part, found, strict=True):
+            fold_scale(shared, _scale(shared, statistics, by=by, format=chosen, alpha=alpha))
+    return model
+
+
+@torch.no_grad()
+def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
+    """Multiply the weights of layers by a scale for each feature, and divide what makes them.
+
+    Args:
+        shared: The layers and their source.
+        scale: Features that the same output of the source makes have the same; None for 1.
+
+    Shape:
+        scale: [in], of all ranks.
+
+    Raises:
+        QuantizationError: The scale does not fit. Nothing was changed.
+    """
+    if scale is None:
+        return
+    factor = scale.double()
+    if not bool((factor.isfinite() & (factor > 0)).all()):
+        raise QuantizationError("a scale must be finite and above 0")
+    source = LinearShape.of(shared.source)
+    for layer in shared.layers:
+        shape = _shape_of(layer, "a layer")
+        if shape.whole_columns != len(factor):
+            raise QuantizationError(
+                f"the scale has {len(factor)} features and a layer {shape.whole_columns} inputs"
+            )
+    if source is None:
+        _divide_norm(shared, factor)
+    else:
+        _divide_linear(shared, source, factor)
+    for layer in shared.layers:
+        shape = _shape_of(layer, "a layer")
+        columns = shape.own(factor.device)[1]
+        weight = cast("nn.Parameter", layer.weight)
+        own = factor if columns is None else factor[columns]
+        _multiply(weight, own.expand(shape.rows, -1))
+
+
+def _divide_norm(shared: InputSource, factor: Tensor) -> None:
+    weight, bias = (getattr(shared.source, name, None) for name in ("weight", "bias"))
+    if not isinstance(weight, Tensor) or weight.shape != factor.shape:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+        raise QuantizationError(
+            f"{type(shared.source).__name__} has a weight of shape {shape}, and the input "
+            f"{len(factor)} features; a source is a norm with a weight for each, or a linear layer"
+        )
+    weight.copy_((weight.double() + shared.offset) / factor - shared.offset)
+    if isinstance(bias, Tensor):
+        bias.copy_(bias.double() / factor)
+
+
+def _divide_linear(shared: InputSource, source: LinearShape, factor: Tensor) -> None:
+    rows = torch.arange(len(factor)) if shared.rows is None else shared.rows
+    rows = rows.to(factor.device)
+    if rows.shape != factor.shape or int(rows.max()) >= source.whole_rows or int(rows.min()) < 0:
+        raise QuantizationError(
+            f"rows must be {len(factor)} indices of {source.whole_rows} outputs of the source, one "
+            f"for each feature, got {tuple(rows.shape)} up to {int(rows.max())}"
+        )
+    by_row = factor.new_ones(source.whole_rows)
+    by_row[rows] = factor
+    if not torch.equal(by_row[rows], factor):
+        raise QuantizationError("features that one output makes must have the same scale")
+    own = source.own(factor.device)[0]
+    by_row = 1 / (by_row if own is None else by_row[own])
+    weight = cast("nn.Parameter", shared.source.weight)
+    _multiply(weight, by_row[:, None].expand(-1, source.columns))
+    bias = shared.source.bias
+    if isinstance(bias, Tensor):
+        _multiply(bias, by_row)
+
+
+def _multiply(param: Tensor, factor: Tensor) -> None:
+    factor = factor.to(param.device)
+    param.copy_(param.double() * factor.reshape(param.shape))
+
+
+def _scale(
+    shared: InputSource, statistics: Statistics, *, by: str, format: WeightFormat, alpha: float
+) -> Tensor | None:
+    """The scale of one input; the same for features that one output of the source makes."""
+    weights = [
+        _shape_of(layer, "a layer").gathered(cast("nn.Parameter", layer.weight))
+        for layer in shared.layers
+    ]
+    columns = weights[0].shape[1]
+    if by == "smoothquant":
+        scale = smoothquant_scale(weights, needed(statistics, "abs_max", (columns,)), alpha=alpha)
+        return _alike(scale.log(), shared.rows).exp()
+    hessian = hessian_of(statistics, columns)
+    size = _alike(hessian.diagonal(), shared.rows)
+    return awq_scale(weights, format, hessian, second_moment=size)
+
+
+def _alike(values: Tensor, rows: Tensor | None) -> Tensor:
+    """Replace values of features that one output makes by their mean."""
+    if rows is None:
+        return values
+    _, group = rows.to(values.device).unique(return_inverse=True)
+    sums = values.new_zeros(int(group.max()) + 1).index_add_(0, group, values)
+    return (sums / group.bincount())[group]
+
+
+def _parts(inputs: list[InputSource], statistic: str) -> list[list[InputSource]]:
+    """Cut the list where one pass would hold too much."""
+    parts: list[list[InputSource]] = []
+    held = _BYTES
+    for shared in inputs:
+        columns = _shape_of(shared.layers[0], "a layer").whole_columns
+        size = 4 * columns * (columns if statistic == "hessian" else 1)
+        if not parts or held + size > _BYTES:
+            parts.append([])
+            held = 0
+        parts[-1].append(shared)
+        held += size
+    return parts
+
+
+def _collected(
+    model: nn.Module,
+    inputs: list[InputSource],
+    batches: list[Any],
+    what: tuple[str, dict[int, str]],
+) -> list[Statistics]:
+    """Run the model, and return statistics of each input."""
+    statistic, names = what
+    collectors = [
+        Collector(names[id(s.layers[0])], _shape_of(s.layers[0], "a layer"), {statistic})
+        for s in inputs
+    ]
+    hooks = [
+        shared.layers[0].register_forward_hook(
+            lambda _, args, y, collector=collector: collector.add(args[0], y)
+        )
+        for shared, collector in zip(inputs, collectors, strict=True)
+    ]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                _run(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(training)
+    return [collector.result() for collector in collectors]
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, dict):
+        model(**batch)
+    else:
+        model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+
+
+def _check(shared: InputSource, names: dict[int, str]) -> None:
+    if not shared.layers:
+        raise QuantizationError("a shared input names no layer that multiplies it")
+    for module in (*shared.layers, shared.source):
+        if id(module) not in names:
+            raise QuantizationError(
+                f"{type(module).__name__} of a shared input is no module of the model"
+            )
+    sizes = {_shape_of(m, names[id(m)]).whole_columns for m in shared.layers}
+    if len(sizes) > 1:
+        raise QuantizationError(
+            f"{', '.join(names[id(m)] for m in shared.layers)} can't share an input: they have "
+            f"{sorted(sizes)} inputs"
+        )
+
+
+def _shape_of(layer: nn.Module, name: str) -> LinearShape:
+    shape = LinearShape.of(layer)
+    if shape is None:
+        raise QuantizationError(f"{name} is {type(layer).__name__}, no linear layer")
+    return shape

@@ -1,0 +1,39 @@
+"""Exchanging modules of a model, wherever it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from mt_quant.formats.format import WeightFormat
+from mt_quant.layers.shape import LinearShape
+from mt_quant.rules.rule import Decision
+
+
+def linear_of(name: str, layer: nn.Module, decision: Decision) -> tuple[LinearShape, WeightFormat]:
+    """Return shape and format of a linear layer that gets one."""
+    shape, format = LinearShape.of(layer), decision.weight
+    if shape is None or format is None:
+        raise ValueError(f"{name} is no linear layer with a format for its weight: {decision}")
+    return shape, format
+
+
+def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return under which names each module is found, itself included: a module may be shared."""
+    wanted = {id(model.get_submodule(name)): name for name in names}
+    places: dict[str, list[str]] = {name: [] for name in wanted.values()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in wanted:
+            places[wanted[id(module)]].append(name)
+    return places
+
+
+def replaced(model: nn.Module, places: Iterable[str], layer: nn.Module) -> nn.Module:
+    """Put a module in all its places; return the model, which is the module if that is the root."""
+    for place in places:
+        if not place:
+            return layer
+        parent, _, name = place.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer)
+    return model

@@ -1,0 +1,270 @@
+"""A model in low precision, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from mt_files import check_type
+from torch import Tensor, nn
+
+from mt_quant.calibration.statistics import Collector, Statistics
+from mt_quant.error import CalibrationError, QuantizationError
+from mt_quant.formats.activation import step_of
+from mt_quant.formats.weight import QuantizedMatrix
+from mt_quant.layers.linear import QuantizedLinear, tensors_of
+from mt_quant.layers.shape import LinearShape
+from mt_quant.methods.registry import METHODS
+from mt_quant.models.layer_folder import LayerFolder, origin_of
+from mt_quant.models.places import linear_of, places_of, replaced
+from mt_quant.rules.config import QuantizationConfig
+from mt_quant.rules.rule import Decision
+
+if TYPE_CHECKING:
+    from mt_quant.calibration.walk import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a model is.
+
+    Attributes:
+        name: Of the layer that is finished.
+        done: Layers that are.
+        total: Layers that will be.
+    """
+
+    name: str
+    done: int
+    total: int
+
+
+def quantize(
+    model: nn.Module,
+    config: QuantizationConfig,
+    calibration: Iterable[Any] | None = None,
+    *,
+    folder: str | Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> nn.Module:
+    """Replace a model's linear layers in place by layers in low precision.
+
+    One layer is worked on at a time: beside the model, memory holds its whole weight in fp32, what
+    the method makes of it, and the activations of all calibration batches at one place of the
+    model. Statistics are those of inputs that earlier layers, already in low precision, make. A
+    layer that is split over ranks is gathered, rounded as one rank does, and split again, so the
+    result is that of one rank; every rank calls this, with the same batches.
+
+    Args:
+        model: Changed in place; its module at the root is replaced if that is the linear layer.
+        config: Which layers, and how.
+        calibration: Batches: arguments of the model's forward as a tensor, tuple, list or mapping.
+            Needed by methods that read statistics and by static scales. The model is in eval mode
+            meanwhile.
+        folder: Where finished layers are kept; a call after an interruption takes them from there.
+        progress: Called after each layer.
+
+    Returns:
+        The model.
+
+    Raises:
+        QuantizationError: The configuration does not fit the model, and nothing was changed; or a
+            folder holds layers that were made of something else.
+        CalibrationError: Data is needed and missing, empty, not finite, or reaches a layer never.
+        FileError: The folder can't be read or written.
+    """
+    check_type("config", config, QuantizationConfig)
+    decisions = {n: d for n, d in config.decide(model).items() if d.weight is not None}
+    work = _Work(model, decisions, None if folder is None else LayerFolder(folder), progress)
+    needs = {name: _needs(decision) for name, decision in decisions.items()}
+    if any(needs.values()):
+        batches = _batches(calibration, [name for name in needs if needs[name]])
+        work.calibrated(batches, needs)
+    for name in decisions:
+        if name not in work.finished:
+            work.finish(name, _absent(name, needs[name]))
+    return work.model
+
+
+class _Work:
+    """The layers of one model, those that are finished and those that are not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decisions: Mapping[str, Decision],
+        folder: LayerFolder | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.model, self.decisions, self.finished = model, decisions, set[str]()
+        self._folder, self._progress = folder, progress
+        self._places = places_of(model, decisions)
+        self._training = {name: self._module(name).training for name in decisions}
+
+    def calibrated(self, batches: list[Any], needs: Mapping[str, frozenset[str]]) -> None:
+        """Finish what the batches reach, stage by stage."""
+        from mt_quant.calibration.walk import Walk  # only calibration needs it
+
+        stages = _stages(self.model, list(self.decisions))
+        walk = Walk(self.model, {name: self._module(name) for name in stages}, batches)
+        with walk.running() as steps:
+            for stage in steps:
+                self._stage(walk, stage, stages[stage], needs)
+
+    def _stage(
+        self, walk: Walk, stage: str, names: list[str], needs: Mapping[str, frozenset[str]]
+    ) -> None:
+        saved = {name: self._saved(name) for name in names}
+        wanted = {n: self._collector(n, needs[n]) for n in names if needs[n] and not saved[n]}
+        if wanted:
+            with ExitStack() as hooks:
+                for name, collector in wanted.items():
+                    if name != stage:
+                        hooks.enter_context(_hook(self._module(name), collector))
+                own = wanted.get(stage)
+                walk.look(None if own is None else own.add)
+        for name in names:
+            collector = wanted.pop(name, None)  # its sums are freed with it
+            self.finish(name, None if collector is None else collector.result(), saved[name])
+            if name == stage:
+                walk.put(stage, self._module(name))
+
+    def finish(
+        self,
+        name: str,
+        statistics: Statistics | None,
+        saved: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace a layer, by what the folder has of it or by what its method makes."""
+        layer, decision = self._module(name), self.decisions[name]
+        shape, format = linear_of(name, layer, decision)
+        tensors = saved or self._saved(name)
+        try:
+            if tensors is None:
+                origin = self._origin(name)
+                tensors = make_tensors(layer, shape, decision, statistics)
+                if self._folder is not None:
+                    self._folder.save(name, tensors, origin, shape)
+            made = QuantizedLinear.from_layer(
+                layer, shape, tensors,
+                format=format, input=decision.input, output=decision.output,
+            )  # fmt: skip
+        except QuantizationError as error:
+            raise type(error)(f"{name}: {error}") from error
+        made.train(self._training[name])  # a walk has the layers in eval mode
+        self.model = replaced(self.model, self._places[name], made)
+        self.finished.add(name)
+        if self._progress is not None:
+            done, total = len(self.finished), len(self.decisions)
+            self._progress(Progress(name=name, done=done, total=total))
+
+    def _module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)
+
+    def _collector(self, name: str, needs: frozenset[str]) -> Collector:
+        shape, _ = linear_of(name, self._module(name), self.decisions[name])
+        return Collector(name, shape, needs)
+
+    def _origin(self, name: str) -> dict[str, str]:
+        if self._folder is None:
+            return {}
+        layer, decision = self._module(name), self.decisions[name]
+        return origin_of(cast(Tensor, layer.weight), decision, linear_of(name, layer, decision)[0])
+
+    def _saved(self, name: str) -> dict[str, Tensor] | None:
+        if self._folder is None:
+            return None
+        shape, _ = linear_of(name, self._module(name), self.decisions[name])
+        return self._folder.load(name, self._origin(name), shape)
+
+
+@torch.no_grad()
+def make_tensors(
+    layer: nn.Module, shape: LinearShape, decision: Decision, statistics: Statistics | None
+) -> dict[str, Tensor]:
+    """Return this rank's codes and scales of a layer, by name.
+
+    Raises:
+        QuantizationError: The format does not fit, or the weight is not finite.
+        CalibrationError: Statistics are needed and missing.
+    """
+    weight = cast("nn.Parameter", layer.weight)
+    method = METHODS[decision.method].function
+    matrix = method(shape.gathered(weight), decision.weight, statistics, **decision.options)
+    tensors = tensors_of(matrix, shape, weight.dtype)
+    if decision.input is not None and not decision.input.dynamic:
+        tensors["input_step"] = step_of(_input_max(matrix, statistics), decision.input).view(1, 1)
+    if decision.output is not None and not decision.output.dynamic:
+        if statistics is None or statistics.output_max is None:
+            raise CalibrationError("a static scale of the output needs calibration data")
+        tensors["output_step"] = step_of(statistics.output_max, decision.output).view(1, 1)
+    return tensors
+
+
+def _input_max(matrix: QuantizedMatrix, statistics: Statistics | None) -> Tensor:
+    """Return the largest magnitude of what is multiplied: the input times what it is scaled by."""
+    if statistics is None or statistics.abs_max is None:
+        raise CalibrationError("a static scale of the input needs calibration data")
+    scale = matrix.input_scale
+    return (statistics.abs_max if scale is None else statistics.abs_max * scale.abs()).amax()
+
+
+def _needs(decision: Decision) -> frozenset[str]:
+    """Which statistics a layer is rounded with."""
+    needs = set(METHODS[decision.method].needs)
+    needs |= {"abs_max"} if decision.input is not None and not decision.input.dynamic else set()
+    is_static = decision.output is not None and not decision.output.dynamic
+    return frozenset(needs | ({"output_max"} if is_static else set()))
+
+
+def _batches(calibration: Iterable[Any] | None, names: list[str]) -> list[Any]:
+    batches = [] if calibration is None else list(calibration)
+    if not batches:
+        raise CalibrationError(
+            f"{len(names)} layers, the first {names[0]}, need calibration data (a method that "
+            "reads statistics, or a static scale), and there is none; pass batches of inputs"
+        )
+    return batches
+
+
+def _absent(name: str, needs: frozenset[str]) -> None:
+    """Refuse to finish a layer without the statistics it needs."""
+    if needs:
+        raise CalibrationError(
+            f"{name} was not called with the calibration data; leave it out with a rule, or give "
+            "it method rtn and dynamic scales"
+        )
+
+
+@contextmanager
+def _hook(module: nn.Module, collector: Collector) -> Iterator[None]:
+    """Have a collector see each call of a module, for the time of a block."""
+
+    def add(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        collector.add(args[0], y)
+
+    handle = module.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _stages(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """Return the modules at which batches stop, with the layers inside them.
+
+    They are the outermost entries of lists of modules, and layers that are in none.
+    """
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    stages: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        above = (".".join(parts[:i]) for i in range(len(parts)))
+        depth = next((i for i, prefix in enumerate(above) if prefix in lists), None)
+        stage = name if depth is None else ".".join(parts[: depth + 1])
+        stages.setdefault(stage, []).append(name)
+    return stages

@@ -1,0 +1,1 @@
+"""Rules that choose a format and a method for each layer."""

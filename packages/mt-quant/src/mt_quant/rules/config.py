@@ -1,0 +1,177 @@
+"""What to do with a model's layers: an ordered list of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mt_files import Checks, SchemaError, bind, check_type, to_plain
+from mt_parallel_state import shardings
+from torch import nn
+
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import BLOCKS
+from mt_quant.layers.shape import LinearShape
+from mt_quant.rules.recipes import recipe
+from mt_quant.rules.rule import Decision, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Which rule decides each module; printed as a table.
+
+    Attributes:
+        decisions: Of each linear layer, and of each module with a format of its keys and values.
+        rules: Of the configuration.
+    """
+
+    decisions: Mapping[str, Decision]
+    rules: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        rows = [["module", "weight", "input", "output", "kv cache", "method", "rule"]]
+        for name, decision in self.decisions.items():
+            formats = (decision.weight, decision.input, decision.output, decision.kv_cache)
+            cells = ["-" if value is None else str(value) for value in formats]
+            method = decision.method if decision.weight is not None else "-"
+            rows.append([name, *cells, method, self._rule(decision)])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = (
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _rule(self, decision: Decision) -> str:
+        if decision.rule is None:
+            return "none matches"
+        return f"{decision.rule}: {self.rules[decision.rule]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Rules in order; of those that match a module the first decides.
+
+    Attributes:
+        rules: At least one.
+
+    Example:
+        >>> config = QuantizationConfig.named("int8")
+        >>> print(config.explain(nn.Sequential(nn.Linear(4, 2))))
+        module  weight        input  output  kv cache  method  rule
+        0       int8-channel  -      -       -         rtn     1: name='*'
+
+    Raises:
+        FieldError: There is no rule.
+    """
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if not self.rules:
+            checks.add("rules", "there is no rule; write at least one")
+        checks.done()
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the rules of a named recipe, one of `RECIPES`.
+
+        Raises:
+            QuantizationError: There is none of this name.
+        """
+        return cls(rules=recipe(name))
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """Return the rules of plain values, as `to_dict` gives them.
+
+        Raises:
+            QuantizationError: Everything that is wrong, by path.
+        """
+        return cls._bound(value, "")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Return the rules of a YAML file.
+
+        Raises:
+            FileError: The file can't be read.
+            QuantizationError: Everything that is wrong in it, by path.
+        """
+        from mt_quant.rules.document import read_document  # only rules in files need it
+
+        return cls._bound(read_document(path), f"{path}: ")
+
+    @classmethod
+    def _bound(cls, value: object, where: str) -> Self:
+        if not isinstance(value, Mapping):
+            raise QuantizationError(f"{where}expected a mapping with `rules:`")
+        bound = bind(cls, value)
+        if bound.value is None:
+            raise QuantizationError(f"{where}{SchemaError(bound.problems, bound.hidden)}")
+        return bound.value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, which JSON and YAML can hold."""
+        return to_plain(self)
+
+    def decide(self, model: nn.Module) -> dict[str, Decision]:
+        """Return what becomes of each linear layer, and of what keeps keys and values.
+
+        Everything is checked that can be before a weight is read.
+
+        Raises:
+            QuantizationError: A rule that is not optional matches nothing, or a format does not
+                fit a layer; every problem is named.
+        """
+        check_type("model", model, nn.Module)
+        shardings(model)  # gives copies of parameters their records again
+        decisions: dict[str, Decision] = {}
+        unused, problems = dict(enumerate(self.rules)), []
+        for name, module in model.named_modules():
+            shape = LinearShape.of(module)
+            matching = [i for i, rule in enumerate(self.rules) if rule.matches(name, module, shape)]
+            for index in matching:
+                unused.pop(index, None)
+            if shape is not None or matching:
+                first = self.rules[matching[0]].decision(matching[0]) if matching else Decision()
+                if shape is None:  # what is no linear layer has keys and values at most
+                    first = Decision(rule=first.rule, kv_cache=first.kv_cache)
+                decisions[name] = first
+                problems += _misfits(name, first, shape)
+        problems += [
+            f"rules[{index}] ({rule}) matches nothing; correct it, or say `optional: true`"
+            for index, rule in unused.items()
+            if not rule.optional
+        ]
+        if problems:
+            raise QuantizationError("\n".join(problems))
+        return decisions
+
+    def explain(self, model: nn.Module) -> Explanation:
+        """Return each module's decision with its rule, as a value that prints as a table."""
+        return Explanation(decisions=self.decide(model), rules=self.rules)
+
+
+def _misfits(name: str, decision: Decision, shape: LinearShape | None) -> list[str]:
+    """What keeps a decision from being carried out."""
+    if shape is None or decision.weight is None:
+        return []
+    format, columns = decision.weight, shape.whole_columns
+    try:
+        size = format.group_size(columns)
+    except QuantizationError as error:
+        return [f"{name}: {error}"]
+    if format.bits == 4 and shape.columns % 2:
+        return [f"{name}: {shape.columns} inputs can't be stored two to a byte; use int8"]
+    if shape.split != "inputs":
+        return []
+    where = f"where the ranks split {columns} inputs, {shape.run} next to each other on each"
+    if isinstance(format.group, int) and shape.run % size:
+        return [f"{name}: groups of {size} inputs are cut {where}; use a divisor of {shape.run}"]
+    block = 1 if decision.input is None else BLOCKS.get(decision.input.type, 1)
+    if shape.run % block:
+        return [f"{name}: blocks of {block} of an input are cut {where}; use another format"]
+    return []

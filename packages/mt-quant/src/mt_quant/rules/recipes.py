@@ -1,0 +1,49 @@
+"""Named recipes: rules without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mt_files import did_you_mean
+
+from mt_quant.error import QuantizationError
+from mt_quant.rules.rule import Rule
+
+_KEPT = Rule(
+    name=r"re:(.*\.)?(lm_head|head|output_layer|router|gate|classifier|score)(\..*)?",
+    optional=True,
+)
+"""Heads and routers: few weights, and the most sensitive ones."""
+
+_LAYERS: Mapping[str, Rule] = {
+    "int8": Rule(weight="int8"),
+    "int8-dynamic": Rule(weight="int8", input="int8"),
+    "int4-rtn": Rule(weight="int4-g128"),
+    "int8-smoothquant": Rule(weight="int8", input="int8", method="smoothquant"),
+    "int4-rtn-asym": Rule(weight="int4-g128-asym"),
+    "int4-gptq": Rule(weight="int4-g128", method="gptq"),
+    "int4-awq": Rule(weight="int4-g128-asym", method="awq"),
+    "fp8": Rule(weight="fp8", input="fp8"),
+    "fp8-weight": Rule(weight="fp8"),
+    "fp8-static": Rule(weight="fp8-tensor", input="fp8-static"),
+    "mxfp8": Rule(weight="mxfp8", input="mxfp8"),
+    "mxfp4": Rule(weight="mxfp4"),
+    "nvfp4": Rule(weight="nvfp4", input="nvfp4"),
+    "nvfp4-weight": Rule(weight="nvfp4"),
+    "nvfp4-svdquant": Rule(weight="nvfp4", input="nvfp4", method="svdquant"),
+    "w4a8": Rule(weight="int4-g128", input="int8"),
+    "w4a8-fp8": Rule(weight="int4-g128", input="fp8"),
+}
+
+RECIPES: tuple[str, ...] = tuple(_LAYERS)
+
+
+def recipe(name: str) -> tuple[Rule, ...]:
+    """Return the rules of a named recipe; heads and routers stay as they are.
+
+    Raises:
+        QuantizationError: There is none of this name.
+    """
+    if name not in _LAYERS:
+        raise QuantizationError(f"unknown recipe {name!r}. {did_you_mean(name, _LAYERS)}")
+    return _KEPT, _LAYERS[name]

@@ -1,0 +1,172 @@
+"""Rules that say which layers get which formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Any, TypeVar
+
+from mt_files import Checks
+from torch import nn
+
+from mt_quant.error import QuantizationError
+from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.kv_format import KVFormat
+from mt_quant.layers.shape import LinearShape
+from mt_quant.methods.registry import check_method
+
+F = TypeVar("F")
+_REGEX = "re:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeCondition:
+    """Which sizes of a whole weight, of all ranks, a rule is for.
+
+    Attributes:
+        min_inputs: Least number of inputs.
+        min_outputs: Least number of outputs.
+        inputs_multiple_of: What divides the inputs.
+        outputs_multiple_of: What divides the outputs.
+
+    Raises:
+        FieldError: A number is below its least.
+    """
+
+    min_inputs: int = 1
+    min_outputs: int = 1
+    inputs_multiple_of: int = 1
+    outputs_multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "min_inputs", "min_outputs", "inputs_multiple_of")
+        checks.at_least(1, "outputs_multiple_of")
+        checks.done()
+
+    def holds(self, rows: int, columns: int) -> bool:
+        """Whether a weight of these outputs and inputs meets it."""
+        return (
+            columns >= self.min_inputs
+            and rows >= self.min_outputs
+            and columns % self.inputs_multiple_of == 0
+            and rows % self.outputs_multiple_of == 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens to one module.
+
+    Attributes:
+        rule: Index of the rule that decided; None where no rule matched.
+        weight: Format of its weight; None leaves it as it is.
+        input: Format of its input.
+        output: Format of its output.
+        kv_cache: Format of the keys and values that it keeps, for the engine that keeps them.
+        method: What rounds the weight.
+        options: Of the method.
+    """
+
+    rule: int | None = None
+    weight: WeightFormat | None = None
+    input: InputFormat | None = None
+    output: InputFormat | None = None
+    kv_cache: KVFormat | None = None
+    method: str = "rtn"
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Which modules, and what becomes of them. All conditions have to hold.
+
+    Attributes:
+        name: Dotted name of the module: a glob whose `*` crosses dots, or `re:` and a regular
+            expression for the whole name.
+        type: Name of the module's class; None for any.
+        shape: Sizes of its weight; None for any.
+        weight: Format of the weight or its name; None keeps the layer as it is.
+        input: Format of its input.
+        output: Format of its output.
+        kv_cache: Format of its keys and values. Modules that are no linear layers get it too.
+        method: What rounds the weight, of `METHODS`.
+        options: Of the method.
+        optional: Whether the rule may match nothing.
+
+    Raises:
+        FieldError: A format, method or option is unknown, or the pattern is none.
+    """
+
+    name: str = "*"
+    type: str | None = None
+    shape: ShapeCondition | None = None
+    weight: WeightFormat | str | None = None
+    input: InputFormat | str | None = None
+    output: InputFormat | str | None = None
+    kv_cache: KVFormat | str | None = None
+    method: str = "rtn"
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        readers: dict[str, Callable[[Any], Any]] = {"name": _compiled}
+        readers |= {"weight": WeightFormat.named} if isinstance(self.weight, str) else {}
+        for name in ("input", "output"):
+            readers |= {name: InputFormat.named} if isinstance(getattr(self, name), str) else {}
+        readers |= {"kv_cache": KVFormat.named} if isinstance(self.kv_cache, str) else {}
+        for name, read in readers.items():
+            try:
+                read(getattr(self, name))
+            except (ValueError, re.error) as error:
+                checks.add(name, str(error))
+        try:
+            check_method(self.method, self.options)
+        except QuantizationError as error:
+            checks.add("method", str(error))
+        if self.weight is None and (self.input is not None or self.output is not None):
+            checks.add("weight", "input and output are rounded where the weight is: name a format")
+        checks.done()
+
+    def decision(self, index: int) -> Decision:
+        """Return what becomes of a module that the rule of this index matches."""
+        return Decision(
+            rule=index,
+            weight=_format(self.weight, WeightFormat.named),
+            input=_format(self.input, InputFormat.named),
+            output=_format(self.output, InputFormat.named),
+            kv_cache=_format(self.kv_cache, KVFormat.named),
+            method=self.method,
+            options=self.options,
+        )
+
+    def matches(self, name: str, module: nn.Module, shape: LinearShape | None) -> bool:
+        """Whether the rule is for a module; `shape` is that of a linear layer, else None."""
+        if shape is None and self.kv_cache is None:
+            return False
+        if self.type is not None and type(module).__name__ != self.type:
+            return False
+        if self.shape is not None and (
+            shape is None or not self.shape.holds(shape.whole_rows, shape.whole_columns)
+        ):
+            return False
+        return _compiled(self.name).fullmatch(name) is not None
+
+    def __str__(self) -> str:
+        parts = [f"name={self.name!r}"]
+        parts += [f"type={self.type!r}"] if self.type is not None else []
+        parts += [f"shape={self.shape}"] if self.shape is not None else []
+        return ", ".join(parts)
+
+
+def _compiled(name: str) -> re.Pattern[str]:
+    """Return what matches a whole name; `re` keeps the last ones compiled."""
+    text = name.removeprefix(_REGEX) if name.startswith(_REGEX) else translate(name)
+    return re.compile(text)
+
+
+def _format(value: F | str | None, named: Callable[[str], F]) -> F | None:
+    return named(value) if isinstance(value, str) else value
