@@ -24,17 +24,8 @@ from typing import Any, Literal
 from mt_context_parallel import Algorithm
 from mt_data import Tokenizer, train_tokenizer
 from mt_files import SchemaError, describe, hints_of
-from mt_model import (
-    PRESETS,
-    VISION_PRESETS,
-    ExchangeError,
-    Family,
-    StackConfig,
-    known_families,
-    preset,
-    validate_split,
-    vision_preset,
-)
+from mt_hf import ExchangeError, Family, known_families
+from mt_model import PRESETS, VISION_PRESETS, StackConfig, preset, validate_split, vision_preset
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_testing import fake_world
 from mt_train import load_config
@@ -60,7 +51,7 @@ _RANKS, _MOST_RANKS = 4, 64  # of the layouts that are built, and those that sha
 _INDEX = f"""# Families of models
 
 Each family of Hugging Face's models that is read and written, with a page made of the code by
-`{COMMAND}`. [Models of Hugging Face](../hugging-face.md) says what holds for all of them,
+`{COMMAND}`. [Models of Hugging Face](../mt-hf.md) says what holds for all of them,
 [Port your model](../port-your-model.md) how to add one.
 
 | family | in transformers | what it is |
@@ -299,8 +290,8 @@ def _homeless() -> str:
 
 def _commands(family: Family, given: Mapping[str, Any], config: StackConfig) -> str:
     lines = [
-        ("mt-model verify FOLDER", "against transformers"),
-        ("mt-model import FOLDER runs/it", "a run folder, with the weights as a checkpoint"),
+        ("mt-hf verify FOLDER", "against transformers"),
+        ("mt-hf import FOLDER runs/it", "a run folder, with the weights as a checkpoint"),
     ]
     option = " data.spans={}" if getattr(config, "encoder_layers", 0) else ""
     if not option and not all(getattr(mixer, "causal", True) for mixer in config.mixers.values()):
@@ -311,7 +302,7 @@ def _commands(family: Family, given: Mapping[str, Any], config: StackConfig) -> 
         lines.append((command, "on any of the layouts above"))
     if _generates(config):
         lines.append(("mt-infer generate runs/it --prompt Hello", "with a cache"))
-    lines.append(("mt-model export runs/it NEW", "from any checkpoint, whatever layout wrote it"))
+    lines.append(("mt-hf export runs/it NEW", "from any checkpoint, whatever layout wrote it"))
     width = max(len(command) for command, _ in lines)
     shown = "\n".join(f"$ {command.ljust(width)}  # {text}" for command, text in lines)
     after = "" if refused is None else f"\n\nmt-train does not train it: {refused}."

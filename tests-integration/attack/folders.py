@@ -1,4 +1,4 @@
-"""Folders of Hugging Face that are damaged or made to hurt, given to `mt-model import`."""
+"""Folders of Hugging Face that are damaged or made to hurt, given to `mt-hf import`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from world import Result, Row, World, call, demand, expect, files_of, flip_bit, 
 
 def _folder(scratch: Path) -> Path:
     """Write a small model, in several files with an index."""
-    from mt_model import GPT, gpt, save_pretrained
+    from mt_hf import save_pretrained
+    from mt_model import GPT, gpt
 
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
     save_pretrained(GPT(gpt(**sizes, max_sequence_length=32)), scratch / "model", file_size=4000)
@@ -21,7 +22,7 @@ def _folder(scratch: Path) -> Path:
 
 def _import(folder: Path, scratch: Path) -> Result:
     """Import it, and demand that nothing is left where it was refused."""
-    from mt_model.cli import main
+    from mt_hf.commands.cli import main
 
     before = sorted(scratch.iterdir())
     result = call(main, ["import", str(folder), str(scratch / "out")])

@@ -77,7 +77,7 @@ def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compil
             use_cache=False,
             attn_implementation="sdpa",
         )
-    ).to(source.placement.dtype)
+    ).to(source.shard.dtype)
     copy_weights(source, llama)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     model = torch.compile(llama) if compiled else llama
@@ -125,7 +125,7 @@ def copy_weights(source: GPT, llama: torch.nn.Module) -> None:
 def products(config: ModelConfig, batch: dict[str, Tensor], source: GPT) -> Step:
     """Do the matrix products of a step alone, of matrices that are there before it."""
     rows, length = batch["tokens"].shape
-    layer, dtype = config.layers[0], source.placement.dtype
+    layer, dtype = config.layers[0], source.shard.dtype
     matrices = [p.detach() for p in source.parameters() if p.dim() > 1]
     pairs = []
     for matrix in (m.flatten(1) if m.shape[0] == config.hidden_size else m for m in matrices):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mt_model import export_checkpoint
+from mt_hf import export_checkpoint
 from mt_parallel_state import ParallelLayout
 from mt_train import ConfigError, load_config
 from mt_train.distillation import check_distillation, check_teacher_layout

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mt_model import GPT, export_lora, gpt
+from mt_hf import export_lora
+from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, initialize_
 from mt_tensor_parallel import LoraLinear, add_lora, save_lora
 from torch import Tensor, nn

@@ -23,8 +23,8 @@ class GateConfig(FeedForwardConfig):
     def loss_weights(self):
         return {"aux": self.aux_weight, "z": 0.02}
 
-    def build(self, model, *, layer, placement):
-        return Gate(self.width, model.hidden_size, placement)
+    def build(self, model, *, layer, shard):
+        return Gate(self.width, model.hidden_size, shard)
 
     def num_parameters(self, hidden_size):
         return (2 * self.width + 4) * hidden_size
@@ -37,13 +37,13 @@ class GateConfig(FeedForwardConfig):
 
 
 class Gate(nn.Module):
-    def __init__(self, width, hidden_size, placement):
+    def __init__(self, width, hidden_size, shard):
         super().__init__()
-        linear = placement.linear_arguments()
+        linear = shard.linear_arguments()
         self.up = ColumnParallelLinear(hidden_size, width, bias=False, **linear)
         self.down = RowParallelLinear(width, hidden_size, bias=False, **linear)
-        self.router = nn.Linear(hidden_size, 4, bias=False, dtype=placement.dtype, device="meta")
-        placement.mark_replicated(self.router, partial=placement.sequence_parallel)
+        self.router = nn.Linear(hidden_size, 4, bias=False, dtype=shard.dtype, device="meta")
+        shard.mark_replicated(self.router, partial=shard.sequence_parallel)
 
     def forward(self, x):
         scores = self.router(x)

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 import yaml
-from mt_model import GPT, from_pretrained, gpt, save_pretrained
+from mt_hf import from_pretrained, save_pretrained
+from mt_model import GPT, gpt
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 # The vocabulary is odd: ranks share it because its rows are padded.

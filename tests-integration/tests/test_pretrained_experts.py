@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from mt_model import export_checkpoint, from_pretrained
+from mt_hf import export_checkpoint, from_pretrained
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 
 LAYOUTS = {

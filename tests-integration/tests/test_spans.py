@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from mt_model import export_checkpoint
-from mt_model.hugging_face.verification import compare
+from mt_hf import export_checkpoint
+from mt_hf.commands.verification import compare
 
 HEADS = "num_heads: 4, num_kv_heads: 4, head_dim: 6, scale: 1.0, dropout: 0.1"
 BOTH = "score_bias: {type: relative, bidirectional: true, table: encoder}, causal: false"

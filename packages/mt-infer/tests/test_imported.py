@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mt_data import load_tokenizer, train_tokenizer
+from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_model import (
     GPT,
     AttentionConfig,
@@ -18,11 +19,8 @@ from mt_model import (
     MLPConfig,
     RelativeConfig,
     encoder_decoder_layers,
-    from_pretrained,
     gpt,
-    import_pretrained,
     preset,
-    save_pretrained,
     vit,
 )
 

@@ -13,10 +13,11 @@ import torch
 from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
 from mt_data import load_tokenizer, train_tokenizer
 from mt_files import to_plain
+from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_infer import Sampling, load_run
 from mt_infer.cli import main
 from mt_infer.folding import fold_input_scales
-from mt_model import GPT, from_pretrained, gpt, import_pretrained, save_pretrained
+from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizationConfig, QuantizedLinear, quantize
 

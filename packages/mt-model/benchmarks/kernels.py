@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mt_model.activation import gated
-from mt_model.bias_gelu import activate_with
-from mt_model.dropout import DropoutSite
-from mt_model.kernels import kernel_for
-from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.norm import RMSNorm, rms_norm
-from mt_model.residual import RESIDUAL_KERNELS, added, normed
-from mt_model.rope import RopeConfig, Rotary
-from mt_model.rotary import rotary_table, rotate
+from mt_model.block.dropout import DropoutSite
+from mt_model.block.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
+from mt_model.block.norm import RMSNorm, rms_norm
+from mt_model.block.residual import RESIDUAL_KERNELS, added, normed
+from mt_model.kernels.activation import gated
+from mt_model.kernels.bias_gelu import activate_with
+from mt_model.kernels.choice import kernel_for
+from mt_model.rope.config import RopeConfig, Rotary
+from mt_model.rope.rotary import rotary_table, rotate
 from mt_tensor_parallel import LossOptions, linear_cross_entropy
 from mt_testing import environment, quartiles, shown, take_turns, write_report
 from torch import Tensor, nn

@@ -17,8 +17,8 @@ class RoutedConfig(FeedForwardConfig):
     def loss_weights(self):
         return {"aux": self.weight, "z": 0.01}
 
-    def build(self, model, *, layer, placement):
-        return Routed(self.width, model.hidden_size, placement)
+    def build(self, model, *, layer, shard):
+        return Routed(self.width, model.hidden_size, shard)
 
     def num_parameters(self, hidden_size):
         return (2 * self.width + 3) * hidden_size
@@ -31,14 +31,14 @@ class RoutedConfig(FeedForwardConfig):
 
 
 class Routed(nn.Module):
-    def __init__(self, width, hidden_size, placement):
+    def __init__(self, width, hidden_size, shard):
         super().__init__()
-        linear = placement.linear_arguments()
+        linear = shard.linear_arguments()
         self.up = ColumnParallelLinear(hidden_size, width, bias=False, **linear)
         self.down = RowParallelLinear(width, hidden_size, bias=False, **linear)
-        like = {"dtype": placement.dtype, "device": "meta"}
+        like = {"dtype": shard.dtype, "device": "meta"}
         self.router = nn.Linear(hidden_size, 3, bias=False, **like)
-        placement.mark_replicated(self.router, partial=placement.sequence_parallel)
+        shard.mark_replicated(self.router, partial=shard.sequence_parallel)
 
     def forward(self, x):
         scores = self.router(x)

@@ -65,9 +65,9 @@ def count(config, *, state=None, rows=2, length=32, layers=None, **options):
     batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.zeros(rows, dtype=torch.long)}
     x = None
     if not stage.has_embedding:
-        shards = stage.placement.tp if stage.placement.sequence_parallel else 1
+        shards = stage.shard.tp if stage.shard.sequence_parallel else 1
         sizes = rows, length // shards, config.hidden_size
-        x = torch.zeros(sizes, dtype=stage.placement.dtype, requires_grad=True)
+        x = torch.zeros(sizes, dtype=stage.shard.dtype, requires_grad=True)
     found = kept_by_module(stage, batch, x)
     with stage.watch_activations() as kept:
         stage(x, batch)

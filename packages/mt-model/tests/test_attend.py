@@ -11,7 +11,7 @@ import torch
 from mt_context_parallel import shard
 from mt_model import GPT, AlibiConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
-from sampling import sample
+from mt_testing import sample
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"ffn_size": 24, "max_sequence_length": 32, "init_std": 0.3}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from mt_model import GPT, Kernels, gpt
 from mt_model import attention_kernels as module
-from mt_model.attention_kernels import ATTENTION_KERNELS, attention
-from mt_model.flex_attention import flex_attention
-from mt_model.scores import Scores
+from mt_model.attend.flex import flex_attention
+from mt_model.attend.kernels import ATTENTION_KERNELS, attention
+from mt_model.attend.scores import Scores
 from mt_parallel_state import ParallelLayout, ParallelState
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 6, [0] * 5 + [2] * 4])

@@ -21,21 +21,6 @@ def report_of(monkeypatch, tmp_path):
     return run
 
 
-def test_families_compares_sides_that_compute_the_same(report_of) -> None:
-    report = report_of("families.py", "--forms", "eager", "--length", 16, "--rounds", 2)
-    assert {"llama", "gemma3", "mamba2", "t5"} <= set(report["results"])
-    for result in report["results"].values():
-        for clocks in result["speed_ratios"].values():
-            assert all(low <= middle <= high for low, middle, high in clocks.values())
-            assert all(low > 0 for low, _, _ in clocks.values())
-
-
-def test_import_folder_reads_what_it_made(report_of) -> None:
-    results = report_of("import_folder.py", "--rounds", 2)["results"]
-    assert results["mt-model import / safetensors, to disk, speed"][1] > 0
-    assert results["from_pretrained / safetensors, to memory, speed"][1] > 0
-
-
 def test_kernels_compares_sides_that_compute_the_same(report_of) -> None:
     results = report_of("kernels.py")["results"]
     assert {name.partition(",")[0] for name in results} >= {"norm", "silu", "rope", "loss"}

@@ -26,7 +26,7 @@ from mt_model import (
     preset,
     validate_split,
 )
-from mt_model.presets import _OF_ONE_LAYER
+from mt_model.presets.gpt import _OF_ONE_LAYER
 
 SMALL = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
 

@@ -18,7 +18,7 @@ from mt_model import (
     ModelConfig,
 )
 from mt_parallel_state import ParallelLayout, ParallelState, sharding_of
-from sampling import sample
+from mt_testing import sample
 
 LENGTH, MEMORY = 8, 5
 VARIANTS = {

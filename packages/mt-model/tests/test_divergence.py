@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mt_model import GPT, gpt
-from mt_model.divergence import Scoring, Teaching, divergence
+from mt_model.language.divergence import Scoring, Teaching, divergence
 from mt_parallel_state import ParallelLayout, ParallelState, copy_to_group
 from mt_quant import distillation_loss
 from torch import distributed as dist

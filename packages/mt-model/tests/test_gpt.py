@@ -377,7 +377,7 @@ def test_dropout_is_off_in_evaluation_and_unbiased_in_training(rates):
 
 
 def test_dropout_sites_drop_the_configured_share_independently():
-    from mt_model.dropout import DropoutSite, hidden_index
+    from mt_model.block.dropout import DropoutSite, hidden_index
 
     index = hidden_index(torch.arange(50), torch.arange(8), 32, 64)
     ones = torch.ones(index.shape)
@@ -589,7 +589,7 @@ class Device:
 
 
 def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
-    from mt_model.attention_kernels import steady_kernels
+    from mt_model.attend.kernels import steady_kernels
     from torch.nn.attention import SDPBackend
 
     asked = []
@@ -691,7 +691,7 @@ def test_weights_that_are_loaded_cost_no_initial_values(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("initial values were computed")
 
-    monkeypatch.setattr("mt_model.initialization.initialize_", fail)
+    monkeypatch.setattr("mt_model.stack.initialization.initialize_", fail)
     loaded = GPT(config, seed=None)
     loaded.load_state_dict(seeded.state_dict())
     tokens = torch.arange(9)[None]

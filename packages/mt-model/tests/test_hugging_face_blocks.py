@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 import torch
-from mt_model import GPT, NormConfig, from_pretrained, gpt, save_pretrained
-from mt_model.norm import build_norm
+from mt_hf import from_pretrained, save_pretrained
+from mt_model import GPT, NormConfig, gpt
+from mt_model.block.norm import build_norm
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 48}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 32}

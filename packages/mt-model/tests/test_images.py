@@ -26,8 +26,7 @@ from mt_parallel_state import (
     offsets_of,
     sharding_of,
 )
-from mt_testing import fake_world
-from sampling import sample
+from mt_testing import fake_world, sample
 
 IMAGE = 41
 TOWER = {

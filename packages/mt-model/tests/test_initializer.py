@@ -46,7 +46,7 @@ def test_each_rank_gets_its_part(ranks):
 def test_a_model_from_the_meta_device_runs_where_its_tokens_are():
     config = gpt(**SIZES)
     model = GPT(config, device="meta").to_empty(device="cpu")
-    assert repr(model.placement.gemm) == repr(GPT(config).placement.gemm)
+    assert repr(model.shard.gemm) == repr(GPT(config).shard.gemm)
     fill = initializer(GPT(config, device="meta"), config, seed=5)
     with torch.no_grad():
         for name, param in model.named_parameters():

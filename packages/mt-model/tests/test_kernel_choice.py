@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mt_model import GPT, KernelError, Kernels, MLAConfig, NormConfig, RopeConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tensor_parallel import add_lora
-from sampling import sample
+from mt_testing import sample
 from test_parallel import (
     RECURRENT,
     TINY,

@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from mt_files import AUTO
 from mt_model import Activation, NormConfig
-from mt_model.activation import activate, gated, gated_reference, silu_product
-from mt_model.bias_gelu import BIAS_GELU_KERNELS, activate_with
-from mt_model.causal_convolution import silu_convolution, silu_convolution_reference
-from mt_model.gemm import CpuGemm
-from mt_model.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
-from mt_model.norm import _torch_rms_norm, build_norm, rms_norm, rms_norm_reference
-from mt_model.pairs import Pairs
-from mt_model.reference_attention import reference_attention
-from mt_model.rope import RopeConfig, Rotary
-from mt_model.rotary import rotary_table, rotate, rotate_reference
-from mt_model.scores import Scores
+from mt_model.attend.pairs import Pairs
+from mt_model.attend.reference import reference_attention
+from mt_model.attend.scores import Scores
+from mt_model.attention.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
+from mt_model.block.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
+from mt_model.block.norm import _torch_rms_norm, build_norm, rms_norm, rms_norm_reference
+from mt_model.kernels.activation import activate, gated, gated_reference, silu_product
+from mt_model.kernels.bias_gelu import BIAS_GELU_KERNELS, activate_with
+from mt_model.kernels.gemm import CpuGemm
+from mt_model.recurrent.causal_convolution import silu_convolution, silu_convolution_reference
+from mt_model.rope.config import RopeConfig, Rotary
+from mt_model.rope.rotary import rotary_table, rotate, rotate_reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 RELATIVE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -359,7 +359,7 @@ PAIRS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
 def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
-    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
     blocks = pairs.blocks(11)
     assert [i for queries, _ in blocks for i in queries] == list(range(11))
     if pairs.window == 3:
@@ -376,7 +376,7 @@ def test_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
 def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monkeypatch):
-    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
 
     def of(function):
         return lambda qkv, bias: function(qkv, None, None, pairs=pairs, bias=bias)
@@ -387,7 +387,7 @@ def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monk
 
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
 def test_compiled_matmul_attention_has_the_bits_of_eager(pairs, monkeypatch):
-    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
     table = turning(torch.arange(11), 8)
 
     def of(qkv, query_weight, key_weight, bias):
@@ -409,14 +409,14 @@ def test_compiled_matmul_attention_has_the_bits_of_eager(pairs, monkeypatch):
 @pytest.mark.parametrize("has", [(True, True, True), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("name", ["all", "window_in_documents"])
 def test_matmul_attention_is_an_operator_that_torch_checks(has, name, monkeypatch):
-    monkeypatch.setattr("mt_model.pairs.BLOCK", 4)
+    monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
     normed, turned, biased = has
     weights = [(rand(8) + 1).requires_grad_() if normed else None for _ in range(2)]
     table = turning(torch.arange(11), 8).values if turned else None
     bias = rand(4, 21).requires_grad_() if biased else None
     causal, window, documents = PAIRS[name]
     given = rand(2, 11, 2, 4, 8).requires_grad_(), table, *weights, bias, documents
-    call = torch.ops.mt_model.matmul_attention.default
+    call = torch.ops.mt_model.attention.matmul_attention.default
     torch.library.opcheck(call, (*given, 1e-5, 0.3, False, causal, window))
 
 
@@ -455,11 +455,11 @@ def test_rotation_takes_positions_of_each_row():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
-    from mt_model.activation import GATED_KERNELS
-    from mt_model.gemm import GEMM_KERNELS
-    from mt_model.kernels import kernel_for
-    from mt_model.norm import RMS_NORM_KERNELS
-    from mt_model.rotary import ROTATE_KERNELS
+    from mt_model.block.norm import RMS_NORM_KERNELS
+    from mt_model.kernels.activation import GATED_KERNELS
+    from mt_model.kernels.choice import kernel_for
+    from mt_model.kernels.gemm import GEMM_KERNELS
+    from mt_model.rope.rotary import ROTATE_KERNELS
 
     class On:
         def __init__(self):
@@ -479,7 +479,7 @@ def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
 
 
 def test_without_a_kernel_that_serves_each_says_why():
-    from mt_model.kernels import Kernel, kernel_for
+    from mt_model.kernels.choice import Kernel, kernel_for
 
     kernels = [Kernel(name, len, lambda _, name=name: f"not {name}") for name in ("a", "b")]
     with pytest.raises(ValueError, match=r"no kernel serves this \(a: not a; b: not b\)"):

@@ -23,7 +23,7 @@ from mt_model import (
     gpt,
     kv_formats,
 )
-from mt_model.attend import CachedAttend
+from mt_model.attend.cached import CachedAttend
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import (
     CalibrationError,
@@ -34,7 +34,7 @@ from mt_quant import (
     QuantizationError,
     Rule,
 )
-from sampling import sample
+from mt_testing import sample
 
 FORMATS = ("fp8", "int8", "fp8-head", "int8-head", "fp8-tensor", "int8-tensor")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "max_sequence_length": 24, "init_std": 0.3}
@@ -235,7 +235,7 @@ def test_rows_with_padding_have_the_logits_that_they_have_alone():
 def generate(model, kind, *, graphs=False, count=16):
     """Greedy tokens and all scores."""
     cache = model.new_cache(batch_size=2, max_length=6 + count, kv_cache_dtype=kind)
-    tokens = tokens_of().to(model.placement.device)
+    tokens = tokens_of().to(model.shard.device)
     scores = [model(None, {"tokens": tokens, "cache": cache})]
     run = GraphedDecoding(model, cache) if graphs else model
     for _ in range(count):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from mt_context_parallel import shard
 from mt_model import GPT, calibrate_kv_cache, gpt
-from mt_model.kv_rounding import rounded
+from mt_model.block.kv_rounding import rounded
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import KVFormat, QuantizationError
-from sampling import sample
+from mt_testing import sample
 from test_kv_cache import MODELS, SIZES, build, tokens_of
 
 FORMATS = {name: KVFormat.named(name) for name in ("fp8", "int8")}

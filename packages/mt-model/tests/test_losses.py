@@ -77,7 +77,7 @@ class FixedConfig(FeedForwardConfig):
     def loss_weights(self):
         return dict.fromkeys(self.names, 1.0)
 
-    def build(self, model, *, layer, placement):
+    def build(self, model, *, layer, shard):
         return Fixed(self.returns)
 
     def num_parameters(self, hidden_size):

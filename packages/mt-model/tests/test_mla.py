@@ -21,7 +21,7 @@ from mt_model import (
 )
 from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
 from mt_tensor_parallel import add_lora
-from sampling import sample
+from mt_testing import sample
 
 PLACES = [  # tp, cp, sequence parallel, algorithm
     (2, 1, False, "ring"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from mt_model import GPT, MixerConfig, ModelConfig, gpt, validate_split
-from mt_model.initialization import start_from
+from mt_model.block.initial import start_from
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import nn
@@ -14,8 +14,8 @@ from torch import nn
 class RunningMeanConfig(MixerConfig):
     width: int
 
-    def build(self, model, *, layer, placement):
-        return RunningMean(self.width, model.hidden_size, placement.linear_arguments())
+    def build(self, model, *, layer, shard):
+        return RunningMean(self.width, model.hidden_size, shard.linear_arguments())
 
     def num_parameters(self, hidden_size):
         return 2 * self.width * hidden_size

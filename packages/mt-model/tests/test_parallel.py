@@ -26,8 +26,8 @@ from mt_parallel_state import (
     shardings,
 )
 from mt_tensor_parallel import LoraLinear, add_lora
+from mt_testing import sample
 from routed import RoutedConfig
-from sampling import sample
 
 TINY = {
     "vocab_size": 48,

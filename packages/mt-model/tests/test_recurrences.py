@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mt_model.causal_convolution import causal_convolution
-from mt_model.decay import segments_of
-from mt_model.delta_rule import DeltaSteps, delta_rule, delta_rule_reference
-from mt_model.ssd import SsdSteps, ssd, ssd_reference
+from mt_model.recurrent.causal_convolution import causal_convolution
+from mt_model.recurrent.decay import segments_of
+from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_reference
+from mt_model.recurrent.ssd import SsdSteps, ssd, ssd_reference
 
 DOCUMENTS = torch.tensor([[4] * 3 + [2] * 1 + [9] * 9, [1] * 13])
 

@@ -20,8 +20,8 @@ from mt_model import (
     gpt_arguments,
     preset,
 )
-from mt_model.rope import Rotary
-from mt_model.rotary import rotary_table, rotate
+from mt_model.rope.config import Rotary
+from mt_model.rope.rotary import rotary_table, rotate
 
 TINY = {"vocab_size": 48, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "init_std": 0.3}
 HEAD_DIM = 16

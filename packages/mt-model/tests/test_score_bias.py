@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mt_model import GPT, AlibiConfig, ModelConfig, RelativeConfig, gpt, gpt_arguments
-from mt_model.distance import (
+from mt_model.attend.distance import (
     add_in_order,
     bias_by_distance,
     buckets_of,
@@ -163,6 +163,6 @@ def test_long_biased_sequences_are_computed_by_tiles_alike(monkeypatch):
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     whole = results()
-    monkeypatch.setattr("mt_model.attention_kernels.BIAS_MAX_LENGTH", 8)
+    monkeypatch.setattr("mt_model.attend.kernels.BIAS_MAX_LENGTH", 8)
     for found, expected in zip(results(), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -24,7 +24,7 @@ from mt_model import (
     vision_preset,
     vit,
 )
-from mt_model.patch_embedding import cut_patches
+from mt_model.vision.patch_embedding import cut_patches
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -33,8 +33,7 @@ from mt_parallel_state import (
     offsets_of,
     sharding_of,
 )
-from mt_testing import fake_world
-from sampling import sample
+from mt_testing import fake_world, sample
 
 TINY = {
     "image_size": 12,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_model import (
     GPT,
     ClassPoolingConfig,
@@ -18,10 +19,7 @@ from mt_model import (
     MoEConfig,
     RopeConfig,
     VisionEncoder,
-    from_pretrained,
     gpt,
-    import_pretrained,
-    save_pretrained,
     saved_buffers,
     vit,
 )

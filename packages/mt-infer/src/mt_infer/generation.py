@@ -198,7 +198,7 @@ class Generator:
         if self.stages is None:
             return cast("Tensor", run(None, batch))
         stage, last = dist.get_rank(self.stages), dist.get_world_size(self.stages) - 1
-        where = {"dtype": self.model.placement.dtype, "device": tokens.device}
+        where = {"dtype": self.model.shard.dtype, "device": tokens.device}
         x = None
         if stage > 0:
             length = tokens.shape[1] + (0 if encoded is None else encoded.shape[1])

@@ -24,17 +24,8 @@ from mt_ckpt import (
 )
 from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_model import (
-    DTYPES,
-    GPT,
-    Kernels,
-    KernelSet,
-    ModelConfig,
-    Pretrained,
-    from_pretrained,
-    open_pretrained,
-    saved_buffers,
-)
+from mt_hf import Pretrained, from_pretrained, open_pretrained
+from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig, saved_buffers
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 

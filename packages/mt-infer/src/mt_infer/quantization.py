@@ -13,15 +13,8 @@ import torch
 from mt_ckpt import RunFolder, inspect_checkpoint
 from mt_data import Tokenizer
 from mt_files import read_text
-from mt_model import (
-    DTYPES,
-    GPT,
-    ExchangeError,
-    Pretrained,
-    calibrate_kv_cache,
-    kv_formats,
-    save_pretrained,
-)
+from mt_hf import ExchangeError, Pretrained, save_pretrained
+from mt_model import DTYPES, GPT, calibrate_kv_cache, kv_formats
 from mt_quant import (
     CalibrationError,
     Decision,
@@ -203,7 +196,7 @@ def quantize_model(
         run: Where it is from.
         config: Which layers, and how.
         out: The folder that is made; does not exist, or is empty.
-        layout: Of the folder, as `mt_model.save_pretrained` takes it.
+        layout: Of the folder, as `mt_hf.save_pretrained` takes it.
         calibration: What rules that see activations are given.
         progress: Called after each layer.
 

@@ -306,7 +306,7 @@ def save_lora(
         target_modules: The layers that PEFT puts adapters on. By default the exported ones: by
             their last names if all layers of those names have adapters, else by their full ones.
         export: From this module's layers to those of the base model, as for `lora_state`;
-            `mt_model.export_lora` is one.
+            `mt_hf.export_lora` is one.
         write: Whether this rank writes; all ranks of the layers' groups call.
 
     Raises:

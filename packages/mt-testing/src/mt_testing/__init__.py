@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
+    from mt_testing.sampling import sample
     from mt_testing.strategies import layouts
     from mt_testing.syncs import HostSync, HostSyncs
     from mt_testing.tolerances import FACTORS, assert_close, tolerance
@@ -50,6 +51,7 @@ __all__ = [
     "recorded_calls",
     "recorded_ranks",
     "replay",
+    "sample",
     "shown",
     "take_turns",
     "tolerance",
@@ -67,6 +69,7 @@ _HOMES = {
     "fake": "fake_world",
     "faults": "KillAt expect_kill",
     "pool": "RankPool",
+    "sampling": "sample",
     "strategies": "layouts",
     "syncs": "HostSync HostSyncs",
     "tolerances": "FACTORS assert_close tolerance",

@@ -9,7 +9,8 @@ from pathlib import Path
 from mt_ckpt import RunFolder, clean
 from mt_data import Tokenizer, load_tokenizer
 from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
-from mt_model import ExchangeError, ModelConfig, describe_pretrained, find_family
+from mt_hf import ExchangeError, find_family, read_description
+from mt_model import ModelConfig
 from mt_parallel_state import DistributedEnv, ParallelState
 
 from mt_train.agreement import summed
@@ -146,7 +147,7 @@ def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start) -> Non
         text = f"{folder} exists; name a folder that does not, or is empty"
         raise loaded.error("export.hugging_face", text)
     if family is None and loaded.config.model.from_ is not None:
-        family = describe_pretrained(loaded.config.model.from_).family.name
+        family = read_description(loaded.config.model.from_).family.name
     try:
         find_family(model, family)
     except ExchangeError as error:
@@ -158,4 +159,4 @@ def _keep_description(loaded: LoadedConfig, run: RunFolder) -> None:
     folder = loaded.config.model.from_
     if folder is not None and not run.hugging_face.is_dir():
         run.hugging_face.mkdir()
-        describe_pretrained(folder).copy_to(run.hugging_face)
+        read_description(folder).copy_to(run.hugging_face)

@@ -18,18 +18,8 @@ from mt_ckpt import (
     param_shards,
 )
 from mt_files import FileError, shorten
-from mt_model import (
-    DTYPES,
-    GPT,
-    ExchangeError,
-    ModelConfig,
-    MoEConfig,
-    Pretrained,
-    StackConfig,
-    describe_pretrained,
-    open_pretrained,
-    saved_buffers,
-)
+from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
+from mt_model import DTYPES, GPT, ModelConfig, MoEConfig, StackConfig, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState, WgradStore
 from torch import Tensor
 
@@ -149,7 +139,7 @@ def read_teacher(folder: str | Path) -> ModelConfig:
     """
     path = _checkpoint(Path(folder))
     if path is None:
-        config: StackConfig = describe_pretrained(folder).config
+        config: StackConfig = read_description(folder).config
     else:
         model = inspect_checkpoint(path).metadata_as(SavedModel).model
         config = StackConfig.from_dict(model)

@@ -21,15 +21,8 @@ from mt_files import (
     shorten,
     to_plain,
 )
-from mt_model import (
-    PRESETS,
-    ExchangeError,
-    ModelConfig,
-    describe_pretrained,
-    gpt,
-    gpt_arguments,
-    preset,
-)
+from mt_hf import ExchangeError, read_description
+from mt_model import PRESETS, ModelConfig, gpt, gpt_arguments, preset
 
 from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
@@ -283,7 +276,7 @@ class _Paths:
         if any(problem.path == "model.from" for problem in self._problems):
             return sections
         try:
-            found = describe_pretrained(folder)
+            found = read_description(folder)
             tokenizer, eod = found.tokenizer, found.eos_token
         except (ExchangeError, FileError) as error:
             self._add("model.from", str(error))
@@ -389,7 +382,7 @@ def _model_of_folder(
     section: ModelSection, folder: str, vocab_size: int, sequence_length: int
 ) -> ModelConfig:
     """Return the model of a Hugging Face folder, if the tokens and the sequences fit it."""
-    model = cast("ModelConfig", describe_pretrained(folder).config)  # `_Paths` refuses others
+    model = cast("ModelConfig", read_description(folder).config)  # `_Paths` refuses others
     if vocab_size > model.vocab_size:
         text = f"{shorten(folder, 200)} knows {model.vocab_size} tokens, and the tokenizer has "
         raise FieldError({"from": f"{text}{vocab_size}; use the tokenizer of that folder"})

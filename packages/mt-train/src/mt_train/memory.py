@@ -197,7 +197,7 @@ def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | 
     if stage.has_embedding:
         return batch, None
     rows, length = batch["tokens"].shape
-    place = stage.placement
+    place = stage.shard
     sizes = rows, length // (place.tp if place.sequence_parallel else 1), stage.config.hidden_size
     return batch, torch.zeros(sizes, dtype=place.dtype, requires_grad=True)
 

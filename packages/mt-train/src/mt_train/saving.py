@@ -17,7 +17,8 @@ from mt_ckpt import (
     param_shards,
     save_checkpoint,
 )
-from mt_model import open_pretrained, saved_buffers
+from mt_hf import open_pretrained
+from mt_model import saved_buffers
 from mt_parallel_state import PartitionSpec, shard_param, sharding_of
 from torch.nn import Parameter
 

@@ -27,7 +27,8 @@ from mt_files import (
     to_plain,
     write_file,
 )
-from mt_model import DTYPES, ModelConfig, export_checkpoint, keep_freed_memory
+from mt_hf import export_checkpoint
+from mt_model import DTYPES, ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,

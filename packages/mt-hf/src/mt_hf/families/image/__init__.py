@@ -1,0 +1,1 @@
+"""Families of models that read images, one module each."""

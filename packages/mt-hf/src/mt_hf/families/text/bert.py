@@ -1,0 +1,216 @@
+"""BERT: attention both ways, norms behind branches, token types, heads of its two objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+from mt_files import Checks, shorten, to_plain
+from mt_model import (
+    MAX_LAYERS,
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    PooledHeadConfig,
+)
+
+from mt_hf.family.decoder import ACTIVATION_NAMES, ACTIVATIONS, attention_links, first_layer
+from mt_hf.family.encoder import leaves
+from mt_hf.family.family import Family
+from mt_hf.family.link import Link
+
+_TOKENS, _BOTH = "BertForMaskedLM", "BertForPreTraining"
+_TIED_BIAS, _OWN_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"
+_PROJECTIONS: Mapping[str, str] = MappingProxyType(
+    {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
+)
+_UNREAD = (
+    *("gradient_checkpointing", "classifier_dropout", "directionality", "pooler_fc_size"),
+    *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+)
+_WAY_OUT = (
+    "it has no head; load the folder with transformers as BertForPreTraining, save it, and train "
+    "the new heads"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertFields:
+    """The fields of a BERT's config.json, with the defaults of transformers.
+
+    `architectures` says which heads there are. What begins with `pooler` and `directionality` are
+    of the first release and read by nobody, `classifier_dropout` is of heads that are not built.
+    """
+
+    architectures: tuple[str, ...] | None = None
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    tie_word_embeddings: bool = True
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+    gradient_checkpointing: bool = False
+    classifier_dropout: float | None = None
+    directionality: str = "bidi"
+    pooler_fc_size: int = 768
+    pooler_num_attention_heads: int = 12
+    pooler_num_fc_layers: int = 3
+    pooler_size_per_head: int = 128
+    pooler_type: str = "first_token_transform"
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        checks.at_least(1, *sizes, "intermediate_size", "max_position_embeddings")
+        checks.at_least(1, "type_vocab_size")
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
+        if not checks.errors and self.hidden_size % self.num_attention_heads:
+            text = f"is not a multiple of num_attention_heads={self.num_attention_heads}"
+            checks.add("hidden_size", f"{self.hidden_size} {text}")
+        if self.position_embedding_type != "absolute":
+            kind = shorten(self.position_embedding_type)
+            checks.add("position_embedding_type", f"{kind} is not built; it is 'absolute'")
+        if self.is_decoder:
+            checks.add("is_decoder", "true: attention to earlier tokens alone is not built here")
+        checks.done()
+
+    @property
+    def pooled_head(self) -> PooledHeadConfig | None:
+        """Classes of pairs, where the architecture has them."""
+        return PooledHeadConfig() if _BOTH in (self.architectures or ())[:1] else None
+
+
+def _read(given: BertFields) -> ModelConfig:
+    activation = ACTIVATIONS[given.hidden_act]
+    mixer = AttentionConfig(
+        num_heads=given.num_attention_heads,
+        num_kv_heads=given.num_attention_heads,
+        head_dim=given.hidden_size // given.num_attention_heads,
+        qkv_bias=True,
+        out_bias=True,
+        causal=False,
+        dropout=given.attention_probs_dropout_prob,
+    )
+    mlp = MLPConfig(ffn_size=given.intermediate_size, activation=activation, gated=False, bias=True)
+    layer = LayerConfig(mixer=mixer, feed_forward=mlp, norms="post", repeat=given.num_hidden_layers)
+    return ModelConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        max_sequence_length=given.max_position_embeddings,
+        layers=(layer,),
+        norm=NormConfig(kind="layer", eps=given.layer_norm_eps),
+        final_norm=False,
+        positions="learned",
+        tied=given.tie_word_embeddings,
+        embedding_norm=True,
+        token_types=given.type_vocab_size,
+        head_transform=activation,
+        head_bias=True,
+        pooled_head=given.pooled_head,
+        dropout=given.hidden_dropout_prob,
+        init_std=given.initializer_range or ModelConfig.init_std,
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    mixer, mlp = first_layer(config)
+    fields = BertFields(
+        architectures=(_TOKENS if config.pooled_head is None else _BOTH,),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=mixer.num_heads,
+        intermediate_size=mlp.ffn_size,
+        hidden_act=ACTIVATION_NAMES[mlp.activation],
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=mixer.dropout,
+        max_position_embeddings=config.max_sequence_length,
+        type_vocab_size=config.token_types,
+        initializer_range=config.init_std,
+        layer_norm_eps=config.norm.eps,
+        tie_word_embeddings=config.tied,
+    )
+    return {name: value for name, value in to_plain(fields).items() if name not in _UNREAD}
+
+
+def _links(config: ModelConfig) -> Iterator[Link]:
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    tables = {
+        "word_embeddings": ("embedding", vocabulary),
+        "position_embeddings": ("embedding.positions", config.max_sequence_length),
+        "token_type_embeddings": ("embedding.types", config.token_types),
+    }
+    for name, (target, rows) in tables.items():
+        yield from leaves(f"bert.embeddings.{name}", target, rows, hidden, bias=False)
+    yield from leaves("bert.embeddings.LayerNorm", "embedding.norm", hidden)
+    for index, layer in enumerate(config.layers):
+        yield from _layer_links(f"bert.encoder.layer.{index}", f"layers.{index}", layer, hidden)
+    head = "cls.predictions"
+    yield from leaves(f"{head}.transform.dense", "head.transform", hidden, hidden)
+    yield from leaves(f"{head}.transform.LayerNorm", "head.transform.norm", hidden)
+    if not config.tied:
+        yield from leaves(f"{head}.decoder", "head", vocabulary, hidden, bias=False)
+    bias = _TIED_BIAS if config.tied else _OWN_BIAS
+    yield Link(source=bias, shape=(vocabulary,), target="head.bias")
+    if (pooled := config.pooled_head) is not None:
+        yield from leaves("bert.pooler.dense", "pooled_head.dense", hidden, hidden)
+        classes = "pooled_head.classifier"
+        yield from leaves("cls.seq_relationship", classes, pooled.num_classes, hidden)
+
+
+def _layer_links(source: str, target: str, layer: LayerConfig, hidden: int) -> Iterator[Link]:
+    mixer, mlp = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
+    attention = f"{source}.attention"
+    for link in attention_links(attention, f"{target}.mixer", mixer, hidden):
+        name, _, leaf = link.source.removeprefix(f"{attention}.").partition(".")
+        yield replace(link, source=f"{attention}.{_PROJECTIONS[name]}.{leaf}")
+    yield from leaves(f"{attention}.output.LayerNorm", f"{target}.mixer_output_norm", hidden)
+    ours, ffn = f"{target}.feed_forward", mlp.ffn_size
+    yield from leaves(f"{source}.intermediate.dense", f"{ours}.up", ffn, hidden)
+    yield from leaves(f"{source}.output.dense", f"{ours}.down", hidden, ffn)
+    yield from leaves(f"{source}.output.LayerNorm", f"{target}.feed_forward_output_norm", hidden)
+
+
+def _repeats(config: ModelConfig) -> Mapping[str, str]:
+    """Return the bias that transformers has beside the decoder's, where it does not tie them."""
+    return {} if config.tied else {_TIED_BIAS: _OWN_BIAS}
+
+
+FAMILY = Family(
+    name="bert",
+    architectures=(_TOKENS, _BOTH),
+    model_types=("bert",),
+    fields=BertFields,
+    read=_read,
+    write=_write,
+    links=_links,
+    ignored=(".embeddings.position_ids",),
+    copies=(
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        (_OWN_BIAS, _TIED_BIAS),
+        (_TIED_BIAS, _OWN_BIAS),
+    ),
+    repeats=_repeats,
+    endings={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"},
+    refused={"BertModel": _WAY_OUT},
+    hint=(
+        "A folder with bert.pooler and cls.seq_relationship is one of BertForPreTraining: name "
+        "that in architectures of config.json"
+    ),
+)

@@ -1,0 +1,175 @@
+"""Gemma 2: norms on both sides of a branch, soft caps, and a window in every other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from mt_files import Checks
+from mt_model import AttentionConfig, LayerConfig, ModelConfig, NormConfig, QKNorm
+
+from mt_hf.family.decoder import (
+    DecoderFields,
+    decoder_config,
+    decoder_fields,
+    decoder_links,
+    first_layer,
+)
+from mt_hf.family.family import Family
+
+LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+_NORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "mixer_output_norm",
+        "pre_feedforward_layernorm": "feed_forward_norm",
+        "post_feedforward_layernorm": "feed_forward_output_norm",
+    }
+)
+
+gemma_links = partial(decoder_links, norms=_NORMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaFields(DecoderFields):
+    """What the config.json of a Gemma from 2 on has of its own, with its defaults.
+
+    `layer_types` says which layers have the window; without it all but every `every_whole`-th
+    have. `hidden_act` is an old second name of `hidden_activation`.
+    """
+
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_activation: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    query_pre_attn_scalar: int = 256
+    sliding_window: int | None = 4096
+    layer_types: tuple[LayerType, ...] | None = None
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = Checks(self)
+        checks.at_least(1, "sliding_window")
+        checks.above(0, "query_pre_attn_scalar", "final_logit_softcapping")
+        checks.above(0, "attn_logit_softcapping")
+        if self.hidden_act != self.hidden_activation:
+            text = f"{self.hidden_act!r} is not hidden_activation={self.hidden_activation!r}"
+            checks.add("hidden_act", text)
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
+            checks.add("layer_types", text)
+        if self.use_bidirectional_attention:
+            checks.add("use_bidirectional_attention", "true: it is causal here; use false")
+        checks.done()
+
+    @property
+    def every_whole(self) -> int:
+        """Of how many layers the last has no window."""
+        return 2
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        if self.layer_types is None:
+            slides = [bool((i + 1) % self.every_whole) for i in range(self.num_hidden_layers)]
+        else:
+            slides = [kind == "sliding_attention" for kind in self.layer_types]
+        return [self.sliding_window if slide else None for slide in slides]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Fields(GemmaFields):
+    """What a Gemma 2's config.json has of its own, with its defaults."""
+
+    vocab_size: int = 256000
+    max_position_embeddings: int = 8192
+    final_logit_softcapping: float | None = 30.0
+    attn_logit_softcapping: float | None = 50.0
+
+
+GemmaT = TypeVar("GemmaT", bound=GemmaFields)
+
+
+def gemma_config(given: GemmaFields, *, qk_norm: QKNorm = "none") -> ModelConfig:
+    """Return the model of a config.json, with one rotary embedding in all layers."""
+    config = decoder_config(
+        given,
+        windows=given.windows,
+        qk_norm=qk_norm,
+        qkv_bias=given.attention_bias,
+        out_bias=given.attention_bias,
+    )
+    usual = given.query_pre_attn_scalar == given.heads[2]
+    scores = {
+        "scale": None if usual else given.query_pre_attn_scalar**-0.5,
+        "softcap": given.attn_logit_softcapping,
+    }
+
+    def layer(each: LayerConfig) -> LayerConfig:
+        mixer = replace(cast("AttentionConfig", each.mixer), **scores)
+        return replace(each, mixer=mixer, norms="sandwich")
+
+    return replace(
+        config,
+        layers=tuple(map(layer, config.layers)),
+        norm=NormConfig(kind="rms", eps=given.rms_norm_eps, zero_centered=True),
+        embedding_scale=given.hidden_size**0.5,
+        logit_softcap=given.final_logit_softcapping,
+    )
+
+
+def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT:
+    """Return the fields of a model, but for the rotary embeddings of layers other than the first.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        rest: What the family has beside those that all have.
+
+    Raises:
+        ValueError: The first layer is not attention and an MLP.
+    """
+    mixer, _ = first_layer(config)
+    mixers = [each.mixer for each in config.layers]
+    windows = [each.window for each in mixers if isinstance(each, AttentionConfig)]
+    types = ["full_attention" if each is None else "sliding_attention" for each in windows]
+    scalar = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
+    return decoder_fields(
+        kind,
+        config,
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=mixer.out_bias,
+        query_pre_attn_scalar=scalar,
+        sliding_window=next((each for each in windows if each is not None), 4096),
+        layer_types=tuple(types),
+        final_logit_softcapping=config.logit_softcap,
+        attn_logit_softcapping=mixer.softcap,
+        **rest,
+    )
+
+
+def _write(config: ModelConfig) -> Gemma2Fields:
+    return gemma_fields(Gemma2Fields, config)
+
+
+FAMILY = Family(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    model_types=("gemma2",),
+    fields=Gemma2Fields,
+    read=gemma_config,
+    write=_write,
+    links=gemma_links,
+)

@@ -1,0 +1,84 @@
+"""OLMoE: norms of all queries and all keys at once, and experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mt_files import Checks
+from mt_model import ModelConfig, MoEConfig
+
+from mt_hf.family.decoder import ACTIVATIONS, DecoderFields, decoder_config, first_mixer
+from mt_hf.family.experts import expert_fields, experts_of, linked_experts, with_experts
+from mt_hf.family.family import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoeFields(DecoderFields):
+    """What an OLMoE's config.json has of its own, with its defaults.
+
+    The loss of `router_aux_loss_coef` counts in training here, whatever `output_router_logits`
+    says, which changes no logit.
+    """
+
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.01
+    output_router_logits: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = Checks(self)
+        if self.clip_qkv is not None:
+            checks.add("clip_qkv", f"{self.clip_qkv} is not built; use null")
+        checks.done()
+
+
+def _read(given: OlmoeFields) -> ModelConfig:
+    config = decoder_config(
+        given,
+        windows=[None] * given.num_hidden_layers,
+        qk_norm="whole",
+        qkv_bias=given.attention_bias,
+        out_bias=given.attention_bias,
+    )
+    moe = MoEConfig(
+        num_experts=given.num_experts,
+        ffn_size=given.intermediate_size,
+        top_k=given.num_experts_per_tok,
+        activation=ACTIVATIONS[given.hidden_act],
+        normalize=given.norm_topk_prob,
+        aux_loss=given.router_aux_loss_coef,
+    )
+    return with_experts(config, moe, range(given.num_hidden_layers))
+
+
+def _write(config: ModelConfig) -> OlmoeFields:
+    moe, _ = experts_of(config)
+    return expert_fields(
+        OlmoeFields,
+        config,
+        attention_bias=first_mixer(config).out_bias,
+        num_experts=moe.num_experts,
+        norm_topk_prob=moe.normalize,
+    )
+
+
+FAMILY = Family(
+    name="olmoe",
+    architectures=("OlmoeForCausalLM",),
+    model_types=("olmoe",),
+    fields=OlmoeFields,
+    read=_read,
+    write=_write,
+    links=linked_experts(),
+)

@@ -1,0 +1,95 @@
+"""Qwen2-MoE: Qwen2 with experts, and one for all tokens that a gate scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mt_files import Checks
+from mt_model import ModelConfig
+
+from mt_hf.families.text.qwen2 import LayerType, window_fields
+from mt_hf.family.decoder import decoder_config, first_mixer
+from mt_hf.family.experts import (
+    SparseFields,
+    expert_fields,
+    experts_of,
+    linked_experts,
+    sparse_fields,
+    with_experts,
+)
+from mt_hf.family.family import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeFields(SparseFields):
+    """What a Qwen2-MoE's config.json has of its own, with its defaults.
+
+    `layer_types` says which layers have the window; without it they are every other one below
+    `max_window_layers`.
+    """
+
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    qkv_bias: bool = True
+    max_window_layers: int = 28
+    layer_types: tuple[LayerType, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = Checks(self)
+        checks.at_least(1, "shared_expert_intermediate_size")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
+            checks.add("layer_types", text)
+        has_window = self.use_sliding_window and self.sliding_window is not None
+        if "sliding_attention" in (self.layer_types or ()) and not has_window:
+            checks.add("layer_types", "has sliding_attention, but there is no sliding_window")
+        checks.done()
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        if not self.use_sliding_window:
+            return [None] * self.num_hidden_layers
+        count, types = self.num_hidden_layers, self.layer_types
+        if types is None:
+            slides = [i % 2 == 0 and i < self.max_window_layers for i in range(count)]
+        else:
+            slides = [kind == "sliding_attention" for kind in types]
+        return [self.sliding_window if slide else None for slide in slides]
+
+
+def _read(given: Qwen2MoeFields) -> ModelConfig:
+    config = decoder_config(given, windows=given.windows, qkv_bias=given.qkv_bias)
+    shared = given.shared_expert_intermediate_size
+    moe = replace(given.moe, shared_size=shared, shared_gate=True)
+    return with_experts(config, moe, given.sparse)
+
+
+def _write(config: ModelConfig) -> Qwen2MoeFields:
+    moe, _ = experts_of(config)
+    rest: dict[str, Any] = {
+        "qkv_bias": first_mixer(config).qkv_bias,
+        "shared_expert_intermediate_size": moe.shared_size,
+        **window_fields(config),
+        **sparse_fields(config),
+    }
+    return expert_fields(Qwen2MoeFields, config, **rest)
+
+
+FAMILY = Family(
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    model_types=("qwen2_moe",),
+    fields=Qwen2MoeFields,
+    read=_read,
+    write=_write,
+    links=linked_experts(),
+)

@@ -1,0 +1,43 @@
+"""Qwen3: norms of each head's queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mt_model import ModelConfig
+
+from mt_hf.families.text.qwen2 import QwenFields, window_fields
+from mt_hf.family.decoder import decoder_config, decoder_fields, decoder_links, first_layer
+from mt_hf.family.family import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Fields(QwenFields):
+    """What a Qwen3's config.json has of its own, with its defaults."""
+
+    head_dim: int | None = 128
+    attention_bias: bool = False
+
+
+def _read(given: Qwen3Fields) -> ModelConfig:
+    bias = given.attention_bias
+    return decoder_config(
+        given, windows=given.windows, qk_norm="head", qkv_bias=bias, out_bias=bias
+    )
+
+
+def _write(config: ModelConfig) -> Qwen3Fields:
+    mixer, _ = first_layer(config)
+    rest = {"attention_bias": mixer.out_bias, **window_fields(config)}
+    return decoder_fields(Qwen3Fields, config, **rest)
+
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_types=("qwen3",),
+    fields=Qwen3Fields,
+    read=_read,
+    write=_write,
+    links=decoder_links,
+)

@@ -1,0 +1,283 @@
+"""Qwen3-Next: gated delta nets and gated attention in turns, with plain feed-forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mt_files import Checks, shorten
+from mt_model import (
+    MAX_LAYERS,
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+)
+
+from mt_hf.families.text.mamba2 import check_silu
+from mt_hf.family.decoder import end_links, mlp_links
+from mt_hf.family.family import Family
+from mt_hf.family.link import Link, leaves
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextFields:
+    """The fields of a Qwen3-Next's config.json, with the defaults of transformers.
+
+    Feed-forwards of experts are not built: every layer has to be in `mlp_only_layers`, or
+    `num_experts` be 0. Those from `num_experts_per_tok` on are read by nothing then.
+    """
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 2
+    head_dim: int = 256
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 0.25
+    rope_parameters: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 4
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    norm_topk_prob: bool = True
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        counts = ("num_hidden_layers", "full_attention_interval", "decoder_sparse_step")
+        checks.at_least(1, *counts)
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
+        check_silu(checks, "hidden_act", self.hidden_act)
+        checks.done()
+        if len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {_LINEAR, _FULL}:
+            text = f"{_LINEAR} or {_FULL} is needed for each of {self.num_hidden_layers} layers"
+            checks.add("layer_types", text)
+        given, every = self.mlp_only_layers or (), self.decoder_sparse_step
+        experts = [i for i in range(every - 1, self.num_hidden_layers, every) if i not in given]
+        if self.num_experts and experts:
+            text = f"layer {experts[0]} is not among them and has experts, which are not built"
+            checks.add("mlp_only_layers", text)
+        rope = dict(self.rope_parameters or {})
+        plain = rope.pop("rope_type", "default") == "default"
+        if not plain or {*rope} - {"rope_theta", "partial_rotary_factor"}:
+            checks.add("rope_parameters", f"{shorten(self.rope_parameters)} is not built")
+        if self.rope_scaling:
+            checks.add("rope_scaling", f"{shorten(self.rope_scaling)} is not built")
+        checks.done()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each layer is."""
+        every, count = self.full_attention_interval, self.num_hidden_layers
+        turns = tuple(_LINEAR if (i + 1) % every else _FULL for i in range(count))
+        return self.layer_types or turns
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding, wherever its parts are written."""
+        found = self.rope_parameters or {}
+        theta = found.get("rope_theta", self.rope_theta)
+        fraction = found.get("partial_rotary_factor", self.partial_rotary_factor)
+        return RopeConfig(theta=float(theta), fraction=float(fraction))
+
+
+def _read(given: Qwen3NextFields) -> ModelConfig:
+    attention = AttentionConfig(
+        num_heads=given.num_attention_heads,
+        num_kv_heads=given.num_key_value_heads,
+        head_dim=given.head_dim,
+        rope=given.rope,
+        qk_norm="head",
+        qkv_bias=given.attention_bias,
+        out_bias=given.attention_bias,
+        output_gate=True,
+        dropout=given.attention_dropout,
+    )
+    delta = GatedDeltaNetConfig(
+        num_key_heads=given.linear_num_key_heads,
+        num_value_heads=given.linear_num_value_heads,
+        key_dim=given.linear_key_head_dim,
+        value_dim=given.linear_value_head_dim,
+        conv_size=given.linear_conv_kernel_dim,
+    )
+    mlp = MLPConfig(ffn_size=given.intermediate_size)
+    mixers = {_LINEAR: delta, _FULL: attention}
+    return ModelConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        max_sequence_length=given.max_position_embeddings,
+        layers=tuple(LayerConfig(mixer=mixers[kind], feed_forward=mlp) for kind in given.kinds),
+        norm=NormConfig(eps=given.rms_norm_eps, zero_centered=True),
+        positions="rope" if _FULL in given.kinds else "none",
+        tied=given.tie_word_embeddings,
+        init_std=given.initializer_range or ModelConfig.init_std,
+    )
+
+
+def _write(config: ModelConfig) -> Qwen3NextFields:
+    found: dict[str, Any] = {}
+    kinds = []
+    for index, layer in enumerate(config.layers):
+        mixer, mlp = layer.mixer, layer.feed_forward
+        if not isinstance(mixer, GatedDeltaNetConfig | AttentionConfig) or not isinstance(
+            mlp, MLPConfig
+        ):
+            names = " and ".join(type(entry).__name__ for entry in layer.entries)
+            text = f"layer {index} is {names}, and not a delta net or attention, and an MLP"
+            raise ValueError(text)  # noqa: TRY004
+        kinds.append(_FULL if isinstance(mixer, AttentionConfig) else _LINEAR)
+        found |= _fields_of(mixer) | {"intermediate_size": mlp.ffn_size}
+    return Qwen3NextFields(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        max_position_embeddings=config.max_sequence_length,
+        initializer_range=config.init_std,
+        rms_norm_eps=config.norm.eps,
+        tie_word_embeddings=config.tied,
+        layer_types=tuple(kinds),
+        mlp_only_layers=tuple(range(config.num_layers)),
+        num_experts=0,
+        **found,
+    )
+
+
+def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
+    """Return what one layer says of all of its kind; the engine compares all."""
+    if isinstance(mixer, GatedDeltaNetConfig):
+        return {
+            "linear_conv_kernel_dim": mixer.conv_size,
+            "linear_key_head_dim": mixer.key_dim,
+            "linear_value_head_dim": mixer.value_dim,
+            "linear_num_key_heads": mixer.num_key_heads,
+            "linear_num_value_heads": mixer.num_value_heads,
+        }
+    rope = RopeConfig() if mixer.rope is None else mixer.rope
+    return {
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "attention_bias": mixer.qkv_bias,
+        "attention_dropout": mixer.dropout,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rope.theta,
+            "partial_rotary_factor": rope.fraction,
+        },
+    }
+
+
+def _links(config: ModelConfig) -> Iterator[Link]:
+    hidden = config.hidden_size
+    yield from end_links(config)
+    for index, layer in enumerate(config.layers):
+        source, target = f"model.layers.{index}", f"layers.{index}"
+        for norm, ours in (
+            ("input_layernorm", "mixer_norm"),
+            ("post_attention_layernorm", "feed_forward_norm"),
+        ):
+            yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
+        if isinstance(layer.mixer, GatedDeltaNetConfig):
+            names = (f"{source}.linear_attn", f"{target}.mixer")
+            yield from _delta_net_links(*names, layer.mixer, hidden)
+        else:
+            mixer = cast("AttentionConfig", layer.mixer)
+            yield from _attention_links(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
+        mlp = cast("MLPConfig", layer.feed_forward)
+        yield from mlp_links(f"{source}.mlp", f"{target}.feed_forward", mlp, hidden)
+
+
+def _delta_net_links(
+    source: str, target: str, mixer: GatedDeltaNetConfig, hidden: int
+) -> Iterator[Link]:
+    """Yield the tensors of one delta net; the channels of its convolution are q, then k, then v."""
+    keys, values = mixer.num_key_heads, mixer.num_value_heads * mixer.value_dim
+    for name, ours, shape in (
+        ("in_proj_qkvz.weight", "qkvz.weight", (keys * sum(mixer.parts), hidden)),
+        ("in_proj_ba.weight", "ba.weight", (2 * mixer.num_value_heads, hidden)),
+        ("A_log", "A_log", (mixer.num_value_heads,)),
+        ("dt_bias", "dt_bias", (mixer.num_value_heads,)),
+        ("norm.weight", "norm.weight", (mixer.value_dim,)),
+        ("out_proj.weight", "out.weight", (hidden, values)),
+    ):
+        yield Link(source=f"{source}.{name}", shape=shape, target=f"{target}.{ours}")
+    channels, start = sum(mixer.parts[:3]), 0
+    for width in mixer.parts[:3]:
+        yield Link(
+            source=f"{source}.conv1d.weight",
+            shape=(keys * channels, 1, mixer.conv_size),
+            part={0: (keys * start, keys * (start + width))},
+            target=f"{target}.conv.weight",
+            box={1: (start, start + width)},
+        )
+        start += width
+
+
+def _attention_links(
+    source: str, target: str, mixer: AttentionConfig, hidden: int
+) -> Iterator[Link]:
+    """Yield the tensors of one attention: each head's gate follows its query in `q_proj`."""
+    queries, width = mixer.queries_per_group, mixer.head_dim
+    parts = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
+    for leaf, rest in parts.items():
+        for head in range(mixer.num_heads):
+            group, place = divmod(head, queries)
+            for offset, first in ((0, queries), (width, 0)):  # gates come first in ours
+                start = 2 * head * width + offset
+                yield Link(
+                    source=f"{source}.q_proj.{leaf}",
+                    shape=(2 * mixer.num_heads * width, *rest),
+                    part={0: (start, start + width)},
+                    target=f"{target}.qkv.{leaf}",
+                    box={0: (group, group + 1), 1: (first + place, first + place + 1)},
+                )
+        for name, place in (("k_proj", 2 * queries), ("v_proj", 2 * queries + 1)):
+            yield Link(
+                source=f"{source}.{name}.{leaf}",
+                shape=(mixer.num_kv_heads * width, *rest),
+                target=f"{target}.qkv.{leaf}",
+                box={1: (place, place + 1)},
+            )
+    back = (hidden, mixer.num_heads * width)
+    yield from leaves(f"{source}.o_proj", f"{target}.out", *back, bias=mixer.out_bias)
+    for norm in ("q_norm", "k_norm"):
+        yield from leaves(f"{source}.{norm}", f"{target}.{norm}", width, bias=False)
+
+
+FAMILY = Family(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    model_types=("qwen3_next",),
+    fields=Qwen3NextFields,
+    read=_read,
+    write=_write,
+    links=_links,
+    ignored=(".rotary_emb.inv_freq", "mtp."),
+)

@@ -1,0 +1,1 @@
+"""What a family of models answers for: fields of its config.json, and links of its tensors."""

@@ -1,0 +1,354 @@
+"""What families of decoders with Llama's tensor names share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar, cast
+
+from mt_files import Checks, shorten
+from mt_model import (
+    MAX_LAYERS,
+    Activation,
+    AttentionConfig,
+    LayerConfig,
+    MLAConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    QKNorm,
+    RopeConfig,
+    StackConfig,
+)
+
+from mt_hf.family.link import Link, leaves
+from mt_hf.family.rope import check_rope, read_rope, write_rope
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "quick_gelu": "gelu_quick",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+)
+ACTIVATION_NAMES: Mapping[Activation, str] = MappingProxyType(
+    {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_tanh": "gelu_pytorch_tanh",
+        "gelu_quick": "quick_gelu",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+)
+_NORMS: Mapping[str, str] = MappingProxyType(
+    {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFields:
+    """The fields of config.json that Llama, Mistral and Qwen have in common.
+
+    The defaults are those of transformers, as a config.json may leave them out.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_dropout: float = 0.0
+    rope_theta: float | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        checks.at_least(1, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
+        checks.at_most(MAX_LAYERS, "num_hidden_layers")
+        check_activation(checks, "hidden_act", self.hidden_act)
+        if not checks.errors:
+            check_rope(checks, self, lambda: self.rope)
+        checks.done()
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key and value heads, and the width of a head."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        return heads, self.num_key_value_heads or heads, self.head_dim or hidden // heads
+
+    @property
+    def rope(self) -> RopeConfig:
+        """How heads turn.
+
+        Raises:
+            ValueError: A kind or a field is not known, or a value is refused.
+        """
+        return read_rope(self)
+
+
+FieldsT = TypeVar("FieldsT", bound=DecoderFields)
+EntryT = TypeVar("EntryT")
+EntryLinks: TypeAlias = Callable[[str, str, EntryT, int], Iterator[Link]]
+"""Yields the links of an entry: prefixes of tensors and of parameters, the entry, the width."""
+
+
+def decoder_config(
+    given: DecoderFields,
+    *,
+    windows: Iterable[int | None],
+    qk_norm: QKNorm = "none",
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+) -> ModelConfig:
+    """Return the model of a config.json; `windows` has one for each layer."""
+    heads, groups, width = given.heads
+    mlp = MLPConfig(
+        ffn_size=given.intermediate_size, activation=ACTIVATIONS[given.hidden_act], bias=mlp_bias
+    )
+    layers = tuple(
+        LayerConfig(
+            mixer=AttentionConfig(
+                num_heads=heads,
+                num_kv_heads=groups,
+                head_dim=width,
+                rope=given.rope,
+                qk_norm=qk_norm,
+                qkv_bias=qkv_bias,
+                out_bias=out_bias,
+                dropout=given.attention_dropout,
+                window=window,
+            ),
+            feed_forward=mlp,
+        )
+        for window in windows
+    )
+    return model_of(given, layers)
+
+
+def model_of(given: DecoderFields, layers: tuple[LayerConfig, ...]) -> ModelConfig:
+    """Return the model of a config.json that has these layers."""
+    return ModelConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        max_sequence_length=given.max_position_embeddings,
+        layers=layers,
+        norm=NormConfig(kind="rms", eps=given.rms_norm_eps, rounds_first=True),
+        tied=given.tie_word_embeddings,
+        init_std=given.initializer_range or ModelConfig.init_std,
+    )
+
+
+def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
+    """Return the fields of a model whose layers are as the first one; the engine compares all.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        rest: What the family has beside those that all have.
+
+    Raises:
+        ValueError: The first layer is not attention and an MLP.
+    """
+    mixer, mlp = first_layer(config)
+    return fields_of(kind, config, mixer, mlp, **rest)
+
+
+def fields_of(
+    kind: type[FieldsT],
+    config: ModelConfig,
+    mixer: AttentionConfig | MLAConfig,
+    mlp: MLPConfig,
+    **rest: Any,
+) -> FieldsT:
+    """Return the fields of a model all of whose layers have the same of what they say.
+
+    Args:
+        kind: Which fields.
+        config: The model.
+        mixer: Of a layer.
+        mlp: Its feed-forward.
+        rest: What the family has beside those that all have.
+    """
+    known = {item.name for item in fields(kind)}
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": getattr(mixer, "num_kv_heads", mixer.num_heads),
+        "head_dim": mixer.head_dim,
+        "hidden_act": ACTIVATION_NAMES[mlp.activation],
+        "max_position_embeddings": config.max_sequence_length,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm.eps,
+        "tie_word_embeddings": config.tied,
+        "attention_dropout": mixer.dropout,
+        **write_rope(mixer.rope),
+    }
+    shared = {name: value for name, value in common.items() if name in known}
+    return kind(**shared | rest)
+
+
+def check_activation(checks: Checks, name: str, activation: str) -> None:
+    """Note an activation that is not known."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        checks.add(name, f"{shorten(activation)} is not known; known are {known}")
+
+
+def check_heads(checks: Checks, hidden_size: int, num_attention_heads: int) -> None:
+    """Note heads that do not divide the hidden size, where both are sizes."""
+    if not checks.errors and hidden_size % num_attention_heads:
+        text = f"is not a multiple of num_attention_heads={num_attention_heads}"
+        checks.add("hidden_size", f"{hidden_size} {text}")
+
+
+def first_layer(config: StackConfig) -> tuple[AttentionConfig, MLPConfig]:
+    """Return the mixer and the feed-forward of the first layer.
+
+    Raises:
+        ValueError: They are not attention and an MLP.
+    """
+    mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
+    if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
+        found = " and ".join(type(entry).__name__ for entry in config.layers[0].entries)
+        raise ValueError(f"layer 0 is {found}, and not attention and an MLP")  # noqa: TRY004
+    return mixer, mlp
+
+
+def first_mixer(config: StackConfig) -> AttentionConfig:
+    """Return the attention of the first layer.
+
+    Raises:
+        ValueError: Its mixer is another.
+    """
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, AttentionConfig):
+        raise ValueError(f"layer 0 has {type(mixer).__name__}, and no attention")  # noqa: TRY004
+    return mixer
+
+
+def decoder_links(
+    config: ModelConfig,
+    *,
+    norms: Mapping[str, str] = _NORMS,
+    attention: EntryLinks[AttentionConfig] | None = None,
+    mlp: EntryLinks[Any] | None = None,
+) -> Iterator[Link]:
+    """Yield what Llama, Mistral and Qwen call each parameter.
+
+    Args:
+        config: The model.
+        norms: Ours for the name of each norm of a layer, in families that have others.
+        attention: What is linked in place of `attention_links`.
+        mlp: What is linked in place of `mlp_links`.
+    """
+    hidden = config.hidden_size
+    yield from end_links(config)
+    for index, layer in enumerate(config.layers):
+        source, target = f"model.layers.{index}", f"layers.{index}"
+        mixer, entry = cast("AttentionConfig", layer.mixer), cast("Any", layer.feed_forward)
+        for norm, ours in norms.items():
+            yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
+        link = attention or attention_links
+        yield from link(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
+        link = mlp or mlp_links
+        yield from link(f"{source}.mlp", f"{target}.feed_forward", entry, hidden)
+
+
+def end_links(
+    config: ModelConfig,
+    embedding: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
+) -> Iterator[Link]:
+    """Yield what is in front of the layers and behind them.
+
+    Args:
+        config: The model.
+        embedding: Name of the matrix of tokens.
+        norm: Name of the final norm.
+        head: Name of the matrix of scores, where it is not that of tokens.
+    """
+    rows, bias = (config.vocab_size, config.hidden_size), config.norm.has_bias
+    yield from leaves(embedding, "embedding", *rows, bias=False)
+    yield from leaves(norm, "final_norm", config.hidden_size, bias=bias)
+    if not config.tied:
+        yield from leaves(head, "head", *rows, bias=False)
+
+
+def attention_links(
+    source: str,
+    target: str,
+    mixer: AttentionConfig,
+    hidden: int,
+    *,
+    names: str = "{}_proj",
+    out: str = "o_proj",
+) -> Iterator[Link]:
+    """Yield separate projections of queries, keys and values, and the one back, with norms.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        mixer: The attention.
+        hidden: Width of the residual stream.
+        names: Names of the projections of q, k and v.
+        out: Name of the projection back.
+    """
+    queries = mixer.queries_per_group
+    width = {"q": mixer.num_heads * mixer.head_dim}
+    width["k"] = width["v"] = mixer.num_kv_heads * mixer.head_dim
+    places = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+    parts = {"weight": (hidden,), **({"bias": ()} if mixer.qkv_bias else {})}
+    for leaf, rest in parts.items():
+        for part, place in places.items():
+            yield Link(
+                source=f"{source}.{names.format(part)}.{leaf}",
+                shape=(width[part], *rest),
+                target=f"{target}.qkv.{leaf}",
+                box={1: place},
+            )
+    back = (hidden, width["q"])
+    yield from leaves(f"{source}.{out}", f"{target}.out", *back, bias=mixer.out_bias)
+    if mixer.qk_norm in ("head", "whole"):
+        whole = mixer.qk_norm == "whole"
+        for part in ("q", "k"):
+            name, size = f"{part}_norm", width[part] if whole else mixer.head_dim
+            yield from leaves(f"{source}.{name}", f"{target}.{name}", size, bias=False)
+
+
+def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
+    """Yield gate, up and down projections.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        mlp: The feed-forward.
+        hidden: Width of the residual stream.
+    """
+    ffn, parts = mlp.ffn_size, {"gate_proj": (0, 1), "up_proj": (1, 2)}
+    for name, place in parts.items() if mlp.gated else [("up_proj", None)]:
+        box = {} if place is None else {0: place}
+        for link in leaves(f"{source}.{name}", f"{target}.up", ffn, hidden, bias=mlp.bias):
+            yield replace(link, box=box)
+    yield from leaves(f"{source}.down_proj", f"{target}.down", hidden, ffn, bias=mlp.bias)

@@ -1,0 +1,210 @@
+"""What families of mixtures of experts share: which layers have them, and their tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mt_files import Checks
+from mt_model import MLPConfig, ModelConfig, MoEConfig
+
+from mt_hf.family.decoder import (
+    ACTIVATIONS,
+    DecoderFields,
+    FieldsT,
+    decoder_fields,
+    decoder_links,
+    mlp_links,
+)
+from mt_hf.family.link import Link, leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What the tensors of a mixture of experts are called.
+
+    Attributes:
+        block: The feed-forward of a layer that has experts.
+        gate: The projection of an expert that is activated.
+        up: The one that it is multiplied by.
+        down: The one back.
+        shared: The expert that serves every token.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+
+
+NAMES = ExpertNames()
+
+
+def with_experts(config: ModelConfig, moe: MoEConfig, layers: Iterable[int]) -> ModelConfig:
+    """Return a model with experts in place of the feed-forwards of some layers."""
+    chosen = {*layers}
+    changed = (
+        replace(layer, feed_forward=moe) if index in chosen else layer
+        for index, layer in enumerate(config.layers)
+    )
+    return replace(config, layers=tuple(changed))
+
+
+def experts_of(config: ModelConfig) -> tuple[MoEConfig, list[int]]:
+    """Return the experts of a model and the layers that have them.
+
+    Raises:
+        ValueError: No layer has.
+    """
+    entries = [layer.feed_forward for layer in config.layers]
+    found = {i: entry for i, entry in enumerate(entries) if isinstance(entry, MoEConfig)}
+    if not found:
+        raise ValueError("no layer has experts")
+    return next(iter(found.values())), list(found)
+
+
+def expert_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
+    """Return the fields of a model with experts; the engine compares all layers.
+
+    Args:
+        kind: Which fields.
+        config: The model. Where no layer has an MLP, that has the experts' width.
+        rest: What the family has beside those that all have.
+
+    Raises:
+        ValueError: No layer has experts, or the first one has no attention.
+    """
+    moe, _ = experts_of(config)
+    dense = dense_of(config, moe)
+    layers = tuple(replace(layer, feed_forward=dense) for layer in config.layers)
+    rest |= {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.aux_loss}
+    return decoder_fields(kind, replace(config, layers=layers), **rest)
+
+
+def dense_of(config: ModelConfig, moe: MoEConfig) -> MLPConfig:
+    """Return the MLP of a layer that has no experts; one like an expert where all have."""
+    entries = [layer.feed_forward for layer in config.layers]
+    alike = MLPConfig(ffn_size=moe.width, activation=moe.activation, gated=moe.gated, bias=moe.bias)
+    return next((each for each in entries if isinstance(each, MLPConfig)), alike)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFields(DecoderFields):
+    """What config.json of a Qwen with experts says of them.
+
+    Layers in `mlp_only_layers`, and those whose number from 1 is no multiple of
+    `decoder_sparse_step`, have an MLP of `intermediate_size`. The loss of `router_aux_loss_coef`
+    counts in training here, whatever `output_router_logits` says, which changes no logit.
+    """
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    max_position_embeddings: int = 32768
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+    moe_intermediate_size: int = 768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = Checks(self)
+        checks.at_least(1, "decoder_sparse_step", "moe_intermediate_size", "num_experts")
+        checks.done()
+        if not self.sparse:
+            checks.add("mlp_only_layers", "leaves no layer that has experts")
+        checks.done()
+
+    @property
+    def sparse(self) -> list[int]:
+        """The layers that have experts."""
+        every, plain = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return [i for i in range(every - 1, self.num_hidden_layers, every) if i not in plain]
+
+    @property
+    def moe(self) -> MoEConfig:
+        """Their experts."""
+        return MoEConfig(
+            num_experts=self.num_experts,
+            ffn_size=self.moe_intermediate_size,
+            top_k=self.num_experts_per_tok,
+            activation=ACTIVATIONS[self.hidden_act],
+            normalize=self.norm_topk_prob,
+            aux_loss=self.router_aux_loss_coef,
+        )
+
+
+def sparse_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `SparseFields` that say which layers have experts, and which experts."""
+    moe, layers = experts_of(config)
+    return {
+        "mlp_only_layers": tuple(i for i in range(config.num_layers) if i not in layers),
+        "moe_intermediate_size": moe.width,
+        "num_experts": moe.num_experts,
+        "norm_topk_prob": moe.normalize,
+    }
+
+
+def linked_experts(names: ExpertNames = NAMES) -> Callable[[ModelConfig], Iterator[Link]]:
+    """Return the links of a decoder some of whose layers have experts."""
+    return partial(decoder_links, mlp=partial(feed_forward_links, names=names))
+
+
+def feed_forward_links(
+    source: str,
+    target: str,
+    entry: MLPConfig | MoEConfig,
+    hidden: int,
+    *,
+    names: ExpertNames = NAMES,
+) -> Iterator[Link]:
+    """Yield what one layer's MLP or its experts are called.
+
+    Args:
+        source: Prefix of the tensors of an MLP.
+        target: Prefix of the parameters.
+        entry: The feed-forward.
+        hidden: Width of the residual stream.
+        names: Of the experts' tensors.
+    """
+    if isinstance(entry, MLPConfig):
+        yield from mlp_links(source, target, entry, hidden)
+        return
+    source = f"{source.rpartition('.')[0]}.{names.block}"
+    rows = entry.num_experts, hidden
+    yield from leaves(f"{source}.gate", f"{target}.router", *rows, bias=False)
+    for expert in range(entry.num_experts):
+        prefix = f"{source}.experts.{expert}"
+        yield from _expert_links(prefix, target, entry, hidden, expert, names)
+    if entry.shared_size:
+        mlp = MLPConfig(ffn_size=entry.shared_size, activation=entry.activation)
+        yield from mlp_links(f"{source}.{names.shared}", f"{target}.shared", mlp, hidden)
+    if entry.shared_gate:
+        name = f"{source}.{names.shared}_gate.weight"
+        yield Link(source=name, shape=(1, hidden), target=f"{target}.shared.gate")
+
+
+def _expert_links(
+    source: str, target: str, moe: MoEConfig, hidden: int, expert: int, names: ExpertNames
+) -> Iterator[Link]:
+    """Yield one expert's tensors: each is that row of one array of all experts."""
+    ffn, row = moe.width, {0: (expert, expert + 1)}
+    for name, shape, leaf, box in (
+        (names.gate, (ffn, hidden), "up", {**row, 1: (0, 1)}),
+        (names.up, (ffn, hidden), "up", {**row, 1: (1, 2)}),
+        (names.down, (hidden, ffn), "down", row),
+    ):
+        yield Link(
+            source=f"{source}.{name}.weight",
+            shape=shape,
+            target=f"{target}.experts.{leaf}.weight",
+            box=box,
+        )

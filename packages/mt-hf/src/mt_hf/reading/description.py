@@ -1,0 +1,117 @@
+"""What the config.json of a folder describes; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_files import read_json
+from mt_model import StackConfig
+
+from mt_hf.family.error import ExchangeError
+from mt_hf.family.family import Family
+from mt_hf.reading.files import (
+    CARRIED,
+    CONFIG,
+    MAX_JSON,
+    WEIGHTS,
+    copy_into,
+    read_config,
+    root_of,
+    unquantized,
+)
+from mt_hf.reading.registry import family_of
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A model as the config.json of a folder describes it.
+
+    Attributes:
+        folder: The folder.
+        family: Of the model.
+        config: The model.
+        given: The content of config.json.
+    """
+
+    folder: Path
+    family: Family
+    config: StackConfig
+    given: Mapping[str, Any]
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Its tokenizer, as one file; None where there is none."""
+        return next(
+            (path for path in map(self.folder.joinpath, _TOKENIZERS) if path.exists()), None
+        )
+
+    @property
+    def eos_token(self) -> str | None:
+        """What tokenizer_config.json calls the end of a text, if it does.
+
+        Raises:
+            FileError: The file can't be read.
+        """
+        path = self.folder / "tokenizer_config.json"
+        if not path.exists():
+            return None
+        given: Any = read_json(path, limit=MAX_JSON, within=root_of(self.folder))
+        token = given.get("eos_token") if isinstance(given, Mapping) else None
+        token = token.get("content") if isinstance(token, Mapping) else token
+        return token if isinstance(token, str) else None
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy everything but the weights into a folder.
+
+        Raises:
+            FileError: A file can't be read or written.
+        """
+        for name in (CONFIG, *CARRIED):
+            if (self.folder / name).exists():
+                copy_into(self.folder / name, folder)
+
+
+def read_description(folder: str | Path) -> Description:
+    """Read the config.json of a folder, and of its tensors at most what they are called.
+
+    Args:
+        folder: Of Hugging Face transformers, or a snapshot in the hub's cache.
+
+    Raises:
+        ExchangeError: The architecture or a field is not known; the message names it.
+        FileError: The file can't be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ExchangeError(f"{folder} is not a folder; name one with {CONFIG} and safetensors")
+    given = read_config(folder)
+    family = family_of(given, folder / CONFIG)
+    config = family.config_of(unquantized(given), folder / CONFIG, _names(family, folder))
+    return Description(folder=folder, family=family, config=config, given=given)
+
+
+def describe(folder: str | Path) -> StackConfig:
+    """Return the configuration of a folder's model, from its config.json alone.
+
+    Args:
+        folder: A folder of Hugging Face transformers; it needs no weights.
+
+    Raises:
+        ExchangeError: The architecture or a field is not known; the message names it.
+        FileError: The file can't be read.
+    """
+    return read_description(folder).config
+
+
+def _names(family: Family, folder: Path) -> Collection[str] | None:
+    """Return the names of the folder's tensors, for a family that asks for them."""
+    if family.settle is None or not any((folder / name).exists() for name in WEIGHTS):
+        return None
+    from mt_hf.reading.tensors import open_tensors  # brings torch
+
+    return open_tensors(folder)

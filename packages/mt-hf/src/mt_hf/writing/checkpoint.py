@@ -1,0 +1,192 @@
+"""Between folders of Hugging Face and run folders: streamed, on a CPU, for any layout.
+
+It needs mt-ckpt and mt-data, which the extra `mt-hf[cli]` brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from mt_files import to_plain
+from mt_model import VOCABULARY, ModelConfig, StackConfig
+from torch import Tensor
+
+from mt_hf.family.error import ExchangeError
+from mt_hf.reading.files import read_config
+from mt_hf.reading.pretrained import Pretrained, open_pretrained, stored_dtype
+from mt_hf.writing.export import FILE_SIZE, plan_export
+from mt_hf.writing.files import check_free, new_folder
+
+if TYPE_CHECKING:
+    from mt_ckpt import ArrayReader, RunFolder, SavedTokenizer, TensorShard
+
+
+def import_pretrained(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    vocab_multiple: int | None = None,
+    eod: str | None = None,
+) -> StackConfig:
+    """Make a run folder of a folder of Hugging Face: one checkpoint, at step 0.
+
+    `mt-infer generate` reads it, and mt-train starts from it (`checkpoint.load`, with
+    `load_mode: weights`), on any layout. The weights have the dtypes of the folder.
+
+    Args:
+        folder: With config.json and safetensors files.
+        out: Does not exist, or is empty.
+        vocab_multiple: Of the model; 128, or 8 for less than 1024 tokens, where None.
+        eod: The token that ends a document, where the folder's `eos_token` is another.
+
+    Returns:
+        The model.
+
+    Raises:
+        ExchangeError: `open_pretrained` refuses the folder, or there is something at `out`.
+        FileError: A file can't be read or written.
+        CheckpointError: The checkpoint can't be written.
+    """
+    from mt_ckpt import RunFolder, SavedModel, save_checkpoint
+
+    check_free(Path(out))
+    found = open_pretrained(folder)
+    if isinstance(found.config, ModelConfig):
+        found = found.padded(vocab_multiple or found.config.usual_vocab_multiple)
+    with new_folder(Path(out)) as temporary:
+        run = RunFolder(temporary)
+        saved = SavedModel(model=found.config.to_dict(), tokenizer=_tokenizer(found, run, eod))
+        save_checkpoint(run.checkpoints, 0, _shards(found), to_plain(saved))
+        run.hugging_face.mkdir()
+        found.copy_to(run.hugging_face)
+    return found.config
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    ema: bool = False,
+    file_size: int = FILE_SIZE,
+) -> None:
+    """Write a checkpoint of any layout as a folder that transformers loads, tensor by tensor.
+
+    Args:
+        checkpoint: A run folder, its folder of checkpoints, or a step directory.
+        folder: Does not exist, or is empty.
+        like: A folder whose config.json, generation_config.json and tokenizer files are carried
+            over; where None that of the run, if its weights came from one.
+        family: Name of the family; that of `like`, or the first that has such a model, where None.
+        dtype: Of all tensors; where None that which the config.json of `like` names, or those of
+            the checkpoint.
+        ema: Write the average of the weights over the steps.
+        file_size: Bytes of tensors in a file.
+
+    Raises:
+        ExchangeError: The model is of no known family, or not of this one, or there is something
+            at `folder`. Nothing was written.
+        CheckpointError: The checkpoint is damaged, or holds no model.
+        FileError: A file can't be read or written.
+    """
+    from mt_ckpt import RunFolder, SavedModel, open_arrays
+
+    check_free(Path(folder))
+    source, run = source_of(Path(checkpoint))
+    if like is None and run.hugging_face.is_dir():
+        like = run.hugging_face
+    prefix = RunFolder.EMA if ema else RunFolder.WEIGHTS
+    with open_arrays(source) as arrays:
+        config = StackConfig.from_dict(arrays.manifest.metadata_as(SavedModel).model)
+        told = None if like is None else stored_dtype(read_config(Path(like)))
+        stored = _stored(arrays, prefix)
+        if not stored:
+            raise ExchangeError(f"{arrays.path} has no {prefix}; give a checkpoint that has")
+        if dtype is None and told not in stored.values():
+            dtype = told  # what trains keeps wider weights than it was given
+        export = plan_export(
+            config,
+            like=None if like is None else Path(like),
+            family=family,
+            dtype=dtype,
+            dtypes={**_stored(arrays, RunFolder.WEIGHTS), **stored},
+            file_size=file_size,
+        )
+
+        def fill(name: str, into: Tensor) -> None:
+            for link in export.links[name]:
+                shape = export.shapes[link.target]
+                starts = tuple(start for start, _ in link.area(shape))
+                window = link.window(into, shape)
+                place = prefix if link.target in stored else RunFolder.WEIGHTS  # of buffers
+                _fill(arrays, f"{place}/{link.target}", window, shape, starts)
+
+        export.write(Path(folder), fill)
+
+
+def _fill(
+    arrays: ArrayReader, name: str, into: Tensor, shape: tuple[int, ...], starts: tuple[int, ...]
+) -> None:
+    from mt_ckpt import TensorShard
+
+    arrays.fill(TensorShard(name, into, global_shape=shape, offsets=starts))
+
+
+def _stored(arrays: ArrayReader, prefix: str) -> dict[str, torch.dtype]:
+    """Return the dtypes of the arrays under a prefix, by the names behind it."""
+    return {
+        name.removeprefix(f"{prefix}/"): getattr(torch, spec.dtype)
+        for name, spec in arrays.manifest.arrays.items()
+        if name.startswith(f"{prefix}/")
+    }
+
+
+def source_of(checkpoint: Path) -> tuple[Path, RunFolder]:
+    """Return what is read, and the run that it belongs to."""
+    from mt_ckpt import RunFolder
+
+    whole = RunFolder(checkpoint)
+    if whole.checkpoints.is_dir():
+        return whole.checkpoints, whole
+    run = RunFolder.of(checkpoint)
+    return checkpoint, run if run.path != checkpoint else RunFolder(checkpoint.resolve().parent)
+
+
+def _shards(found: Pretrained) -> Iterator[TensorShard]:
+    """Yield the weights as pages of the files, and vocabularies that are padded as copies."""
+    from mt_ckpt import RunFolder, TensorShard
+
+    config = found.config
+    is_padded = isinstance(config, ModelConfig) and config.vocab_rows > config.vocab_size
+    for target, shape in found.shapes.items():
+        name, links = f"{RunFolder.WEIGHTS}/{target}", found.links[target]
+        if is_padded and target in VOCABULARY:
+            rows = torch.empty(shape, dtype=found.tensors[links[0].source].dtype)
+            found.fill(target, rows)
+            yield TensorShard(name, rows)
+            continue
+        for link in links:
+            starts = tuple(start for start, _ in link.area(shape))
+            window = link.window(found.tensors[link.source].map(), shape)
+            yield TensorShard(name, window, global_shape=shape, offsets=starts)
+
+
+def _tokenizer(found: Pretrained, run: RunFolder, eod: str | None) -> SavedTokenizer | None:
+    """Copy the tokenizer of a folder into a run; None where there is none."""
+    from mt_ckpt import SavedTokenizer
+    from mt_data import DataError, load_tokenizer
+
+    path = found.tokenizer
+    if path is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(path, eod=eod or found.eos_token)
+    except DataError as error:
+        raise ExchangeError(f"{error}; name its token with --eod, or remove the file") from error
+    tokenizer.save(run.tokenizer)
+    return SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)

@@ -1,0 +1,1 @@
+"""Attention of queries to keys: who attends to whom, masks, kernels and the cache."""

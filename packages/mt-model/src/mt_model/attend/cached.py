@@ -1,0 +1,127 @@
+"""Attention to what a cache holds, for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.cache import KVCache
+from mt_model.attend.context import AttendingLayer, ForwardContext
+from mt_model.attend.distance import spread
+from mt_model.attend.kernels import attention
+from mt_model.attend.padding import positions_of
+from mt_model.attend.scores import Scores
+from mt_model.attend.seen import seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedAttend:
+    """Causal attention to what a cache holds, after the new keys and values are put there.
+
+    All of the cache's places are looked at, or as many as the layer's window has, and those not yet
+    filled masked, so that no shape depends on how many are.
+
+    Attributes:
+        cache: Of this stage.
+        places: Of the new tokens in it, [S].
+    """
+
+    cache: KVCache
+    places: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Never: the keys are of other tokens too."""
+        return False
+
+    @property
+    def is_cached(self) -> bool:
+        """Always."""
+        return True
+
+    def __call__(
+        self,
+        layer: AttendingLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shared: ForwardContext,
+    ) -> Tensor:
+        """Attend; see `Attend`."""
+        self.put(layer.index, {"key": key, "value": value})
+        block = self.block(layer.window, layer.chunk)
+        bias = layer.bias_by_distance(shared, self.cache.max_length)
+        scores = Scores(
+            scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
+            allowed=self.allowed(layer.window, layer.chunk, block=block),
+            softcap=layer.softcap,
+            bias=None if bias is None else spread(bias, *self.positions(block)),
+            sinks=layer.sink_logits(query),
+        )
+        key = self.cache.read(layer.index, "key", key.dtype, block)
+        value = self.cache.read(layer.index, "value", value.dtype, block)
+        return attention(query, key, value, scores)
+
+    def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
+        """Keep what a layer has made of the new tokens.
+
+        Args:
+            layer: Its global index.
+            new: By name, as the mixer's `token_cache` has them.
+
+        Shape:
+            new: [B, S, heads, D].
+        """
+        for name, x in new.items():
+            self.cache.write(layer, name, x, self.places)
+
+    def block(self, window: int | None, chunk: int | None = None) -> Tensor | None:
+        """Places of all that the new tokens may see, in order; None for all of the cache.
+
+        There are as many wherever the new tokens are. Where padding stands between tokens they are
+        farther apart than their positions say, and no window tells how many places they see.
+
+        Shape:
+            Returns [places].
+        """
+        near = window if chunk is None else chunk
+        size = 0 if near is None else near + self.places.shape[0] - 1
+        if near is None or self.cache.mask is not None or size >= self.cache.max_length:
+            return None
+        start = (self.places[0] - near + 1).clamp(min=0)
+        return start + torch.arange(size, device=self.places.device)
+
+    def positions(self, block: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Positions of the new tokens and of places: [S] and [T], or [B, ...] with padding.
+
+        Args:
+            block: The places; None for all.
+        """
+        mask, device = self.cache.mask, self.places.device
+        if block is not None:
+            return self.places, block
+        if mask is None:
+            return self.places, torch.arange(self.cache.max_length, device=device)
+        positions = positions_of(mask)
+        return positions.index_select(1, self.places), positions
+
+    def allowed(
+        self, window: int | None, chunk: int | None = None, *, block: Tensor | None = None
+    ) -> Tensor:
+        """Which places of the cache each new token sees: [S, T], or [B, 1, S, T] with padding.
+
+        Padding sees itself, since a softmax over nothing is not a number.
+
+        Args:
+            window: Of the layer.
+            chunk: Of the layer.
+            block: The places; None for all.
+        """
+        near, mask = seen(*self.positions(block), window, chunk=chunk), self.cache.mask
+        if mask is None:
+            return near
+        places = torch.arange(self.cache.max_length, device=mask.device)
+        return ((near & mask[:, None]) | (self.places[:, None] == places))[:, None]

@@ -1,0 +1,180 @@
+"""What one forward pass shares, and how layers ask for attention in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from mt_context_parallel import Algorithm, AttentionDropout
+from torch import Tensor
+
+from mt_model.attend.cache import KVCache
+from mt_model.attend.chunks import chunk_documents
+from mt_model.recompute.saved_activations import SavedActivations
+from mt_model.rope.config import Rotary
+from mt_model.rope.rotary import RotaryTable
+from mt_model.rope.temperature import TemperatureConfig
+
+
+class AttendingLayer(Protocol):
+    """What attention needs to know of the layer that asks for it.
+
+    Attributes:
+        index: Of the layer in the whole model.
+        window: Tokens that a query sees, or None.
+        chunk: Tokens of the chunks that don't see each other, or None.
+        scale: Of the scores, or None.
+        softcap: Of the scores, or None.
+        causal: Whether a query sees the tokens up to its own only.
+        algorithm: How attention gets at the keys of the other ranks of a context group.
+    """
+
+    index: int
+    window: int | None
+    chunk: int | None
+    scale: float | None
+    softcap: float | None
+    causal: bool
+    algorithm: Algorithm
+
+    def sink_logits(self, query: Tensor) -> Tensor | None:
+        """Return a logit per query head of this rank that has no value, or None."""
+        ...
+
+    def weight_dropout(self, shared: ForwardContext) -> AttentionDropout | None:
+        """Make the dropout of attention weights in a pass."""
+        ...
+
+    def bias_by_distance(self, shared: ForwardContext, length: int) -> Tensor | None:
+        """Return what is added to scores, for distances below a length, or None.
+
+        Shape:
+            Returns [heads of this rank, 2 * length - 1].
+        """
+        ...
+
+
+class Attend(Protocol):
+    """Attention of one pass, as every layer asks for it."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether queries and keys are the same tokens, whole sequences of them on this rank."""
+        ...
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether keys and values are kept for later passes, as generation does."""
+        ...
+
+    def __call__(
+        self,
+        layer: AttendingLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shared: ForwardContext,
+    ) -> Tensor:
+        """Attend, with the layer's window, scale, cap, sinks and dropout.
+
+        Shape:
+            query: [B, S, N, D]; key, value: [B, S, G, D]; rotated. Returns [B, S, N, D].
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext:
+    """What the layers of one forward pass share.
+
+    Attributes:
+        attend: who attends to whom, and by what means.
+        tables: rotary tables of this rank's tokens, by the mixers' `rotary`.
+        score_tables: weights of the tables of biases that layers share, by name.
+        temperatures: what queries of this rank's tokens are multiplied with, by the mixers'
+            `query_temperature`.
+        documents: ids of the packed documents of whole sequences, which do not see each other.
+        sample_ids: for the dropout of attention weights; None without dropout.
+        hidden_index: global index of each element of the hidden states; None without dropout.
+        cache: of what this stage's layers keep in generation.
+        memory: what layers with cross-attention attend to.
+        memory_mask: which of it counts, for all tokens of a row or for each of this rank's; None
+            for all.
+        saved: takes care of what layers keep for backward; None leaves it to autograd.
+        plain: layers run as they are, and not through what `Stack.wrap_layers` put around them.
+
+    Shape:
+        documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M], or
+        [B, S, M] of this rank's tokens; temperatures: [S] or [B, S].
+    """
+
+    attend: Attend
+    tables: Mapping[Rotary, RotaryTable] = field(default_factory=dict)
+    score_tables: Mapping[str, Tensor] = field(default_factory=dict)
+    temperatures: Mapping[TemperatureConfig, Tensor] = field(default_factory=dict)
+    documents: Tensor | None = None
+    sample_ids: Tensor | None = None
+    hidden_index: Tensor | None = None
+    cache: KVCache | None = None
+    memory: Tensor | None = None
+    memory_mask: Tensor | None = None
+    saved: SavedActivations | None = None
+    plain: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """Return what may need a gradient: the tables, and the memory where there is one."""
+        return [*self.score_tables.values(), *([] if self.memory is None else [self.memory])]
+
+    def constants(self) -> list[Tensor]:
+        """Return what layers read that none of them makes."""
+        tables = (table.values for table in self.tables.values())
+        once = (self.documents, self.hidden_index, self.memory, self.memory_mask)
+        found = [*self.score_tables.values(), *tables, *self.temperatures.values()]
+        return found + [x for x in once if x is not None]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> ForwardContext:
+        """Return the same with others in place of `tensors`."""
+        tables = dict(zip(self.score_tables, tensors, strict=False))
+        memory = None if self.memory is None else tensors[-1]
+        return replace(self, score_tables=tables, memory=memory)
+
+    def documents_of(self, chunk: int | None, *, like: Tensor, length: int) -> Tensor | None:
+        """Return the ids of documents, of which chunks of so many tokens are ones of their own.
+
+        Args:
+            chunk: None leaves the documents whole.
+            like: Has the rows and the device.
+            length: Of the whole sequences.
+
+        Shape:
+            Returns [B, S].
+        """
+        if chunk is None or chunk >= length:
+            return self.documents
+        return chunk_documents(self.documents, chunk, like=like, length=length)
+
+    def kept(self, layer: int) -> Mapping[str, Tensor] | None:
+        """What a layer with a state keeps in generation; zeros before the first token.
+
+        Raises:
+            ValueError: There is padding elsewhere than in front of the first tokens, which a state
+                can't leave out.
+        """
+        if self.cache is None:
+            return None
+        held, tokens = self.cache.layers[layer], self.documents
+        if tokens is not None and not (tokens if self.cache.length else tokens[:, -1]).all():
+            raise ValueError(
+                f"layer {layer} keeps a state of the tokens, and the mask has padding behind some "
+                "of them; put all padding in front, and give no more of it later"
+            )
+        if self.cache.length == 0:
+            for tensor in held.values():
+                tensor.zero_()
+        return held
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether this is a pass of generation."""
+        return self.attend.is_cached

@@ -1,0 +1,107 @@
+"""torch's flex attention: any mask, soft caps and sinks, fused on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.scores import Scores
+
+Sees: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of indices of sample, head, query and key: whether the query sees the key."""
+
+_NO_LIMIT = 2**31 - 1
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, fused: bool = True
+) -> Tensor:
+    """Softmax attention by `torch.nn.attention.flex_attention`.
+
+    A sink changes each query's weights by one factor, `sigmoid(log_sum_exp - sink)`. Blocks without
+    any pair that counts are not computed.
+
+    Args:
+        query: Normed and rotated.
+        key: The same; fewer heads than queries share.
+        value: Of the keys.
+        scores: What is computed; without a bias or dropout.
+        fused: Compile it; each size is compiled once. False makes all scores, on any device; torch
+            has no backward of that on a CPU.
+
+    Shape:
+        query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask, sees, sinks = None, _sees(scores), scores.sinks
+    if sees is not None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        mask = create_block_mask(
+            sees, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device)
+        )
+    if not fused or torch.compiler.is_compiling():
+        out, lse = _flex(q, k, v, mask, scores.scale, scores.softcap)
+    else:
+        from torch._dynamo import config
+
+        # With fullgraph torch raises at the limit, and without it runs what is not compiled.
+        with config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+            out, lse = _compiled()(q, k, v, mask, scores.scale, scores.softcap)
+    if sinks is not None:
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+        out = (out * share[..., None]).to(query.dtype)
+    return out.transpose(1, 2)
+
+
+def _sees(scores: Scores) -> Sees | None:
+    """The mask as a function of indices; None where all pairs count."""
+    allowed, documents = scores.allowed, scores.documents
+    if allowed is not None:
+        while allowed.dim() < 4:
+            allowed = allowed[None]
+        rows, heads = allowed.shape[0] > 1, allowed.shape[1] > 1
+        return lambda b, h, q, k: allowed[b if rows else 0, h if heads else 0, q, k]
+    if scores.is_plain and not scores.causal:
+        return None
+
+    def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        distance = query - key if scores.causal else (query - key).abs()
+        near = distance >= 0
+        if scores.window is not None:
+            near = near & (distance < scores.window)
+        if documents is not None:
+            near = near & (documents[sample, query] == documents[sample, key])
+        return near
+
+    return sees
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_flex, dynamic=False, fullgraph=True)
+
+
+# A function of its own: torch counts compilations by code, and flex_attention's is everyone's.
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention import flex_attention as flex
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    out, aux = cast("Any", flex.flex_attention)(
+        *(q, k, v),
+        score_mod=None if softcap is None else capped,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=flex.AuxRequest(lse=True),
+    )
+    return out, aux.lse

@@ -1,0 +1,228 @@
+"""The ways to compute attention on one rank, of which the first that serves is taken."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mt_context_parallel import AttentionMask, context_parallel_attention
+from mt_files import AUTO
+from mt_parallel_state import outside_graph
+from torch import Tensor
+
+from mt_model.attend.flex import flex_attention
+from mt_model.attend.reference import reference_attention
+from mt_model.attend.scores import Scores
+from mt_model.kernels.choice import Kernel, KernelChoice, chosen_kernel
+from mt_model.kernels.words import AttentionKernel
+
+BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, kernel: AttentionKernel = "auto"
+) -> Tensor:
+    """Softmax attention by a named kernel, or by the first one that serves.
+
+    Args:
+        query: Normed and rotated.
+        key: Of the same tokens, or of those that `scores.allowed` says.
+        value: Of the keys' tokens; may have another width.
+        scores: What is computed.
+        kernel: Of `ATTENTION_KERNELS`.
+
+    Shape:
+        query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
+
+    Raises:
+        ValueError: The named kernel can't compute this; the message says why.
+    """
+    work = query, key, value, scores
+    name = AUTO if kernel == "matmul" else kernel  # the layer has seen that it does not serve
+    return chosen_kernel("attention", ATTENTION_KERNELS, name, *work).run(*work)
+
+
+def attention_choice(kernel: AttentionKernel) -> KernelChoice:
+    """Say what attends; whether that serves a pass depends on its masks and lengths."""
+    reason = "asked for" if kernel != AUTO else "the first that serves, in each pass"
+    return KernelChoice("attention", kernel, reason)
+
+
+def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
+    """Leave out the kernels of torch's attention that cost more for a size they have not seen.
+
+    cuDNN makes a plan for every size, which takes tens of milliseconds, and prompts and caches
+    have many.
+    """
+    if query.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+
+
+def _no_scores_between(scores: Scores) -> str | None:
+    """Why a kernel that makes nothing of the scores but their softmax can't serve."""
+    if scores.softcap is not None:
+        return f"a soft cap of {scores.softcap}"
+    if scores.sinks is not None:
+        return "sinks"
+    return "dropout by global index" if scores.drops else None
+
+
+def _sdpa_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key, value
+    if scores.allowed is None and scores.bias is not None:
+        if query.shape[1] > BIAS_MAX_LENGTH:
+            return f"a bias of the scores of more than {BIAS_MAX_LENGTH} tokens"
+    elif scores.allowed is None and not scores.is_plain:
+        return "a window or documents, for which it would need a mask of all pairs"
+    return _no_scores_between(scores)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    mask, pairs = scores.allowed, scores.pairs()
+    if pairs is not None:
+        allowed = scores.mask(query)
+        mask = pairs.to(query.dtype)
+        mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
+    with nullcontext() if scores.allowed is None else steady_kernels(query):
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None and scores.causal and query.shape[1] > 1,
+            scale=scores.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+    return out.transpose(1, 2)
+
+
+_INSTALLED = frozenset(name for name in ("flash_attn", "transformer_engine") if find_spec(name))
+
+
+def _cuda_half_obstacle(query: Tensor, value: Tensor, scores: Scores, package: str) -> str | None:
+    """Why a package's kernels for CUDA, in half precision and without masks, can't serve."""
+    if query.device.type != "cuda":
+        return f"device {query.device.type}"
+    if package not in _INSTALLED:
+        return f"{package} is not installed"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {query.dtype}"
+    if query.shape[-1] != value.shape[-1]:
+        return f"head_dim {query.shape[-1]} of queries and {value.shape[-1]} of values"
+    if scores.documents is not None or scores.allowed is not None:
+        return "documents or a mask"
+    if scores.sinks is not None or scores.bias is not None:
+        return "sinks or a bias of the scores"
+    return "dropout by global index" if scores.drops else None
+
+
+def _from(package: str, name: str) -> Any:
+    """Take a name from a package that no extra brings: it is built for the GPU and torch here."""
+    return getattr(import_module(package), name)
+
+
+def _flash_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    return _cuda_half_obstacle(query, value, scores, "flash_attn")
+
+
+def _sides(scores: Scores) -> tuple[int, int]:
+    """Keys that are seen before and after a query's own, -1 for all."""
+    before = -1 if scores.window is None else scores.window - 1
+    return before, 0 if scores.causal else before
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    return _from("flash_attn", "flash_attn_func")(
+        *(query, key, value),
+        softmax_scale=scores.scale,
+        causal=scores.causal,
+        window_size=_sides(scores),
+        softcap=scores.softcap or 0.0,
+    )
+
+
+def _te_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    why = _cuda_half_obstacle(query, value, scores, "transformer_engine")
+    return why or (None if scores.softcap is None else f"a soft cap of {scores.softcap}")
+
+
+def _te(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    sizes = query.shape[2], key.shape[2], query.shape[3]
+    module = _te_module(sizes, scores.scale, _sides(scores), causal=scores.causal)
+    return module(query, key, value).unflatten(-1, (query.shape[2], -1))
+
+
+@cache
+def _te_module(
+    sizes: tuple[int, int, int], scale: float, sides: tuple[int, int], *, causal: bool
+) -> Any:
+    """Make one of its modules for some heads, key heads and head_dim."""
+    return _from("transformer_engine.pytorch", "DotProductAttention")(
+        sizes[0],
+        sizes[2],
+        num_gqa_groups=sizes[1],
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal" if causal else "no_mask",
+        window_size=sides,
+        softmax_scale=scale,
+    )
+
+
+def _flex_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del key
+    if query.device.type != "cuda":
+        return f"device {query.device.type}, for which torch does not fuse it"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {query.dtype}"
+    if min(query.shape[-1], value.shape[-1]) < 16:
+        return f"head_dim {min(query.shape[-1], value.shape[-1])}, below 16"
+    if scores.bias is not None:
+        return "a bias of the scores"
+    return "dropout by global index" if scores.drops else None
+
+
+def _tiles_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del value
+    if scores.allowed is not None or scores.kept is not None:
+        return "a mask of all pairs"
+    return None if query.shape[1] == key.shape[1] else "other tokens as keys"
+
+
+def _tiles(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    mask = AttentionMask(causal=scores.causal, window=scores.window, documents=scores.documents)
+    return outside_graph(context_parallel_attention)(
+        *(query, key, value),
+        group=None,
+        mask=mask,
+        sinks=scores.sinks,
+        bias=scores.bias,
+        dropout=scores.dropout,
+        scale=scores.scale,
+        softcap=scores.softcap,
+    )
+
+
+def _reference_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    del query, key, value
+    return None if scores.dropout is None else "dropout by global index"
+
+
+ATTENTION_KERNELS: tuple[Kernel[Tensor], ...] = (
+    Kernel("sdpa", _sdpa, _sdpa_obstacle),
+    Kernel("flash", _flash, _flash_obstacle),
+    Kernel("te", _te, _te_obstacle),
+    Kernel("flex", flex_attention, _flex_obstacle),
+    Kernel("tiles", _tiles, _tiles_obstacle),
+    Kernel("reference", reference_attention, _reference_obstacle),
+)

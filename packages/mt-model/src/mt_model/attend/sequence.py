@@ -1,0 +1,148 @@
+"""Attention within whole sequences, which ranks may share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from mt_context_parallel import (
+    Algorithm,
+    AttentionMask,
+    HierarchicalGroups,
+    ReferenceKernel,
+    context_parallel_attention,
+    positions,
+)
+from mt_files import divisors
+from mt_parallel_state import ParallelState, group_rank, outside_graph
+from torch import Tensor
+
+from mt_model.attend.context import AttendingLayer, ForwardContext
+from mt_model.attend.kernels import attention
+from mt_model.attend.scores import Scores
+from mt_model.kernels.words import AttentionKernel
+
+
+class SequenceAttend:
+    """Attention within sequences, which the ranks of a context group may share.
+
+    Plain attention of whole sequences is torch's; all else is computed by tiles
+    (`mt_context_parallel`), whose collectives run where there is a group. To make one is
+    collective over the group.
+
+    Args:
+        state: This rank's place.
+        algorithm: How attention gets at the others' keys; a list has one for each layer.
+        inner_size: Ranks that swap tokens for heads, for the hierarchical algorithm.
+        layers: Of the whole model.
+        kernel: Computes attention; where ranks share sequences by tiles, fused or plain ones.
+        shared: Ranks of a context group share sequences; False: each has whole ones of its own.
+
+    Attributes:
+        group: The ranks that share a sequence, or None.
+        size: How many they are.
+        algorithms: How attention gets at the others' keys, in each of the model's layers.
+        kernel: The one that computes attention, or `auto`.
+
+    Raises:
+        ValueError: An unknown algorithm, or an inner size that does not divide cp.
+    """
+
+    def __init__(
+        self,
+        state: ParallelState,
+        algorithm: Algorithm | Sequence[Algorithm],
+        inner_size: int | None,
+        *,
+        layers: int,
+        kernel: AttentionKernel = "auto",
+        shared: bool = True,
+    ) -> None:
+        each = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
+        if len(each) != layers:
+            raise ValueError(
+                f"context_algorithm has {len(each)} algorithms, but the model has {layers} "
+                "layers. Give one for each, or one for all"
+            )
+        for name in each:
+            if name not in get_args(Algorithm):
+                raise ValueError(
+                    f"context_algorithm must be one of {get_args(Algorithm)}, got {name!r}"
+                )
+        self.group, self.size, self.algorithms = None, 1, each
+        if shared:
+            self.group, self.size = state.group("cp"), state.size("cp")
+        self.kernel: AttentionKernel = kernel
+        if self.group is not None and kernel not in ("auto", "tiles", "reference"):
+            raise ValueError(
+                f"kernels.attention: kernel {kernel!r} does not serve: it needs whole sequences, "
+                f"and cp={self.size} ranks share them; use auto, tiles or reference, or cp=1"
+            )
+        self._levels: HierarchicalGroups | None = None
+        if self.group is not None and "hierarchical" in each:
+            if not inner_size or self.size % inner_size:
+                raise ValueError(
+                    f"context_inner_size={inner_size} does not divide cp={self.size}, which the "
+                    f"hierarchical algorithm needs; use one of {divisors(self.size)}"
+                )
+            inner, outer = state.level_groups("cp", (inner_size, self.size // inner_size))
+            self._levels = HierarchicalGroups(inner=inner, outer=outer)
+
+    def algorithm_of(self, layer: int) -> Algorithm:
+        """Of a layer of the model; modules behind the last layer do as it."""
+        return self.algorithms[min(layer, len(self.algorithms) - 1)]
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
+        return positions(length, ranks=self.size, rank=group_rank(self.group), device=device)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank has a part of the sequences."""
+        return self.group is None
+
+    @property
+    def is_cached(self) -> bool:
+        """Never: nothing is kept."""
+        return False
+
+    def __call__(
+        self,
+        layer: AttendingLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shared: ForwardContext,
+    ) -> Tensor:
+        """Attend; see `Attend`."""
+        length = query.shape[1] * self.size
+        scores = Scores(
+            scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
+            causal=layer.causal,
+            window=layer.window if layer.window is not None and layer.window < length else None,
+            documents=shared.documents_of(layer.chunk, like=query, length=length),
+            softcap=layer.softcap,
+            bias=layer.bias_by_distance(shared, length),
+            sinks=layer.sink_logits(query),
+            dropout=layer.weight_dropout(shared),
+        )
+        if self.is_whole:
+            return attention(query, key, value, scores, kernel=self.kernel)
+        algorithm = layer.algorithm
+        return outside_graph(context_parallel_attention)(
+            query,
+            key,
+            value,
+            group=self._levels if algorithm == "hierarchical" else self.group,
+            algorithm=algorithm,
+            mask=AttentionMask(
+                causal=scores.causal, window=scores.window, documents=scores.documents
+            ),
+            sinks=scores.sinks,
+            bias=scores.bias,
+            dropout=scores.dropout,
+            scale=scores.scale,
+            softcap=scores.softcap,
+            kernels=(ReferenceKernel(),) if self.kernel == "reference" else None,
+        )

@@ -1,0 +1,1 @@
+"""Mixers with softmax attention, each with its config."""

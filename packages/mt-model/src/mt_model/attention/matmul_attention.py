@@ -1,0 +1,100 @@
+"""Attention as batched matrix products, with norms, rotation and packing in one function.
+
+On a CPU torch's flash attention takes two to three times as long as plain products at training
+lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head, less those
+that no query of a block sees), so it is for short sequences; `attention.py` decides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.distance import spread_in_order
+from mt_model.attend.matmul_operator import Form, attend_by_products
+from mt_model.attend.pairs import Pairs
+from mt_model.attend.reference import reference_attention
+from mt_model.attend.scores import Scores
+from mt_model.block.norm import rms_norm_reference
+from mt_model.rope.rotary import RotaryTable, rotate_reference
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of queries and of keys, before the rotation.
+
+    Shape:
+        query, key: weights, [D].
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def plain_matmul_attention(
+    qkv: Tensor,
+    table: RotaryTable | None,
+    norm: HeadNorm | None,
+    *,
+    scale: float | None = None,
+    pairs: Pairs | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Norm and rotate queries and keys, then softmax attention, in plain operations.
+
+    Shape:
+        As `matmul_attention`.
+    """
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if norm is not None:
+        query = rms_norm_reference(query, norm.query, norm.eps)
+        key = rms_norm_reference(key, norm.key, norm.eps)
+    if table is not None:
+        query, key = rotate_reference(query, table), rotate_reference(key, table)
+    query, key, value = (t.flatten(2, 3) for t in (query, key, value))
+    pairs, places = pairs or Pairs(), range(qkv.shape[1])
+    allowed = pairs.allowed(places, places, qkv.device)
+    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+    factor = qkv.shape[-1] ** -0.5 if scale is None else scale
+    added = None if bias is None else spread_in_order(bias.to(qkv.dtype), places, places)
+    scores = Scores(scale=factor, allowed=allowed, bias=added)
+    return reference_attention(query, key, value, scores).flatten(2)
+
+
+def matmul_attention(
+    qkv: Tensor,
+    table: RotaryTable | None,
+    norm: HeadNorm | None,
+    *,
+    scale: float | None = None,
+    pairs: Pairs | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`plain_matmul_attention` as an operator, which `torch.compile` takes as one node.
+
+    Scores are rounded to the dtype of `qkv`; norms and the softmax are taken in fp32 for bf16.
+
+    Args:
+        qkv: fused projections; in a group the queries come first, then key, then value.
+        table: from `rotary_table` for these positions, or None.
+        norm: of queries and keys, or None.
+        scale: of the scores; 1 / sqrt(D) where None.
+        pairs: which keys a query sees; those up to its own place where None.
+        bias: What is added to the scores by distance (`attend.distance.bias_by_distance`), or None.
+
+    Shape:
+        qkv: [B, S, G, Q + 2, D]; bias: [G * Q, 2 * S - 1]. Returns [B, S, G * Q * D].
+    """
+    query, key, eps = norm or (None, None, 0.0)
+    # Under autocast tables and weights are wider than the projection.
+    query, key, bias = (None if x is None else x.to(qkv.dtype) for x in (query, key, bias))
+    factor = qkv.shape[-1] ** -0.5 if scale is None else scale
+    values, interleaved = (None, False) if table is None else table.to(qkv.dtype)
+    if values is not None and values.dim() == 4:
+        values = values[:, :, None, None]  # one for each row, over groups and parts
+    causal, window, documents = pairs or Pairs()
+    form = Form(eps, factor, interleaved, causal, window)
+    with torch.autocast(qkv.device.type, enabled=False):
+        return attend_by_products(qkv, values, query, key, bias, documents, *form)[0]

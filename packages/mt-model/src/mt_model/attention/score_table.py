@@ -1,0 +1,35 @@
+"""Learned tables of what is added to the scores of attention."""
+
+from __future__ import annotations
+
+import torch
+from mt_parallel_state import PartitionSpec, shard_param
+from torch import Tensor, nn
+
+from mt_model.block.shard_context import ShardContext
+
+
+class ScoreTable(nn.Module):
+    """A learned number for each bucket of distances and each head.
+
+    Parameters: `weight` [buckets, num_heads], split over "tp" in its second dim.
+
+    Args:
+        buckets: Rows.
+        num_heads: Of the whole model.
+        shard: This rank's share of the model.
+
+    Shape:
+        forward(): returns [buckets, heads of this rank].
+    """
+
+    def __init__(self, buckets: int, num_heads: int, *, shard: ShardContext) -> None:
+        super().__init__()
+        own = num_heads // shard.tp
+        empty = torch.empty(buckets, own, dtype=shard.dtype, device="meta")
+        spec = PartitionSpec() if shard.group is None else PartitionSpec(None, "tp")
+        self.weight = shard_param(nn.Parameter(empty), spec)
+
+    def forward(self) -> Tensor:
+        """Return a copy: what shards parameters may let this one go after its module's forward."""
+        return self.weight.clone()

@@ -1,0 +1,1 @@
+"""What every block of a model is made of."""

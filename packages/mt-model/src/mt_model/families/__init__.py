@@ -1,1 +1,0 @@
-"""Model families of Hugging Face transformers, one module each."""

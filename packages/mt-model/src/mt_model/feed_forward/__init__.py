@@ -1,0 +1,1 @@
+"""Feed-forwards, dense and with experts, each with its config."""

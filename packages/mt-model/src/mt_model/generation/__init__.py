@@ -1,0 +1,1 @@
+"""Generation from a cache: CUDA graphs, and scales of low-precision caches."""

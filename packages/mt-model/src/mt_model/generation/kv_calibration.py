@@ -1,0 +1,126 @@
+"""Scales of the keys and values that a model keeps in generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mt_quant import Decision, KVCalibrator, KVFormat, KVScales, KVScheme, QuantizationError
+from torch import Tensor
+
+from mt_model.block.entry import MixerConfig
+from mt_model.language.decoder import GPT
+from mt_model.stack.cache_allocation import check_keeps, own_heads
+
+
+def kv_formats(model: GPT, decisions: Mapping[str, Decision]) -> dict[int, KVFormat]:
+    """Return the formats that rules give the keys and values of a stage's layers, by index.
+
+    Args:
+        model: A stage.
+        decisions: Of the whole model, by the names of modules; those of what keeps no keys and
+            values count for nothing.
+
+    Raises:
+        QuantizationError: There are such formats, and none is for a layer that keeps any.
+    """
+    given = {name: d.kv_cache for name, d in decisions.items() if d.kv_cache is not None}
+    keeping = [
+        f"layers.{index}.mixer"
+        for index, mixer in model.config.mixers.items()
+        if mixer.token_cache and index >= model.config.encoder_layers
+    ]
+    if given and not set(given) & set(keeping):
+        name, format = next(iter(given.items()))
+        check_keeps(model.config.mixers.values(), format)
+        raise QuantizationError(
+            f"kv_cache: {format} is for {name or 'the model'}, which keeps no keys and values; "
+            f"name what does, such as {keeping[0]}"
+        )
+    names = {index: f"layers.{index}.mixer" for index in _keeping(model)}
+    return {index: given[name] for index, name in names.items() if name in given}
+
+
+@torch.no_grad()
+def calibrate_kv_cache(
+    model: GPT,
+    batches: Iterable[Tensor | Mapping[str, Any]],
+    format: KVFormat | str | Mapping[int, KVFormat],
+    *,
+    by: str = "max",
+    percentile: float = 99.99,
+) -> dict[int, KVScheme]:
+    """Return how a model's layers keep their keys and values, with scales of what they keep here.
+
+    Every rank of a tensor-parallel group calls it, with the same batches; scales are all-reduced
+    (MAX) over it. Give the result to the model: `model.kv_schemes = ...`. Without static scales no
+    batch is read.
+
+    Args:
+        model: All layers, in evaluation mode.
+        batches: Tokens, [B, S], of equal length in a batch; or, by name, what the model is called
+            with.
+        format: Of all layers, or of some by index.
+        by: How a range is found: see `mt_quant.find_range`.
+        percentile: Of `by="percentile"`.
+
+    Raises:
+        QuantizationError: There is no such format, or no layer keeps keys and values.
+        CalibrationError: There is no batch, or a value is not finite.
+    """
+    mixers = _keeping(model)
+    if isinstance(format, str | KVFormat):
+        one = KVFormat.named(format) if isinstance(format, str) else format
+        check_keeps(model.config.mixers.values(), one)
+        format = dict.fromkeys(mixers, one)
+    static = {index: each for index, each in format.items() if each.is_static}
+    calibrator = KVCalibrator()
+    for batch in batches if static else ():
+        given = {"tokens": batch} if isinstance(batch, Tensor) else batch
+        for index, key, value in _kept(model, given, {i: mixers[i] for i in static}):
+            calibrator.update(str(index), key, value)
+    schemes = {i: KVScheme(format=each) for i, each in format.items() if i not in static}
+    for each in dict.fromkeys(static.values()):  # in the same order on every rank
+        shared = "layer" if each.group == "tensor" else "head"
+        how = {"by": by, "percentile": percentile, "group": model.shard.group}
+        found = calibrator.scales(limit=each.limit, each=shared, **how)
+        for index in (i for i, used in static.items() if used == each):
+            scales = found[str(index)]
+            key, value = (_whole(x, index, model) for x in (scales.key, scales.value))
+            schemes[index] = KVScheme(format=each, scales=KVScales(key=key, value=value))
+    return schemes
+
+
+def _keeping(model: GPT) -> dict[int, MixerConfig]:
+    return {index: mixer for index, mixer in model.generating().items() if mixer.token_cache}
+
+
+def _kept(
+    model: GPT, batch: Mapping[str, Any], mixers: Mapping[int, MixerConfig]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the keys and values that layers keep of a batch, [B, S, heads, D]."""
+    tokens = batch["tokens"].to(model.shard.device)
+    rows, length = tokens.shape
+    cache = model.new_cache(batch_size=rows, max_length=length, kv_cache_dtype="full")
+    model(None, {**batch, "tokens": tokens, "cache": cache})
+    dtype = model.shard.dtype
+    for index, mixer in mixers.items():
+        kept = {name: cache.read(index, name, dtype) for name in mixer.token_cache}
+        by_kind = {
+            kind: [x for name, x in kept.items() if mixer.token_cache[name] == kind]
+            for kind in ("key", "value")
+        }
+        key = torch.cat(by_kind["key"], -1)
+        yield index, key, torch.cat(by_kind["value"], -1) if by_kind["value"] else key
+
+
+def _whole(scale: Tensor, layer: int, model: GPT) -> Tensor:
+    """Return the scales of all ranks' heads, of those of this rank's."""
+    shard, mixer = model.shard, model.generating()[layer]
+    whole = torch.zeros(mixer.token_heads, device=scale.device)
+    own_heads(whole, layer, mixer, shard).copy_(scale)
+    if shard.group is not None:
+        dist.all_reduce(whole, dist.ReduceOp.MAX, group=shard.group)
+    return whole

@@ -1,1 +1,0 @@
-"""Weights and configurations in the folders of Hugging Face transformers."""

@@ -1,0 +1,1 @@
+"""Which kernel computes each operation, and the operations that are one kernel."""

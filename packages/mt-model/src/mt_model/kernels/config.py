@@ -1,0 +1,79 @@
+"""Which kernel computes each operation of a model, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, get_args
+
+from mt_files import Checks, did_you_mean
+
+from mt_model.kernels.words import (
+    ActivationKernel,
+    AttentionKernel,
+    KernelSet,
+    LossKernel,
+    NormKernel,
+    ResidualKernel,
+    RopeKernel,
+)
+
+_WITHOUT_FUSED = {"attention": "auto"}  # whose candidates are all fused but the reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What computes each operation: `auto` or a candidate's name.
+
+    `auto` takes the first candidate that serves and was measured to be the fastest for the device;
+    inside `torch.compile` it is the plain form, which the compiler fuses. A name is used wherever
+    the operation is, or refused with the reason. `fused` is mt-fusions' kernel: blocks in cache on
+    a CPU, Triton on CUDA.
+
+    Attributes:
+        attention: `matmul` (short sequences on a CPU), `sdpa` (torch's), `flash` (flash-attn), `te`
+            (Transformer Engine), `flex` (torch's), `tiles` or the plain `reference`.
+        norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
+            or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
+        activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (its
+            kernels, with one buffer for the gradient) or `reference`. Others are one kernel of
+            torch's.
+        residual: The addition of a branch to the residual stream: `fused`, with the norm that reads
+            the sum or with dropout, or `reference`, alone.
+        rope: The rotary embedding: `fused`, `torch` or `reference`.
+        loss: Softmax and cross entropy of a block of logits: `fused`, `torch` or `reference`.
+
+    Example:
+        >>> Kernels.of("fused").norm, Kernels(rope="fused").norm
+        ('fused', 'auto')
+    """
+
+    attention: AttentionKernel = "auto"
+    norm: NormKernel = "auto"
+    activation: ActivationKernel = "auto"
+    residual: ResidualKernel = "auto"
+    rope: RopeKernel = "auto"
+    loss: LossKernel = "auto"
+
+    sets: ClassVar[tuple[str, ...]] = get_args(KernelSet)
+
+    def __post_init__(self) -> None:
+        Checks(self).done()
+
+    @classmethod
+    def of(cls, value: KernelSet | Kernels) -> Kernels:
+        """Return the choice for a word, which is for every operation, or the choice itself.
+
+        `fused` is for all operations of mt-fusions; attention chooses for itself.
+
+        Raises:
+            ValueError: No such word.
+        """
+        if isinstance(value, Kernels):
+            return value
+        if value not in cls.sets:
+            raise ValueError(
+                f"kernels must be a Kernels or one of {', '.join(cls.sets)}, got {value!r}. "
+                f"{did_you_mean(str(value), cls.sets)}"
+            )
+        words = {item.name: value for item in fields(cls)}
+        return cls(**(words | _WITHOUT_FUSED if value == "fused" else words))  # pyright: ignore[reportArgumentType]

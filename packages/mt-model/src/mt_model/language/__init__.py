@@ -1,0 +1,1 @@
+"""Language models: embeddings, heads and what is around the layers."""

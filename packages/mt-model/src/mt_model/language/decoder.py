@@ -1,0 +1,502 @@
+"""GPT: a language model, or one pipeline stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from mt_files import check_type
+from mt_parallel_state import shard_param, sharding_of
+from torch import Tensor, nn
+
+from mt_model.attend.cache import KVCache
+from mt_model.attend.cached import CachedAttend
+from mt_model.attend.context import Attend, ForwardContext
+from mt_model.attend.padding import last_tokens, padding_as_document, positions_of
+from mt_model.block.entry import MixerConfig
+from mt_model.block.kv_rounding import RoundsKV, check_rounds
+from mt_model.block.losses import Losses, add_losses
+from mt_model.language.divergence import Teaching
+from mt_model.language.embedding import TokenEmbedding
+from mt_model.language.head import LanguageHead
+from mt_model.language.mtp import Ahead, MTPModule
+from mt_model.language.pooled_head import PooledHead
+from mt_model.stack.batch import Batch, batch_of, check_batch, new_tokens, whole_of
+from mt_model.stack.cache_allocation import check_keeps, chosen_schemes, empty_cache
+from mt_model.stack.config import StackConfig
+from mt_model.stack.layer import TransformerLayer
+from mt_model.stack.stack import Stack
+from mt_model.vision.image_input import ImageInput
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat
+
+    from mt_model.language.config import ModelConfig
+
+
+class GPT(Stack["ModelConfig"]):
+    """One pipeline stage of a language model; with `layers=None` the whole model.
+
+    Beside the layers and what `Stack` has, its parameters are `embedding.*` (`TokenEmbedding`) and
+    `images.*` (`ImageInput`) on the stage that starts at layer 0, and `head.*` (`LanguageHead`) and
+    `pooled_head.*` (`PooledHead`) and `mtp.K.*` (`MTPModule`) on the one that ends at the last
+    layer. A tied head, or modules of `mtp`, on another stage than the embedding have a second
+    `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
+
+    It is made as `Stack` is: `GPT(config)`, or `GPT(config, state, layers=range(4))`.
+    """
+
+    def _check_config(self, config: object) -> None:
+        if not isinstance(config, StackConfig) or config.inputs != "tokens":
+            raise TypeError(
+                f"config must be a ModelConfig, as gpt(...) or preset(...) make it, got "
+                f"{type(config).__name__}"
+            )
+        config = cast("ModelConfig", config)
+        if not self._builds(config):
+            raise ValueError(
+                f"encoder_layers={config.encoder_layers} is no model of {type(self).__name__}; "
+                "build it by config.build(state, ...)"
+            )
+
+    def _builds(self, config: ModelConfig) -> bool:
+        """Whether this class is that of the model."""
+        return not config.encoder_layers
+
+    def _build_input(self) -> None:
+        if self.has_embedding or (self.has_head and self.config.shares_embedding):
+            alone = not self.has_embedding
+            self.embedding = TokenEmbedding(self.config, shard=self.shard, only_tokens=alone)
+            self._mark_tied(self.embedding.weight)
+        images = self.config.images if self.has_embedding else None
+        self.images = None
+        if images is not None:
+            size, placed = (
+                self.config.hidden_size,
+                {"state": self.state, "shard": self.shard},
+            )
+            self.images = ImageInput(images, size, **placed, plan=self.plan)
+
+    def _build_output(self) -> None:
+        config = self.config
+        self.head = LanguageHead(config, shard=self.shard)
+        pooled, self.pooled_head = config.pooled_head, None
+        if pooled is not None:
+            self.pooled_head = PooledHead(pooled, config, shard=self.shard)
+        self.mtp = nn.ModuleList(
+            MTPModule(config, layer=layer, shard=self._placement_of(layer))
+            for layer in range(config.num_layers, len(config.all_layers))
+        )
+
+    def _mark_tied(self, weight: nn.Parameter) -> None:
+        if self.config.shares_embedding and not (self.has_embedding and self.has_head):
+            spec = sharding_of(weight).spec
+            shard_param(weight, spec, partial_grad=("embedding",), is_copy=not self.has_embedding)
+
+    def forward(
+        self,
+        x: Tensor | None,
+        batch: Batch | None = None,
+        *,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> Tensor | Losses | tuple[Tensor, Losses]:
+        """Run the model, or one stage of it.
+
+        `model(tokens)` returns logits and `model(tokens, labels=labels)` the losses. A stage of an
+        `mt_pipeline` is called with `(x, batch)` instead: the activation of the stage before, and
+        a mapping with the rest. The last stage returns losses where there are labels, else logits.
+
+        Losses are sums over this rank's tokens, to be divided by the global count of labels once,
+        by the trainer: `lm` of the cross entropies, those of this stage's layers by their names
+        (`ModelConfig.loss_weights`), and `tokens`, the number of labels. With `mtp` there are
+        `mtp_1`, the sum for the labels one token further on in the same document, `tokens_1`,
+        their number, to be divided by that, and so on; with a pooled head `nsp` and `sequences`
+        (`ModelConfig.loss_counts`). They are fp32 (fp64 for an fp64 model), and equal on all ranks
+        of a tensor-parallel group.
+
+        Args:
+            x: int64 tokens; with a batch the activation of the stage before, None on the first.
+            batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
+                of tokens; `pixel_values`, images in the order of the tokens that stand for them,
+                whole on every rank that shares a sequence; `token_types`, 0 where missing;
+                `documents`, ids of packed documents that do not see each other; `positions` other
+                than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True where a token is
+                and False at padding, which no token sees and which has no positions;
+                `sequence_labels`, the class of each row for a pooled head, -100 and missing ones
+                do not count; `memory` and `memory_mask` for cross-attention, whole on every rank;
+                and for generation this stage's own `cache`, with which the last stage returns the
+                logits after the last token of each row alone.
+            labels: of the next token after each, int64; -100 does not count.
+            sample_ids: unique per training sample; needed with dropout in training.
+
+        Returns:
+            The activation for the next stage, with the losses of the layers where they have
+            some: `(x, losses)`; in generation it comes alone. On the last stage losses or logits:
+            of all tokens this rank holds and the whole vocabulary, which is gathered over the
+            tensor-parallel group and has gradients.
+
+        Shape:
+            tokens, labels, positions, token_types: [B, S / cp], this rank's as
+            `mt_context_parallel.shard` cuts them, or positions [3, B, S / cp]; documents, mask:
+            [B, S], whole; sample_ids, sequence_labels: [B]; embeddings: [B, S / cp, hidden];
+            pixel_values: [N, C, H, W]; memory: [B, M, size]; memory_mask: [B, M];
+            x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
+            logits: [B, S / cp, vocab_size].
+
+        Raises:
+            TypeError: tokens, labels or sample ids are no integers, or the batch is no mapping.
+            ValueError: a shape does not fit, or what this stage needs is not given.
+        """
+        if batch is None:
+            batch, x = batch_of(x, labels, sample_ids), None
+        elif labels is not None or sample_ids is not None:
+            raise ValueError("give labels and sample_ids in the batch, or tokens without a batch")
+        check_batch(batch)
+        x, shared = self.begin(x, batch)
+        x, losses = self.run_layers(x, shared)
+        losses = add_losses(losses, self.mtp_losses(x, shared, batch))
+        return self.finish(x, losses, batch)
+
+    def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
+        """The same pass in parts, for overlapped pairs; see `Stack.parts`."""
+        check_batch(batch)
+        return super().parts(batch)
+
+    def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
+        """Return the activation that enters this stage's layers, and what they share."""
+        given = new_tokens(batch)
+        length = given.shape[1] * self.shard.context.size
+        device = given.device if x is None else x.device
+        positions = self._positions(batch, length, device)
+        shared = self._share(batch, positions, length, device)
+        if self.has_embedding:
+            self._check_images(batch)
+            x = self.embedding.embed(batch, positions, shared.hidden_index, self.images)
+        elif x is None:
+            raise ValueError("x is None, and only the first stage starts from tokens")
+        return self.give_tables_gradients(x, shared), shared
+
+    def _check_images(self, batch: Batch) -> None:
+        if batch.get("pixel_values") is None:
+            return
+        if self.images is None:
+            raise ValueError(
+                "the batch has pixel_values, but the model takes no images; leave them out, or "
+                "build it with images=ImageInputConfig(...)"
+            )
+        if batch.get("embeddings") is not None:
+            raise ValueError("pixel_values do not go with embeddings; give tokens in their place")
+
+    def finish(
+        self, x: Tensor, losses: Losses, batch: Batch
+    ) -> Tensor | Losses | tuple[Tensor, Losses]:
+        """Return what the stage returns, from the output and the losses of its layers."""
+        generates = batch.get("cache") is not None
+        if generates:
+            batch["cache"].length += new_tokens(batch).shape[1]
+        if not self.has_head:
+            return (x, losses) if losses and not generates else x
+        if batch.get("labels") is not None:
+            return {**self.loss(x, batch["labels"]), **self._pooled_loss(x, batch), **losses}
+        return self.scores(last_tokens(x, batch.get("mask")) if generates else x)
+
+    def _pooled_loss(self, x: Tensor, batch: Batch) -> Losses:
+        if self.pooled_head is not None:
+            return self.pooled_head.loss(self._normed(x), batch)
+        if batch.get("sequence_labels") is not None:
+            raise ValueError(
+                "the batch has sequence_labels, but the model was built without a pooled_head; "
+                "leave them out, or build it with pooled_head=PooledHeadConfig()"
+            )
+        return {}
+
+    def mtp_losses(self, x: Tensor, shared: ForwardContext, batch: Batch) -> Losses:
+        """Compare with a teacher, and run the modules that predict further tokens; with labels.
+
+        Returns:
+            `distillation` with `batch["teaching"]`; of module k `mtp_k` and `tokens_k`, and the
+            losses of their layers by their names.
+        """
+        losses: Losses = {}
+        if not self.has_head or batch.get("labels") is None:
+            return losses
+        teaching = batch.get("teaching")
+        if teaching is not None:
+            found = self.head(self._normed(x), batch["labels"], tied=self._tied, teaching=teaching)
+            losses = add_losses(losses, found)
+        if not self.mtp:
+            return losses
+        ahead = Ahead(batch, shared.documents, self.shard.context.group)
+        x = self._normed(x)
+        for depth, module in enumerate(self.mtp, start=1):
+            tokens, labels = ahead.at(depth)
+            x, more = module(x, self.embedding(tokens), shared)
+            found = self.head(x, labels, tied=self._tied, with_z=False)
+            losses = add_losses(losses, self._whole(more))
+            losses |= {f"mtp_{depth}": found["lm"], f"tokens_{depth}": found["tokens"]}
+        if shared.saved is not None:
+            shared.saved.finish()
+        return losses
+
+    def built_layers(self) -> Iterator[TransformerLayer]:
+        """This stage's layers, and on the last stage those of the modules of `mtp`."""
+        modules = cast("Iterable[MTPModule]", self.mtp if self.has_head else ())
+        return chain(self.stage_layers(), (module.layer for module in modules))
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of a layer, those of the modules of `mtp` behind the last one's."""
+        behind = index - self.config.num_layers
+        return super().layer_name(index) if behind < 0 else f"mtp.{behind}.layer"
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Norm the last layer's output and score the next token, over the whole vocabulary."""
+        return self.head(self._normed(x), tied=self._tied)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Losses:
+        """Norm the last layer's output, and sum its cross entropies with this rank's labels."""
+        return self.head(self._normed(x), labels, tied=self._tied)
+
+    def teach(self, x: Tensor, temperature: float) -> Teaching:
+        """Norm the last layer's output, for a student to learn the scores of the head.
+
+        Args:
+            x: The output.
+            temperature: Divides the scores.
+        """
+        with torch.no_grad():
+            return self.head.teach(self._normed(x), temperature, tied=self._tied)
+
+    @property
+    def _tied(self) -> Tensor | None:
+        return self.embedding.weight if self.config.tied else None
+
+    def logits(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> Tensor:
+        """Scores of the next token after every given one, without dropout or gradients.
+
+        Args:
+            tokens: sequences of equal length; with a cache, those after the ones it holds.
+            cache: keys and values of the tokens before; the new ones are added.
+            mask: True where a token is, False at padding; all are tokens where None.
+            pixel_values: images that stand among these tokens; None for none.
+
+        Shape:
+            tokens, mask: [B, S]; pixel_values: [N, C, H, W]. Returns [B, S, vocab_size].
+
+        Raises:
+            ValueError: the model is one of several stages, or sequence or context parallel, or
+                the tokens do not fit the cache or the model.
+        """
+        batch = {"tokens": tokens, "cache": cache, "mask": mask, "pixel_values": pixel_values}
+        return self._score(batch)
+
+    @torch.no_grad()
+    def _score(self, batch: Batch) -> Tensor:
+        """Scores of a batch's tokens; see `logits`."""
+        x = self._without_dropout(batch, "logits()")
+        if batch.get("cache") is not None:
+            batch["cache"].length += batch["tokens"].shape[1]
+        return self.scores(x)
+
+    def _without_dropout(self, batch: Batch, what: str) -> Tensor:
+        """The last layer's output of the whole model, for the method that asks."""
+        if not (self.has_embedding and self.has_head):
+            raise ValueError(
+                f"{what} needs the whole model, and this stage holds layers "
+                f"{self.layer_range.start} to {self.layer_range.stop - 1} of "
+                f"{self.config.num_layers}. Build it with pp=1, or call the stages in turn with "
+                "a batch of tokens and each its own cache"
+            )
+        check_batch(batch)
+        self._check_whole_sequences(what)
+        was_training = self.training
+        self.training = False  # of this module alone: it says whether a pass drops anything
+        try:
+            x, shared = self.begin(None, batch)
+        finally:
+            self.training = was_training
+        return self.run_layers(x, replace(shared, plain=True))[0]
+
+    @torch.no_grad()
+    def pooled_logits(self, batch: Batch) -> Tensor:
+        """Scores of the classes of each sequence by the pooled head, without dropout or gradients.
+
+        Args:
+            batch: As for the model, without labels: `tokens`, and `token_types` and `mask` where
+                there are some.
+
+        Shape:
+            Returns [B, num_classes].
+
+        Raises:
+            ValueError: The model has no pooled head, is one of several stages, or is sequence or
+                context parallel.
+        """
+        if self.config.pooled_head is None:
+            raise ValueError(
+                "the model has no pooled_head; build it with pooled_head=PooledHeadConfig()"
+            )
+        x = self._without_dropout(batch, "pooled_logits()")
+        return cast("PooledHead", self.pooled_head)(self._normed(x), batch)
+
+    def new_cache(
+        self, *, batch_size: int, max_length: int, kv_cache_dtype: KVFormat | str = "auto"
+    ) -> KVCache:
+        """Make an empty cache for `logits`, on this model's device.
+
+        Args:
+            batch_size: Rows.
+            max_length: Tokens that fit.
+            kv_cache_dtype: What keys and values are kept in: `full`, the model's dtype; a format
+                of mt-quant or its name, such as `fp8` or `int8`; or `auto`, what `kv_schemes` says
+                of each layer, and without any the model's dtype. States stay as they are.
+
+        Raises:
+            ValueError: `max_length` is longer than the model's sequences.
+            QuantizationError: There is no such format, or no layer keeps keys and values.
+            CalibrationError: The format has static scales, and `kv_schemes` has none of them.
+        """
+        limit = self.config.max_sequence_length
+        check_type("batch_size", batch_size, int)
+        check_type("max_length", max_length, int)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is not 1 or more")
+        if not 0 < max_length <= limit:
+            raise ValueError(
+                f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
+            )
+        schemes = dict(self.kv_schemes) if kv_cache_dtype == "auto" else {}
+        if kv_cache_dtype not in ("auto", "full"):
+            check_keeps(self.config.mixers.values(), kv_cache_dtype)
+            schemes = chosen_schemes(kv_cache_dtype, self.generating(), self.kv_schemes)
+        return empty_cache(
+            self.generating(),
+            schemes,
+            batch_size=batch_size,
+            max_length=max_length,
+            shard=self.shard,
+        )
+
+    def round_kv(self, formats: Mapping[int, KVFormat]) -> None:
+        """Have passes without a cache see keys and values as a cache in low precision keeps them.
+
+        That is for training: gradients pass rounding as they are. Passes with a cache are those of
+        its own formats.
+
+        Args:
+            formats: Of this stage's layers, by index; those of no other are rounded.
+
+        Raises:
+            QuantizationError: A format has static scales, or a layer keeps no keys and values.
+        """
+        mixers = {
+            index: cast("TransformerLayer", self.layers[str(index)]).mixer
+            for index in self.generating()
+        }
+        for index, format in formats.items():
+            check_rounds(index, format, mixers.get(index))
+        for index, mixer in mixers.items():
+            if isinstance(mixer, RoundsKV):
+                mixer.kv_format = formats.get(index)
+
+    def generating(self) -> dict[int, MixerConfig]:
+        """Return this stage's mixers that keep something in generation, by the layer's index."""
+        return self._mixers()
+
+    def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
+        """Check the length, and return the positions of this rank's tokens."""
+        cache = batch.get("cache")
+        if cache is not None:
+            self._check_whole_sequences("a cache")
+            self._check_length(cache.length + length)
+            if batch.get("documents") is not None:
+                raise ValueError("documents do not go with a cache; give one text in each row")
+            if cache.length + length > cache.max_length:
+                raise ValueError(
+                    f"{cache.length + length} tokens are more than the cache holds "
+                    f"({cache.max_length}); allocate it with a larger max_length"
+                )
+            end = self.config.cache_break(cache.length, cache.length + length)
+            if end is not None:
+                raise ValueError(
+                    f"the cache holds {cache.length} tokens, and keys made in sequences of up to "
+                    f"{end} do not serve {cache.length + length}: the factors of longrope change "
+                    "there. Make a new cache, and give all tokens again"
+                )
+            self._note_padding(cache, whole_of(batch, "mask", length))
+            places = cache.places(length, device)
+            mask = cache.mask
+        else:
+            self._check_length(length)
+            self.shard.check_length(length)
+            places = self.shard.context.positions(length, device)
+            mask = whole_of(batch, "mask", length)
+        if batch.get("positions") is not None:
+            return batch["positions"]
+        if mask is None:
+            return places
+        return positions_of(mask).clamp(min=0).index_select(1, places)
+
+    def _note_padding(self, cache: KVCache, mask: Tensor | None) -> None:
+        for index, mixer in self.generating().items():
+            if mask is not None and not mixer.hides_padding:
+                raise ValueError(
+                    f"the {type(mixer).__name__} of layer {index} keeps a state of all that it has "
+                    "seen, padding too. Give rows of equal length without a mask, or one at a time"
+                )
+        cache.note(mask)
+
+    def _share(
+        self, batch: Batch, positions: Tensor, length: int, device: torch.device
+    ) -> ForwardContext:
+        cache, sample_ids, index = batch.get("cache"), None, None
+        if cache is None:
+            sample_ids, index = self._dropout(batch, length, device)
+        documents, mask = whole_of(batch, "documents", length), batch.get("mask")
+        attend: Attend = self.shard.context
+        if cache is not None:
+            places = cache.places(length, device)
+            attend = CachedAttend(cache=cache, places=places)
+        if mask is not None:
+            documents = padding_as_document(mask, documents)
+        return ForwardContext(
+            attend=attend,
+            score_tables=self._score_weights(),
+            tables=self._tables(positions, length if cache is None else cache.length + length),
+            temperatures=self._temperatures(positions),
+            documents=documents,
+            sample_ids=sample_ids,
+            hidden_index=index,
+            cache=cache,
+            memory=batch.get("memory"),
+            memory_mask=batch.get("memory_mask"),
+            saved=self._saved(device),
+            plain=cache is not None,
+        )
+
+    def _check_length(self, end: int) -> None:
+        if end > self.config.max_sequence_length:
+            raise ValueError(
+                f"{end} tokens are more than max_sequence_length="
+                f"{self.config.max_sequence_length}. Cut the sequence, or build the model with a "
+                f"larger max_sequence_length"
+            )
+
+    def _check_whole_sequences(self, what: str) -> None:
+        if self.shard.context.group is not None:
+            raise ValueError(
+                f"{what} needs whole sequences, and cp={self.shard.context.size} ranks share "
+                "them. Build the model with cp=1"
+            )
+        if self.shard.sequence_parallel:
+            raise ValueError(f"{what} needs a model built with sequence_parallel=False")

@@ -1,0 +1,333 @@
+"""An encoder and a decoder that attends to what it gives: a language model, or a stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from mt_context_parallel import unshard
+from mt_parallel_state import gather_from_group
+from torch import Tensor
+
+from mt_model.attend.cache import KVCache
+from mt_model.attend.context import ForwardContext
+from mt_model.attend.padding import padding_as_document, positions_of
+from mt_model.block.dropout import DropoutSite
+from mt_model.block.entry import MixerConfig
+from mt_model.block.losses import Losses
+from mt_model.block.norm import stream_norm
+from mt_model.language.decoder import GPT
+from mt_model.stack.batch import Batch, check_encoder_batch, whole_of
+from mt_model.stack.layer import Step, TransformerLayer
+
+if TYPE_CHECKING:
+    from mt_model.language.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderPass(ForwardContext):
+    """What the decoder's layers of one forward pass share, with what the encoder's do.
+
+    Attributes:
+        encoder: of the encoder's layers; None in a pass of generation whose cache has the memory.
+        encoder_length: tokens of the encoder on this rank, between the parallel regions.
+    """
+
+    encoder: ForwardContext | None = None
+    encoder_length: int = 0
+
+
+class Streams(NamedTuple):
+    """What layers of a stage hand on to each other.
+
+    Attributes:
+        encoder: the encoder's stream; behind its end what the decoder attends to.
+        decoder: the decoder's stream; in front of its first layer the embeddings.
+        memory: the encoder's output, whole, in a stage's layers of the decoder.
+    """
+
+    encoder: Tensor
+    decoder: Tensor
+    memory: Tensor | None = None
+
+
+class EncoderDecoder(GPT):
+    """One pipeline stage of an encoder and a decoder; with `layers=None` the whole model.
+
+    The first `config.encoder_layers` layers are the encoder's. What is said of `GPT` holds, with
+    `encoder_norm.*` beside it, on the stage that has the encoder's last layer. The first stage
+    embeds the tokens of both, so what goes from stage to stage is one tensor: the encoder's tokens,
+    or what became of them, and behind them the decoder's. A cut may be between any two layers.
+
+    The decoder attends to whole encoder outputs: every stage with layers of it all-gathers them
+    once over the ranks that share sequences (backward reduce-scatter), and over the
+    tensor-parallel group under sequence parallelism (backward keeps the rank's own part).
+
+    Dropout takes the two sequences of a sample for two samples, 2 i and 2 i + 1.
+    """
+
+    def forward(
+        self,
+        x: Tensor | None,
+        batch: Batch | Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> Tensor | Losses | tuple[Tensor, Losses]:
+        """Run the model, or one stage of it.
+
+        `model(encoder_tokens, tokens)` returns logits of the decoder's tokens, and
+        `model(encoder_tokens, tokens, labels=labels)` the losses. Without `tokens` they are the
+        labels, shifted right behind `config.decoder_start`. A stage of an `mt_pipeline` is called
+        with `(x, batch)`, as that of a `GPT`.
+
+        Args:
+            x: int64 tokens of the encoder; with a mapping the activation of the stage before, None
+                on the first.
+            batch: int64 tokens of the decoder; or a mapping as for `GPT`, whose `tokens` are the
+                decoder's, with `encoder_tokens`, and `encoder_mask`, True where one is and False at
+                padding. Packed pairs have ids in `documents` and `encoder_documents`: a token of
+                the decoder sees what the encoder gives for its own, and `encoder_positions` are to
+                the encoder what `positions` are to the decoder. There is no `memory`. In generation
+                `encoder_tokens` come with the first pass of a cache alone.
+            labels: of the next token after each of the decoder's, int64; -100 does not count.
+            sample_ids: unique per training sample; needed with dropout in training.
+
+        Returns:
+            As of `GPT`.
+
+        Shape:
+            encoder_tokens, encoder_positions: [B, E / cp], this rank's as
+            `mt_context_parallel.shard` cuts them; encoder_mask, encoder_documents: [B, E], whole;
+            x: [B, (E + S) / cp, hidden] ((E + S) / cp / tp tokens under sequence parallelism).
+            Others are as of `GPT`.
+
+        Raises:
+            TypeError: tokens, labels or sample ids are no integers, or a mask is no bool.
+            ValueError: a shape does not fit, or what this stage needs is not given.
+        """
+        if not isinstance(batch, Mapping):
+            given = {"encoder_tokens": x, "tokens": batch}
+            given |= {"labels": labels, "sample_ids": sample_ids}
+            batch = {name: tensor for name, tensor in given.items() if tensor is not None}
+            x = labels = sample_ids = None
+        return super().forward(x, self._with_tokens(batch), labels=labels, sample_ids=sample_ids)
+
+    def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
+        """The same pass in parts, for overlapped pairs; see `Stack.parts`."""
+        return super().parts(self._with_tokens(batch))
+
+    def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
+        """Return both streams as one activation, and what the layers share."""
+        check_encoder_batch(batch)
+        tokens = batch["tokens"]
+        device, cache = tokens.device if x is None else x.device, batch.get("cache")
+        length = tokens.shape[1] * self.shard.context.size
+        own = _as_sample(batch, 1)
+        positions = self._positions(own, length, device)
+        shared = self._share(own, positions, length, device)
+        encoder, count, place = None, 0, None
+        if cache is None or not cache.length:
+            place, encoder = self._encoder_pass(batch, shared, device)
+            count = self.shard.between(batch["encoder_tokens"], dim=1).shape[1]
+        given = {name: value for name, value in vars(shared).items() if name != "memory_mask"}
+        whole = DecoderPass(
+            **given,
+            memory_mask=self._memory_mask(batch, device),
+            encoder=encoder,
+            encoder_length=count,
+        )
+        if self.has_embedding:
+            x = self.embedding.embed(own, positions, shared.hidden_index)
+            if encoder is not None and place is not None:
+                first = {"tokens": batch["encoder_tokens"]}
+                before = self.embedding.embed(first, place, encoder.hidden_index)
+                x = torch.cat((before, x), 1)
+        elif x is None:
+            raise ValueError("x is None, and only the first stage starts from tokens")
+        return self.give_tables_gradients(x, whole), whole
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Score the next token, over the whole vocabulary; the last layer's output is normed."""
+        return self.head(x, tied=self._tied)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Losses:
+        """Sum the cross entropies of the last layer's output, which is normed, with labels."""
+        return self.head(x, labels, tied=self._tied)
+
+    def logits(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        encoder_tokens: Tensor | None = None,
+        encoder_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Scores of the next token after every given one, without dropout or gradients.
+
+        Args:
+            tokens: of the decoder, as of `GPT.logits`.
+            cache: likewise; it has the memory too.
+            mask: of the decoder's tokens.
+            pixel_values: none; such a model takes no images.
+            encoder_tokens: what the decoder attends to; not with a cache that holds tokens.
+            encoder_mask: True where one of them is, False at padding.
+
+        Shape:
+            tokens, mask: [B, S]; encoder_tokens, encoder_mask: [B, E]. Returns
+            [B, S, vocab_size].
+
+        Raises:
+            ValueError: as of `GPT.logits`, or there is nothing to attend to.
+        """
+        batch = {"tokens": tokens, "cache": cache, "mask": mask, "pixel_values": pixel_values}
+        batch |= {"encoder_tokens": encoder_tokens, "encoder_mask": encoder_mask}
+        return self._score(batch)
+
+    def _builds(self, config: ModelConfig) -> bool:
+        return config.encoder_layers > 0
+
+    def _build_input(self) -> None:
+        super()._build_input()
+        config, shard = self.config, self.shard
+
+        def dropout(name: str) -> DropoutSite:
+            return DropoutSite(config.dropout, seed=shard.seed, layer=-1, name=name)
+
+        self.memory_dropout, self.output_dropout = dropout("memory"), dropout("output")
+        self.encoder_norm = None
+        if config.final_norm and config.encoder_layers - 1 in self.layer_range:
+            self.encoder_norm = stream_norm(config, shard)
+
+    def generating(self) -> dict[int, MixerConfig]:
+        """The decoder's mixers."""
+        first = self.config.encoder_layers
+        return {index: mixer for index, mixer in self._mixers().items() if index >= first}
+
+    def _encoder_pass(
+        self, batch: Batch, after: ForwardContext, device: torch.device
+    ) -> tuple[Tensor, ForwardContext]:
+        """Positions of this rank's tokens of the encoder, and what its layers share."""
+        context = self.shard.context
+        length = batch["encoder_tokens"].shape[1] * context.size
+        self._check_length(length)
+        self.shard.check_length(length)
+        mask = whole_of(batch, "encoder_mask", length)
+        positions = context.positions(length, device)
+        sample_ids = index = None
+        if batch.get("cache") is None:
+            sample_ids, index = self._dropout(_as_sample(batch, 0), length, device)
+        documents = whole_of(batch, "encoder_documents", length)
+        if batch.get("encoder_positions") is not None:
+            positions = batch["encoder_positions"]
+        elif mask is not None:
+            positions = positions_of(mask).clamp(min=0).index_select(1, positions)
+        if mask is not None:
+            documents = padding_as_document(mask, documents)
+        return positions, ForwardContext(
+            attend=context,
+            score_tables=after.score_tables,
+            tables=self._tables(positions, length),
+            temperatures=self._temperatures(positions),
+            documents=documents,
+            sample_ids=sample_ids,
+            hidden_index=index,
+            saved=after.saved,
+            plain=after.plain,
+        )
+
+    def _memory_mask(self, batch: Batch, device: torch.device) -> Tensor | None:
+        """What the decoder's tokens see of the memory: of packed pairs each its own one's."""
+        mask, inputs = batch.get("encoder_mask"), batch.get("encoder_documents")
+        if inputs is None:
+            return mask
+        context, documents = self.shard.context, batch["documents"]
+        places = context.positions(documents.shape[1], device)
+        own = documents.index_select(1, places)[:, :, None] == inputs[:, None]
+        return own if mask is None else own & mask[:, None]
+
+    def _with_tokens(self, batch: Batch) -> Batch:
+        """Make the decoder's tokens of the labels, where there are labels alone."""
+        labels = batch.get("labels")
+        if batch.get("tokens") is not None or not isinstance(labels, Tensor):
+            return batch
+        if self.shard.context.group is not None:
+            raise ValueError(
+                f"labels are shifted to tokens in whole sequences, and the "
+                f"cp={self.shard.context.size} ranks share them; give batch['tokens'] too"
+            )
+        start, documents = self.config.decoder_start, batch.get("documents")
+        tokens = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+        begins = tokens < 0
+        if isinstance(documents, Tensor) and documents.shape == labels.shape:
+            begins[:, 1:] |= documents.diff(dim=1) != 0
+        return {**batch, "tokens": tokens.masked_fill(begins, start)}
+
+    def _steps(self, steps_of: Callable[[TransformerLayer], list[Step]]) -> list[Step]:
+        end = self.config.encoder_layers
+        steps: list[Callable[..., Any]] = [self._open]
+        for layer in self.stage_layers():
+            is_encoder = layer.index < end
+            if layer.index == max(end, self.layer_range.start):
+                steps.append(self._remember)
+            run = self._encode if is_encoder else self._decode
+            steps += [partial(run, step) for step in steps_of(layer)]
+            if layer.index == end - 1:
+                steps.append(self._end_encoder)
+        return cast("list[Step]", [*steps, self._close])
+
+    def _next_of(self, layer: TransformerLayer) -> TransformerLayer | None:
+        following = super()._next_of(layer)
+        # Behind the encoder's last layer is another stream.
+        return None if layer.index == self.config.encoder_layers - 1 else following
+
+    def _open(self, x: Tensor, shared: DecoderPass) -> tuple[Streams, Losses]:
+        """Part the streams."""
+        count = shared.encoder_length
+        return Streams(*x.split((count, x.shape[1] - count), 1)), {}
+
+    def _encode(self, step: Step, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
+        """Apply a part of one of the encoder's layers."""
+        if shared.encoder is None:
+            return x, {}
+        own = replace(shared.encoder, score_tables=shared.score_tables, plain=shared.plain)
+        encoder, losses = step(x.encoder, own)
+        return x._replace(encoder=encoder), losses
+
+    def _end_encoder(self, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
+        """Norm and drop what the encoder gives."""
+        if shared.encoder is None:
+            return x, {}
+        y = x.encoder if self.encoder_norm is None else self.encoder_norm(x.encoder)
+        return x._replace(encoder=self.memory_dropout(y, shared.encoder.hidden_index)), {}
+
+    def _remember(self, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
+        """Bring the memory together, for all of the stage's layers."""
+        if shared.encoder is None:
+            return x, {}
+        memory = x.encoder
+        if self.shard.sequence_parallel:
+            memory = gather_from_group(memory, self.shard.group, dim=1)
+        return x._replace(memory=unshard(memory, self.shard.context.group)), {}
+
+    def _decode(self, step: Step, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
+        """Apply a part of one of the decoder's layers."""
+        decoder, losses = step(x.decoder, replace(shared, memory=x.memory))
+        return x._replace(decoder=decoder), losses
+
+    def _close(self, x: Streams, shared: DecoderPass) -> tuple[Tensor, Losses]:
+        """Join the streams for the next stage; the last one norms and drops the decoder's."""
+        if not self.has_head:
+            return torch.cat((x.encoder, x.decoder), 1), {}
+        return self.output_dropout(self._normed(x.decoder), shared.hidden_index), {}
+
+
+def _as_sample(batch: Batch, side: int) -> Batch:
+    """The batch with sample ids of one of the two sequences."""
+    ids = cast("Tensor | None", batch.get("sample_ids"))
+    return batch if ids is None else {**batch, "sample_ids": 2 * ids + side}

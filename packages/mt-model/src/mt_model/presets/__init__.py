@@ -1,0 +1,1 @@
+"""Models by their sizes, and published ones by their names."""

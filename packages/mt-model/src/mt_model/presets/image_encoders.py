@@ -1,0 +1,193 @@
+"""Encoders of images from their sizes, and published ones by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mt_files import FieldError, did_you_mean, shorten
+
+from mt_model.attention.config import AttentionConfig
+from mt_model.block.norm_config import NormConfig
+from mt_model.feed_forward.mlp_config import MLPConfig
+from mt_model.kernels.words import Activation
+from mt_model.stack.layer_config import LayerConfig
+from mt_model.vision.config import VisionConfig
+from mt_model.vision.pooling_config import (
+    AttentionPoolingConfig,
+    ClassPoolingConfig,
+    MeanPoolingConfig,
+    PoolingConfig,
+)
+
+_Arguments = Mapping[str, Any]
+
+
+def vit(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform encoder
+    *,
+    image_size: int | tuple[int, int],
+    patch_size: int | tuple[int, int],
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    ffn_size: int | None = None,
+    activation: Activation = "gelu",
+    norm_eps: float = 1e-12,
+    num_channels: int = 3,
+    patch_bias: bool = True,
+    class_token: bool = True,
+    embedding_norm: bool = False,
+    final_norm: bool = True,
+    pooling: Literal["class", "mean", "attention"] | PoolingConfig | None = "class",
+    num_classes: int | None = None,
+    projection_size: int | None = None,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    init_std: float = 0.02,
+) -> VisionConfig:
+    """Build an encoder of images whose layers are equal, from its sizes.
+
+    Args:
+        image_size: Of the images, in pixels; height and width, where they differ.
+        patch_size: Likewise.
+        hidden_size: Width of the residual stream.
+        num_layers: Layers.
+        num_heads: Heads of each layer, and of an attention pooling.
+        ffn_size: Width of each feed-forward; four times `hidden_size` where None.
+        activation: Of each feed-forward.
+        norm_eps: Of the norms, which are LayerNorms.
+        num_channels: As of `VisionConfig`.
+        patch_bias: Likewise.
+        class_token: Likewise.
+        embedding_norm: Likewise.
+        final_norm: Likewise.
+        pooling: Likewise; a word is that kind as it usually is.
+        num_classes: Likewise.
+        projection_size: Likewise.
+        dropout: Likewise.
+        attention_dropout: Of the weights of attention.
+        init_std: As of `VisionConfig`.
+
+    Raises:
+        FieldError: Sizes do not fit.
+
+    Example:
+        >>> vit(
+        ...     image_size=32, patch_size=8, hidden_size=64, num_layers=2, num_heads=4
+        ... ).max_sequence_length
+        17
+    """
+    if num_heads < 1 or hidden_size % num_heads:
+        text = f"{hidden_size} is not a multiple of num_heads={num_heads}; change one of them"
+        raise FieldError({"hidden_size": text}, "vit")
+    head_dim, ffn = hidden_size // num_heads, 4 * hidden_size if ffn_size is None else ffn_size
+    mlp = MLPConfig(ffn_size=ffn, activation=activation, gated=False, bias=True)
+    mixer = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        qkv_bias=True,
+        out_bias=True,
+        causal=False,
+        dropout=attention_dropout,
+    )
+    usual: dict[str, PoolingConfig] = {
+        "class": ClassPoolingConfig(),
+        "mean": MeanPoolingConfig(),
+        "attention": AttentionPoolingConfig(
+            num_heads=num_heads, head_dim=head_dim, feed_forward=mlp
+        ),
+    }
+    if isinstance(pooling, str) and pooling not in usual:
+        raise FieldError({"pooling": f"{shorten(pooling)}. {did_you_mean(pooling, usual)}"}, "vit")
+    return VisionConfig(
+        image_size=pair(image_size),
+        patch_size=pair(patch_size),
+        hidden_size=hidden_size,
+        layers=(LayerConfig(mixer=mixer, feed_forward=mlp, repeat=num_layers),),
+        norm=NormConfig(kind="layer", eps=norm_eps),
+        num_channels=num_channels,
+        patch_bias=patch_bias,
+        class_token=class_token,
+        embedding_norm=embedding_norm,
+        final_norm=final_norm,
+        pooling=usual[pooling] if isinstance(pooling, str) else pooling,
+        num_classes=num_classes,
+        projection_size=projection_size,
+        dropout=dropout,
+        init_std=init_std,
+    )
+
+
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width, of which one number stands for both."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def _shape(image: int, patch: int, hidden: int, layers: int, heads: int, **rest: Any) -> _Arguments:
+    sizes = {"image_size": image, "patch_size": patch, "hidden_size": hidden}
+    return MappingProxyType({**sizes, "num_layers": layers, "num_heads": heads, **rest})
+
+
+_CLIP: _Arguments = {
+    "activation": "gelu_quick",
+    "norm_eps": 1e-5,
+    "patch_bias": False,
+    "embedding_norm": True,
+    "final_norm": False,
+    "pooling": ClassPoolingConfig(norm=True),
+}
+_SIGLIP: _Arguments = {
+    "activation": "gelu_tanh",
+    "norm_eps": 1e-6,
+    "class_token": False,
+    "pooling": "attention",
+}
+_PRESETS: Mapping[str, _Arguments] = MappingProxyType(
+    {
+        "vit-base": _shape(224, 16, 768, 12, 12, num_classes=1000),
+        "vit-large": _shape(224, 16, 1024, 24, 16, num_classes=1000),
+        "vit-huge-14": _shape(224, 14, 1280, 32, 16, num_classes=1000),
+        "clip-vit-base-32": _shape(224, 32, 768, 12, 12, projection_size=512, **_CLIP),
+        "clip-vit-large-14": _shape(224, 14, 1024, 24, 16, projection_size=768, **_CLIP),
+        "clip-vit-large-14-336": _shape(336, 14, 1024, 24, 16, projection_size=768, **_CLIP),
+        "siglip-base": _shape(224, 16, 768, 12, 12, **_SIGLIP),
+        "siglip-large-384": _shape(384, 16, 1024, 24, 16, **_SIGLIP),
+        "siglip-so400m-14-384": _shape(384, 14, 1152, 27, 16, ffn_size=4304, **_SIGLIP),
+    }
+)
+VISION_PRESETS: tuple[str, ...] = tuple(_PRESETS)
+
+
+def vision_preset(name: str, **overrides: Any) -> VisionConfig:
+    """The named encoder of images, with any argument of `vit` replaced.
+
+    Raises:
+        FieldError: The name or an override is unknown, or sizes do not fit; the message suggests
+            the nearest.
+    """
+    return vit(**preset_arguments(name, _PRESETS, vit, overrides))
+
+
+def preset_arguments(
+    name: str,
+    presets: Mapping[str, Mapping[str, Any]],
+    build: Callable[..., object],
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Give the arguments of `build` for a preset, with some of them replaced.
+
+    Raises:
+        FieldError: The name or an override is unknown; the message suggests the nearest.
+    """
+    if name not in presets:
+        text = f"{shorten(name)} is not known. {did_you_mean(name, tuple(presets))}"
+        raise FieldError({"preset": text})
+    known = sorted(inspect.signature(build).parameters)
+    for key in overrides:
+        if key not in known:
+            text = f"unknown override of preset {name!r}. {did_you_mean(key, known)}"
+            raise FieldError({key: text})
+    return {**presets[name], **overrides}

@@ -1,0 +1,1 @@
+"""Which activations backward computes again, and which wait in the host's memory."""

@@ -1,0 +1,1 @@
+"""Mixers with a recurrent state, each with its config."""

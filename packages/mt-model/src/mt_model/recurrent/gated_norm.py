@@ -1,0 +1,108 @@
+"""RMSNorm of groups of channels, with a gate beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from mt_parallel_state import Group, copy_to_group, group_rank, group_size, reduce_from_group
+from torch import Tensor, nn
+
+from mt_model.block.initial import start_from
+from mt_model.block.norm import RMS_NORM_KERNELS, rms_norm
+from mt_model.kernels.activation import SILU_PRODUCT_KERNELS, silu_product
+from mt_model.kernels.choice import KernelChoice, choice_of
+from mt_model.kernels.config import Kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedGroups:
+    """Groups of channels that are fewer than the ranks, which have each a part of one.
+
+    Attributes:
+        count: of the groups.
+        ranks: process group of all who have a part of any.
+    """
+
+    count: int
+    ranks: Group
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Take the mean over the ranks of this rank's group: one all-reduce, forward and backward.
+
+        Shape:
+            x: [..., 1]. Returns the same.
+        """
+        sharing = group_size(self.ranks) // self.count
+        own = group_rank(self.ranks) // sharing
+        each = F.pad(x, (own, self.count - 1 - own))
+        total = copy_to_group(reduce_from_group(each, self.ranks), self.ranks)
+        return total[..., own : own + 1] / sharing
+
+
+class GatedRMSNorm(nn.Module):
+    """`n(x silu(gate)) weight`, or `n(x) weight silu(gate)`; n makes a group's mean square 1.
+
+    Computed in fp32 (fp64 for fp64) and rounded once, to the gate's dtype.
+
+    Args:
+        channels: of the weight on this rank: of all its groups, or of one where they share it.
+        eps: added to the mean square.
+        gate_first: the gate is part of what is normalised.
+        dtype: of the weight.
+        shared: where ranks have parts of groups.
+        kernels: what computes norm and gate.
+
+    Shape:
+        forward(x, gate): [..., groups, size] -> the same.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        eps: float,
+        gate_first: bool,
+        dtype: torch.dtype,
+        shared: SharedGroups | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.gate_first, self.shared = eps, gate_first, shared
+        self.kernels = Kernels() if kernels is None else kernels
+        self.weight = nn.Parameter(torch.empty(channels, dtype=dtype, device="meta"))
+        start_from(self.weight, "ones")
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalise each group of channels."""
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        x, opened = x.to(wide), gate.to(wide)
+        if self.gate_first:
+            x = self._opened(x, opened)
+        x = self._normed(x)
+        return (x if self.gate_first else self._opened(x, opened)).to(gate.dtype)
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes norm and gate."""
+        wide = like.to(torch.promote_types(like.dtype, torch.float32))
+        yield choice_of("activation", SILU_PRODUCT_KERNELS, self.kernels.activation, wide, wide)
+        if self.shared is not None:
+            reason = "ranks that share a group of channels sum its mean square between"
+            yield KernelChoice("norm", "reference", reason)
+        else:
+            x, weight = wide.new_empty(0, 1), self.weight if self.weight.dim() == 1 else None
+            yield choice_of("norm", RMS_NORM_KERNELS, self.kernels.norm, x, weight)
+
+    def _opened(self, x: Tensor, gate: Tensor) -> Tensor:
+        return silu_product(gate, x, kernel=self.kernels.activation)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype).view(-1, x.shape[-1])
+        if self.shared is not None:
+            mean = self.shared.mean(x.square().mean(-1, keepdim=True))
+            return x * torch.rsqrt(mean + self.eps) * weight
+        if len(weight) == 1:
+            return rms_norm(x, weight[0], self.eps, kernel=self.kernels.norm)
+        return rms_norm(x, None, self.eps, kernel=self.kernels.norm) * weight

@@ -1,0 +1,1 @@
+"""Rotary embeddings, and what else depends on the positions of tokens."""

@@ -1,0 +1,1 @@
+"""Layers in order, and one pipeline stage of them."""

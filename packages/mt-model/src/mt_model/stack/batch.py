@@ -1,0 +1,152 @@
+"""What a stage is called with, beside the activation of the stage before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.cache import KVCache
+
+Batch: TypeAlias = Mapping[str, Any]
+_INTEGERS = (
+    *("tokens", "labels", "documents", "positions", "mask", "token_types", "sample_ids"),
+    "sequence_labels",
+)
+
+
+def new_tokens(batch: Batch) -> Tensor:
+    """Return the tokens of a pass, or what is given in place of them; its dim 1 is theirs."""
+    given = batch.get("embeddings")
+    return batch["tokens"] if given is None else given
+
+
+def batch_of(tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | None) -> Batch:
+    """Return the batch that `model(tokens, labels=..., sample_ids=...)` stands for."""
+    if tokens is None:
+        raise TypeError("model(tokens) needs int64 tokens of shape [B, S], got None")
+    batch = {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}
+    return {name: x for name, x in batch.items() if x is not None}
+
+
+def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    if name in ("sample_ids", "sequence_labels"):
+        return shape[:1]
+    if name == "positions" and x.dim() == 3:
+        return (3, *shape)
+    if name in ("documents", "mask"):  # of whole sequences, however many ranks share them
+        return shape[:1] + x.shape[1:2]
+    return shape
+
+
+def whole_of(batch: Batch, name: str, length: int) -> Tensor | None:
+    """Return what a batch says of whole sequences, however many ranks share them.
+
+    Raises:
+        ValueError: It is of a part.
+    """
+    x = batch.get(name)
+    if x is not None and x.shape[1] != length:
+        raise ValueError(f"{name} must be [B, {length}], of whole sequences, got {tuple(x.shape)}")
+    return x
+
+
+def _check_dtype(name: str, x: Any) -> None:
+    dtype = x.dtype if isinstance(x, Tensor) else None
+    fits = dtype is not None and not dtype.is_floating_point and dtype != torch.bool
+    wanted = "integers, such as int64"
+    if name in ("mask", "memory_mask", "encoder_mask"):
+        fits, wanted = dtype == torch.bool, "bool, True where a token is"
+    if not fits:
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {dtype or type(x).__name__}")
+
+
+def _check_memory(memory: Any, mask: Any) -> None:
+    if memory is not None and (not isinstance(memory, Tensor) or memory.dim() != 3):
+        raise TypeError("memory must be a floating-point tensor [B, M, size], whole on every rank")
+    if mask is None:
+        return
+    _check_dtype("memory_mask", mask)
+    if memory is not None and mask.shape != memory.shape[:2]:
+        raise ValueError(
+            f"memory_mask must be {tuple(memory.shape[:2])}, as the memory is, got "
+            f"{tuple(mask.shape)}"
+        )
+
+
+def check_batch(batch: Batch) -> None:
+    """Check the dtypes and shapes of a batch.
+
+    Raises:
+        TypeError: it is no mapping, or an entry is of another type.
+        ValueError: tokens and embeddings are missing, or a shape does not fit.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a mapping with 'tokens', got {type(batch).__name__}")
+    given, shape = batch.get("embeddings"), None
+    if given is not None:
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() != 3:
+            raise TypeError("embeddings must be a floating-point tensor [B, S, hidden]")
+        shape = given.shape[:2]
+    elif batch.get("tokens") is None:
+        raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
+    for name in _INTEGERS:
+        x = batch.get(name)
+        if x is None:
+            continue
+        _check_dtype(name, x)
+        shape = x.shape if shape is None else shape
+        if len(shape) != 2 or not shape.numel():
+            raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
+        expected = _expected_shape(name, x, shape)
+        if x.shape != expected:
+            raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
+    _check_memory(batch.get("memory"), batch.get("memory_mask"))
+    cache = batch.get("cache")
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
+
+
+def check_encoder_batch(batch: Batch) -> None:
+    """Check what a model with an encoder is given, beside what `check_batch` does.
+
+    Raises:
+        TypeError: an entry is of another type.
+        ValueError: the encoder's tokens are missing, or come again; a shape does not fit; or there
+            is what such a model does not take.
+    """
+    for name in ("memory", "memory_mask", "embeddings", "pixel_values"):
+        if batch.get(name) is not None:
+            raise ValueError(f"batch has {name}, which a model with an encoder does not take")
+    if (batch.get("documents") is None) != (batch.get("encoder_documents") is None):
+        raise ValueError(
+            "documents and encoder_documents go together: a token of the decoder sees the tokens "
+            "of the encoder that have its document's id. Give both, or neither"
+        )
+    tokens, cache = batch.get("encoder_tokens"), batch.get("cache")
+    if cache is not None and cache.length:
+        if tokens is not None:
+            raise ValueError(
+                "the cache holds what the encoder gave; leave encoder_tokens out, or make a new one"
+            )
+        return
+    if tokens is None:
+        raise ValueError("every stage needs batch['encoder_tokens'] of shape [B, E]")
+    _check_dtype("encoder_tokens", tokens)
+    rows = batch["tokens"].shape[0]
+    if tokens.dim() != 2 or not tokens.numel() or tokens.shape[0] != rows:
+        raise ValueError(
+            f"encoder_tokens must be [{rows}, E] with at least one token, as there are {rows} rows "
+            f"of tokens, got {tuple(tokens.shape)}"
+        )
+    for name in ("encoder_mask", "encoder_documents", "encoder_positions"):
+        x = batch.get(name)
+        if x is None:
+            continue
+        _check_dtype(name, x)
+        if x.shape[:1] != tokens.shape[:1] or x.dim() != 2:
+            raise ValueError(f"{name} must be [{rows}, E], got {tuple(x.shape)}")
+        if name == "encoder_positions" and x.shape != tokens.shape:
+            raise ValueError(f"{name} must be {tuple(tokens.shape)} here, got {tuple(x.shape)}")

@@ -1,0 +1,135 @@
+"""An empty cache, in full or in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.cache import SCALE, KVCache
+from mt_model.block.entry import MixerConfig
+from mt_model.block.shard_context import ShardContext
+
+if TYPE_CHECKING:
+    from mt_quant import KVFormat, KVScheme
+
+
+def chosen_schemes(
+    wanted: KVFormat | str, mixers: Mapping[int, MixerConfig], known: Mapping[int, KVScheme]
+) -> dict[int, KVScheme]:
+    """Return how layers keep their keys and values in a format.
+
+    Args:
+        wanted: The format or its name.
+        mixers: Of a stage, by the layer's index.
+        known: Those of the model, whose static scales a format of the same kind has.
+
+    Raises:
+        QuantizationError: There is no such format.
+        CalibrationError: It has static scales, and a layer has none.
+    """
+    from mt_quant import KVFormat, KVScheme
+
+    format = wanted if isinstance(wanted, KVFormat) else KVFormat.named(wanted)
+    schemes: dict[int, KVScheme] = {}
+    for index, mixer in mixers.items():
+        if mixer.token_cache:
+            scheme = known.get(index)
+            is_known = format.is_static and scheme is not None and scheme.format == format
+            schemes[index] = scheme if scheme and is_known else KVScheme(format=format)
+    return schemes
+
+
+def check_keeps(mixers: Iterable[MixerConfig], format: object) -> None:
+    """Refuse a format of keys and values for a model without.
+
+    Raises:
+        QuantizationError: No mixer of the model keeps any.
+    """
+    if any(mixer.token_cache for mixer in mixers):
+        return
+    from mt_quant import QuantizationError
+
+    raise QuantizationError(
+        f"no layer of this model keeps keys and values, which the format {format} is for; the "
+        "states of recurrent layers stay as they are. Leave the format out"
+    )
+
+
+def empty_cache(
+    mixers: Mapping[int, MixerConfig],
+    schemes: Mapping[int, KVScheme],
+    *,
+    batch_size: int,
+    max_length: int,
+    shard: ShardContext,
+) -> KVCache:
+    """Make the cache of a stage.
+
+    Args:
+        mixers: Those that keep something, by the layer's index.
+        schemes: Of layers whose keys and values are kept in low precision.
+        batch_size: Rows.
+        max_length: Tokens that fit.
+        shard: This rank's share of the model.
+
+    Raises:
+        QuantizationError: Scales are not as many as the heads of a layer.
+    """
+    layers: dict[int, dict[str, Tensor]] = {}
+    wide = torch.promote_types(shard.dtype, torch.float32)
+    for index, mixer in mixers.items():
+        scheme = schemes.get(index)
+        shapes = mixer.cache_shapes(batch_size, max_length, shard.tp)
+        dtypes = dict.fromkeys(shapes, shard.dtype) | dict.fromkeys(mixer.wide_cache, wide)
+        if scheme is not None:
+            dtypes |= dict.fromkeys(mixer.token_cache, scheme.format.dtype)
+        layers[index] = {
+            name: torch.zeros(shape, dtype=dtypes[name], device=shard.device)
+            for name, shape in shapes.items()
+        }
+        if scheme is not None:
+            layers[index] |= dict(_scales(layers[index], index, mixer, scheme, shard))
+    formats = {index: scheme.format for index, scheme in schemes.items()}
+    return KVCache(layers=layers, max_length=max_length, formats=formats)
+
+
+def _scales(
+    codes: Mapping[str, Tensor],
+    layer: int,
+    mixer: MixerConfig,
+    scheme: KVScheme,
+    shard: ShardContext,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the scales of codes: those of this rank's heads, or room for each token's."""
+    for name, kind in mixer.token_cache.items():
+        if scheme.scales is not None:
+            whole = scheme.scales.key if kind == "key" else scheme.scales.value
+            own = own_heads(whole, layer, mixer, shard)
+            yield name + SCALE, own.to(shard.device)[:, None, None]
+        elif name in codes:  # cross-attention brings its own
+            shape = (*codes[name].shape[:-1], 1)
+            yield name + SCALE, torch.zeros(shape, device=shard.device)
+
+
+def own_heads(whole: Tensor, layer: int, mixer: MixerConfig, shard: ShardContext) -> Tensor:
+    """Return what this rank's heads have, of what those of the whole model have.
+
+    Shape:
+        whole: [token_heads].
+
+    Raises:
+        QuantizationError: It is not for as many heads.
+    """
+    count = mixer.token_heads
+    if whole.shape != (count,):
+        from mt_quant import QuantizationError
+
+        raise QuantizationError(
+            f"layer {layer} has {count} heads of keys and values, and scales of the shape "
+            f"{list(whole.shape)}; give one for each"
+        )
+    first = shard.tp_index * count // shard.tp
+    return whole.narrow(0, first, max(1, count // shard.tp))

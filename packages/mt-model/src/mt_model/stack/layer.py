@@ -1,0 +1,315 @@
+"""One transformer layer: branches of the residual stream, with their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from mt_model.attend.context import ForwardContext
+from mt_model.block.dropout import DropoutSite
+from mt_model.block.losses import Losses, add_losses, take_losses
+from mt_model.block.norm import stream_norm
+from mt_model.block.recomputation import (
+    discard_between_all,
+    is_recomputed,
+    recompute_modules,
+    recomputed,
+)
+from mt_model.block.residual import RESIDUAL_KERNELS, Stream, added, apart, normed
+from mt_model.block.shard_context import ShardContext
+from mt_model.block.shared_input import SharedInput, SharesInputs, behind_norm
+from mt_model.kernels.choice import KernelChoice, choice_of, chosen_kernel
+from mt_model.recompute.plan import WORDS
+from mt_model.stack.config import StackConfig
+from mt_model.stack.layer_config import LayerConfig
+
+Step: TypeAlias = Callable[[Any, ForwardContext], tuple[Any, Losses]]
+"""A layer, or one of its branches: from the residual stream to the next, with its losses."""
+Wrap: TypeAlias = Callable[[Step], Step]
+"""What makes a function of a layer that takes the place of it, such as `torch.compile`."""
+Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and losses
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A feed-forward that communicates between parts of its work, as a mixture of experts does."""
+
+    def parts(self) -> Sequence[Callable[..., Any]]:
+        """Return functions to call one after the other in the place of the module.
+
+        The first is given what the module is, each other what the one before returned, the last
+        returns what the module does. Gradients flow through what is handed on alone: a nest of
+        tensors (`mt_pipeline.SplitStage`).
+        """
+        ...
+
+
+class TransformerLayer(nn.Module):
+    """A mixer and a feed-forward, or one of them, each a branch as `LayerConfig` describes.
+
+    Beside the residual stream it returns what losses its mixer and feed-forward return, by name.
+    Norms in front of a branch are `mixer_norm` and `feed_forward_norm`, those behind one
+    `mixer_output_norm` and `feed_forward_output_norm`; what a layer does not have is None.
+
+    Args:
+        config: the layer's entry in `model.layers`.
+        model: hidden size, norms and dropout.
+        layer: global index.
+        shard: This rank's share of the model.
+
+    Shape:
+        forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, and
+        losses: scalars, sums over these tokens. With `opens` the last branch's output may come
+        back beside the stream, for the norm of the next layer to add, which takes it so.
+    """
+
+    def __init__(
+        self, config: LayerConfig, model: StackConfig, *, layer: int, shard: ShardContext
+    ) -> None:
+        super().__init__()
+        self.recomputed, self.offloads = shard.recomputed, shard.offloads
+        self.group = None if shard.sequence_parallel else shard.group
+        self.index, self.config = layer, config
+        self._wrapped: dict[str, Step] = {}
+        self.residual, self.drops = shard.kernels.residual, bool(model.dropout)
+
+        def norm(*, there: bool) -> nn.Module | None:
+            return stream_norm(model, shard) if there else None
+
+        def dropout(name: str) -> DropoutSite:
+            return DropoutSite(model.dropout, seed=shard.seed, layer=layer, name=name)
+
+        before, after = config.norms in ("pre", "sandwich"), config.norms != "pre"
+        has_first, has_second = config.mixer is not None, config.feed_forward is not None
+        self.mixer_norm = norm(there=before and has_first)
+        self.mixer = None
+        if config.mixer is not None:
+            self.mixer = config.mixer.build(model, layer=layer, shard=shard)
+        self.mixer_output_norm = norm(there=after and has_first)
+        self.mixer_dropout = dropout("mixer")
+        self.feed_forward_norm = norm(there=before and has_second and not config.shared_norm)
+        self.feed_forward = None
+        if config.feed_forward is not None:
+            self.feed_forward = config.feed_forward.build(model, layer=layer, shard=shard)
+        self.feed_forward_output_norm = norm(there=after and has_second)
+        self.feed_forward_dropout = dropout("feed_forward")
+        # Made here, as an index that is read in a compiled graph makes it one layer's own.
+        entries = (config.mixer, config.feed_forward)
+        self._whose = [f"the {type(entry).__name__} of layer {layer}" for entry in entries]
+        self.patterns = recompute_modules(self, self.recomputed.difference(WORDS))
+        if hasattr(self.mixer, "again"):
+            self.patterns.add("attention")
+
+    def forward(
+        self, x: Stream, shared: ForwardContext, *, opens: bool = False
+    ) -> tuple[Stream, Losses]:
+        """Apply the layer."""
+        if shared.saved is None or not torch.is_grad_enabled():
+            return self._whole(x, shared, opens=opens)
+        with shared.saved.of_layer(self.index, others=self._others(shared)):
+            return self._whole(x, shared, opens=opens)
+
+    def wrap(self, wrap: Wrap | None) -> None:
+        """Have what the layer computes called through `wrap`, but for passes that are plain.
+
+        Hooks of the layer, offloading, and `recomputed` of the whole layer stay outside of what
+        is wrapped. `wrap` is given the whole, and each part of it that `parts` has; None ends it.
+        """
+        steps = (self._run, self._run_open, self._mix, self._feed, self._both)
+        self._wrapped = {} if wrap is None else {step.__name__: wrap(step) for step in steps}
+
+    def _outer(self, step: Step) -> Step:
+        return self._wrapped.get(step.__name__, step)
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what adds each branch to the stream, but for the last layer's of a stage."""
+        chosen = choice_of("residual", RESIDUAL_KERNELS, self.residual, like)
+        if chosen.kernel == "reference":
+            yield chosen
+            return
+        for reason in self._additions():
+            yield chosen if reason is None else KernelChoice("residual", "reference", reason)
+
+    def shared_inputs(self) -> Iterator[SharedInput]:
+        """Yield inputs that linear layers alone read, and that are proportional to a weight."""
+        mixer, fed = self.mixer, self.feed_forward
+        if self.config.shared_norm:
+            yield from behind_norm(self.mixer_norm, mixer, fed)
+        else:
+            yield from behind_norm(self.mixer_norm, mixer)
+            yield from behind_norm(self.feed_forward_norm, fed)
+        for branch in (mixer, fed):
+            if isinstance(branch, SharesInputs):
+                yield from branch.shared_inputs()
+
+    def _additions(self) -> Iterator[str | None]:
+        """Why additions inside are plain ones; None for those that another operation makes too."""
+        if self.config.residual_scale != 1:
+            yield f"residual_scale {self.config.residual_scale:g} multiplies the branch"
+        elif self.drops or self.config.norms == "post":
+            yield None
+        elif self.config.mixer is not None and self.config.feed_forward is not None:
+            yield "both branches are added" if self.config.parallel else self._inside()
+
+    def _inside(self) -> str | None:
+        """Why the norm between the branches does not add the first; None where it may."""
+        return apart(self.feed_forward_norm, frees_norm="norm" in self.recomputed)
+
+    def hands_on_to(self, following: TransformerLayer) -> bool:
+        """Whether the first norm of a layer behind may add the last branch of this one."""
+        whole = "layer" in self.recomputed or "layer" in following.recomputed
+        first = following.mixer_norm if following.mixer is not None else following.feed_forward_norm
+        frees_norm = "norm" in following.recomputed
+        return not whole and apart(first, frees_norm=frees_norm) is None
+
+    def _others(self, shared: ForwardContext) -> Iterator[Tensor]:
+        """What the layer reads, but is not made by it."""
+        yield from self.parameters()
+        yield from shared.constants()
+
+    def _whole(self, x: Stream, shared: ForwardContext, *, opens: bool) -> tuple[Stream, Losses]:
+        own = self._run_open if opens else self._run
+        run = own if shared.plain else self._outer(own)
+        if "layer" not in self.recomputed:
+            return run(x, shared)
+        x = added(x)
+        shares = self.group is not None and x.numel() % self.group.size() == 0
+        return recomputed(run, x, shared=shared, group=self.group if shares else None)
+
+    def parts(self) -> list[Step]:
+        """The layer in parts, to be applied one after the other.
+
+        One part where it is run again as a whole, and where both branches have the same input. A
+        feed-forward may have parts of its own, but where it is compiled or run again.
+        """
+        if "layer" in self.recomputed or self.offloads:
+            return [self]
+        if self.config.parallel:
+            return [self._outer(self._both)]
+        steps = [] if self.mixer is None else [self._outer(self._mix)]
+        return steps if self.feed_forward is None else steps + self._feeding()
+
+    def _feeding(self) -> list[Step]:
+        """The feed-forward's branch in its parts, which carry the stream with them."""
+        fed, entry = self.feed_forward, self.config.feed_forward
+        if not isinstance(fed, InParts) or entry is None or self._wrapped or is_recomputed(fed):
+            return [self._outer(self._feed)]
+        first, *between, last = fed.parts()
+
+        def begin(x: Any, shared: ForwardContext) -> tuple[Any, Losses]:
+            start = partial(first, shared=shared) if entry.drops else first
+            (begun,), x = self._behind(self.feed_forward_norm, [start], x)
+            return (x, begun), {}
+
+        def through(part: Callable[..., Any]) -> Step:
+            return lambda state, shared: ((state[0], part(state[1])), {})
+
+        def end(state: Any, shared: ForwardContext) -> tuple[Any, Losses]:
+            x, done = state
+            fed, losses = take_losses(last(done), entry.loss_weights, of=self._whose[1])
+            return self._add_fed(x, fed, shared, opens=False), losses
+
+        return [begin, *map(through, between), end]
+
+    def _run(self, x: Stream, shared: ForwardContext) -> tuple[Tensor, Losses]:
+        x, losses = self._through(x, shared, opens=False)
+        return added(x), losses
+
+    def _run_open(self, x: Stream, shared: ForwardContext) -> tuple[Stream, Losses]:
+        return self._through(x, shared, opens=True)
+
+    def _through(self, x: Stream, shared: ForwardContext, *, opens: bool) -> tuple[Stream, Losses]:
+        if self.config.parallel:
+            return self._both(x, shared, opens=opens)
+        is_last = self.config.feed_forward is None
+        x, losses = self._mix(x, shared, opens=opens if is_last else self._inside() is None)
+        x, more = self._feed(x, shared, opens=opens)
+        return x, add_losses(losses, more)
+
+    def _mix(
+        self, x: Stream, shared: ForwardContext, *, opens: bool = False
+    ) -> tuple[Stream, Losses]:
+        mixer, entry = self.mixer, self.config.mixer
+        if mixer is None or entry is None:
+            return x, {}
+        (output,), x = self._behind(self.mixer_norm, [partial(mixer, shared=shared)], x)
+        mixed, losses = take_losses(output, entry.loss_weights, of=self._whose[0])
+        return self._add_mixed(x, mixed, shared, opens=opens), losses
+
+    def _feed(
+        self, x: Stream, shared: ForwardContext, *, opens: bool = False
+    ) -> tuple[Stream, Losses]:
+        feed_forward, entry = self.feed_forward, self.config.feed_forward
+        if feed_forward is None or entry is None:
+            return x, {}
+        feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
+        (output,), x = self._behind(self.feed_forward_norm, [feed], x)
+        fed, losses = take_losses(output, entry.loss_weights, of=self._whose[1])
+        return self._add_fed(x, fed, shared, opens=opens), losses
+
+    def _both(
+        self, x: Stream, shared: ForwardContext, *, opens: bool = False
+    ) -> tuple[Stream, Losses]:
+        mixer, first = self.mixer, self.config.mixer
+        feed_forward, entry = self.feed_forward, self.config.feed_forward
+        if mixer is None or first is None:
+            return self._feed(x, shared, opens=opens)
+        if feed_forward is None or entry is None:
+            return self._mix(x, shared, opens=opens)
+        mix = partial(mixer, shared=shared)
+        feed = partial(feed_forward, shared=shared) if entry.drops else feed_forward
+        if self.config.shared_norm:
+            outputs, x = self._behind(self.mixer_norm, [mix, feed], x)
+        else:
+            outputs, x = self._behind(self.mixer_norm, [mix], x)
+            outputs += self._behind(self.feed_forward_norm, [feed], x)[0]
+        mixed, losses = take_losses(outputs[0], first.loss_weights, of=self._whose[0])
+        fed, more = take_losses(outputs[1], entry.loss_weights, of=self._whose[1])
+        x = added(self._add_mixed(x, mixed, shared, opens=False))
+        return self._add_fed(x, fed, shared, opens=opens), add_losses(losses, more)
+
+    def _behind(
+        self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Stream
+    ) -> tuple[list[Output], Tensor]:
+        """Outputs of the branches behind their norm, which may be freed, and the whole stream."""
+        if norm is not None and "norm" in self.recomputed:
+            x = added(x)
+            return discard_between_all(norm, branches, x), x
+        y, x = normed(norm, x)
+        return [branch(y) for branch in branches], x
+
+    def _add_mixed(
+        self, x: Tensor, mixed: Tensor, shared: ForwardContext, *, opens: bool
+    ) -> Stream:
+        sites = self.mixer_output_norm, self.mixer_dropout
+        return self._add(x, mixed, sites, shared, opens=opens)
+
+    def _add_fed(self, x: Tensor, fed: Tensor, shared: ForwardContext, *, opens: bool) -> Stream:
+        sites = self.feed_forward_output_norm, self.feed_forward_dropout
+        return self._add(x, fed, sites, shared, opens=opens)
+
+    def _add(
+        self,
+        x: Tensor,
+        y: Tensor,
+        sites: tuple[nn.Module | None, DropoutSite],
+        shared: ForwardContext,
+        *,
+        opens: bool,
+    ) -> Stream:
+        """Add a branch's output to the stream, with the norm behind the branch or the sum."""
+        (norm, dropout), scale = sites, self.config.residual_scale
+        is_post = self.config.norms == "post"
+        if norm is not None and not is_post:
+            y = norm(y)
+        if scale != 1:
+            total: Stream = torch.add(x, dropout(y, shared.hidden_index), alpha=scale)
+        else:
+            kernel = chosen_kernel("residual", RESIDUAL_KERNELS, self.residual, x)
+            opens = opens or (is_post and norm is not None and not is_recomputed(norm))
+            total = kernel.run(x, y, dropout, shared.hidden_index, opens=opens)
+        return normed(norm, total)[0] if is_post else total

@@ -1,0 +1,1 @@
+"""Encoders of images, and images among the tokens of a language model."""

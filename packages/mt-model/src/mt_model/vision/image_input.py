@@ -1,0 +1,173 @@
+"""Images in a text: their features in place of the embeddings of image tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mt_context_parallel import shard as shard_sequence
+from mt_context_parallel import unshard
+from mt_parallel_state import ParallelState, copy_to_group, hash_key
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from mt_model.attend.sequence import SequenceAttend
+from mt_model.block.shard_context import ShardContext
+from mt_model.kernels.bias_gelu import activate_with, plain_choices, project
+from mt_model.kernels.choice import KernelChoice
+from mt_model.recompute.plan import RecomputePlan
+from mt_model.stack.batch import Batch
+from mt_model.vision.encoder import VisionEncoder
+from mt_model.vision.image_input_config import ImageInputConfig
+
+
+class ImageTower(VisionEncoder):
+    """An encoder of whole images on every rank of a context group, of which each uses a part."""
+
+    def _sequences(self, state: ParallelState, **arguments: Any) -> SequenceAttend:
+        return super()._sequences(state, **arguments, shared=False)
+
+    def _dropout(
+        self, batch: Batch, length: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if batch.get("sample_ids") is None:  # the language model asks for them where it trains
+            return None, None
+        return super()._dropout(batch, length, device)
+
+
+class Projector(nn.Module):
+    """Two linear layers with an activation between them.
+
+    Parameters: `up.weight` [hidden, features] and `up.bias`, split over "tp" in their first dim,
+    and `down.weight` [hidden, hidden], split in its second, with `down.bias`, which every rank has
+    whole. The collectives are those of `ColumnParallelLinear` and `RowParallelLinear`.
+
+    Args:
+        config: How the model takes images.
+        hidden_size: Width of the language model.
+        shard: This rank's share of the model.
+
+    Shape:
+        forward(x): [N, T, features] -> [N, T, hidden].
+    """
+
+    def __init__(self, config: ImageInputConfig, hidden_size: int, *, shard: ShardContext) -> None:
+        super().__init__()
+        linear = replace(shard, sequence_parallel=False).linear_arguments()
+        self.kernel = shard.kernels.activation
+        self.activation, sizes = config.activation, (config.feature_size, hidden_size)
+        self.up = ColumnParallelLinear(*sizes, bias=config.bias, **linear)
+        self.down = RowParallelLinear(hidden_size, hidden_size, bias=config.bias, **linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the features of each token."""
+        up, bias = project(self.up, x, self.activation, self.kernel)
+        return self.down(activate_with(up, bias, self.activation, kernel=self.kernel))
+
+    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
+        """Say what computes the activation, if it has several kernels."""
+        yield from plain_choices(self.up, self.activation, self.kernel, like)
+
+
+class ImageInput(nn.Module):
+    """An encoder of images and the projection of its features to a language model's width.
+
+    Parameters: `tower.*` as of `VisionEncoder` and `projector.*` as of `Projector`, split over
+    "tp". Ranks that share a sequence each encode all of its images, and tell each other where
+    image tokens are: one all-gather over "cp". Under sequence parallelism the features' gradient is
+    summed over "tp".
+
+    Args:
+        config: How the model takes images.
+        hidden_size: Width of the language model.
+        state: This rank's place.
+        shard: This rank's share of the model.
+        plan: What backward makes again in the language model's layers; what it says of all of them
+            by words holds for the encoder's.
+
+    Shape:
+        forward(x, batch): [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism) ->
+        the same.
+    """
+
+    def __init__(
+        self,
+        config: ImageInputConfig,
+        hidden_size: int,
+        *,
+        state: ParallelState,
+        shard: ShardContext,
+        plan: RecomputePlan,
+    ) -> None:
+        super().__init__()
+        self.config, self.shard = config, shard
+        self.tower = ImageTower(
+            config.tower,
+            state,
+            layers=range(config.tower.num_layers),
+            sequence_parallel=shard.sequence_parallel,
+            kernels=shard.kernels,
+            recompute=plan.of_all_layers,
+            seed=hash_key("images", shard.seed),
+            gemm=shard.gemm,
+            dtype=shard.dtype,
+            device="meta",
+        )
+        self.projector = Projector(config, hidden_size, shard=shard)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Put the features of `batch["pixel_values"]` in place of embeddings, in order.
+
+        Args:
+            x: Embeddings of the tokens.
+            batch: Of the stage; without images nothing changes.
+
+        Raises:
+            ValueError: There are not as many image tokens as features.
+        """
+        images = batch.get("pixel_values")
+        if images is None:
+            return x
+        context = self.shard.context.group
+        own = batch["tokens"] == self.config.token_id
+        place = unshard(own.long(), context) if context is not None else own.long()
+        self._check_count(int(place.sum()), len(images))
+        features = self.features(images, self._sample_ids(batch, place))
+        if self.shard.sequence_parallel:
+            features = copy_to_group(features, self.shard.group)
+        order = shard_sequence((place.flatten().cumsum(0) - 1).view_as(place), context)
+        own, order = self.shard.between(own, dim=1), self.shard.between(order, dim=1)
+        found = features.flatten(0, 1).index_select(0, order[own])
+        return x.masked_scatter(own[..., None], found)
+
+    def features(self, images: Tensor, sample_ids: Tensor | None = None) -> Tensor:
+        """Return what stands for images, on every rank of the tensor-parallel group.
+
+        Args:
+            images: Of the size that the encoder takes.
+            sample_ids: Unique per image; needed with dropout in training.
+
+        Shape:
+            images: [N, C, H, W]; sample_ids: [N]. Returns [N, num_tokens, hidden].
+        """
+        x = self.tower.features(images, layer=self.config.feature_layers, sample_ids=sample_ids)
+        return self.projector(x[:, 1:] if self.config.drop_first else x)
+
+    def _check_count(self, tokens: int, images: int) -> None:
+        each = self.config.num_tokens
+        if tokens != images * each:
+            raise ValueError(
+                f"the batch has {tokens} image tokens ({self.config.token_id}), and pixel_values "
+                f"has {images} images of {each}, which is {images * each}; give as many tokens for "
+                "each image, as expand_image_tokens does"
+            )
+
+    def _sample_ids(self, batch: Batch, place: Tensor) -> Tensor | None:
+        """Ids of the images, from that of their row and their place in it."""
+        ids = batch.get("sample_ids")
+        if ids is None:
+            return None
+        first = place.flatten().nonzero()[:: self.config.num_tokens, 0]
+        return ids[first // place.shape[1]] * place.shape[1] + first % place.shape[1]
