@@ -95,7 +95,7 @@ def test_a_run_folder_rebuilds_it_and_the_command_verifies_it(saved, tmp_path, m
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert bytes_of(tmp_path / "out") == bytes_of(folder)
     assert (tmp_path / "out/config.json").read_bytes() == (folder / "config.json").read_bytes()
-    monkeypatch.setattr(sys, "argv", ["mt-model", "verify", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["mt-hf", "verify", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 0

@@ -184,7 +184,7 @@ def test_a_run_folder_rebuilds_the_encoder(saved, tmp_path, row):
 @pytest.mark.parametrize("row", FIRST)
 def test_the_command_verifies_it(saved, monkeypatch, capsys, row):
     folder, _ = saved(row, 0)
-    monkeypatch.setattr(sys, "argv", ["mt-model", "verify", str(folder)])
+    monkeypatch.setattr(sys, "argv", ["mt-hf", "verify", str(folder)])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 0

@@ -270,7 +270,7 @@ def test_a_run_folder_rebuilds_the_model(saved, tmp_path):
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_command_verifies_it(saved, monkeypatch, capsys, index):
     folder, _ = saved(ROW, index)
-    monkeypatch.setattr(sys, "argv", ["mt-model", "verify", str(folder)])
+    monkeypatch.setattr(sys, "argv", ["mt-hf", "verify", str(folder)])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 0

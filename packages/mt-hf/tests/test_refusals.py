@@ -231,7 +231,7 @@ def test_it_is_named_and_nothing_is_written(originals, tmp_path, capsys, family,
         main(["import", str(folder), str(tmp_path / "out")])
     assert caught.value.code == 2
     told = capsys.readouterr()
-    assert told.err.startswith("mt-model: ")
+    assert told.err.startswith("mt-hf: ")
     assert all(each in told.err for each in says), told.err
     assert len(told.err) < 2000
     assert not told.out

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from mt_model import GPT, Kernels, gpt
-from mt_model import attention_kernels as module
+from mt_model.attend import kernels as module
 from mt_model.attend.flex import flex_attention
 from mt_model.attend.kernels import ATTENTION_KERNELS, attention
 from mt_model.attend.scores import Scores

@@ -602,7 +602,7 @@ def test_attention_to_a_cache_never_takes_cudnn(monkeypatch):
 
 
 def test_attention_to_a_cache_asks_for_steady_kernels_and_training_does_not(monkeypatch):
-    from mt_model import attention_kernels as kernels
+    from mt_model.attend import kernels
 
     asked, real = [], kernels.steady_kernels
     monkeypatch.setattr(kernels, "steady_kernels", lambda q: asked.append(q.shape[1]) or real(q))

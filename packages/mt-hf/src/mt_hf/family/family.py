@@ -145,7 +145,7 @@ class Family:
             except ValueError as error:
                 problems = [str(error)]
         lines = "\n  ".join(problems)
-        raise ExchangeError(f"{path}: is no {self.name} model that mt-model builds:\n  {lines}")
+        raise ExchangeError(f"{path}: is no {self.name} model that mt builds:\n  {lines}")
 
     def fields_of(self, config: StackConfig) -> dict[str, Any]:
         """Return the fields of config.json for a model.
