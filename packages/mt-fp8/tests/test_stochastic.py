@@ -7,7 +7,7 @@ import torch
 from drawing import LAYOUTS, hard, laid_out, same_bits
 from exact import magnitudes, step
 from mt_fp8 import Scaling, quantize, quantize_both
-from mt_fp8.counter import random_bits
+from mt_kernels import random_bits
 
 FORMATS = ("e4m3", "e5m2", "e2m1")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
+from mt_kernels import flex_attention
 from torch import Tensor
 
 from mt_context_parallel.kernels import TileGrads
@@ -83,36 +83,9 @@ class FlexKernel:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = _block_mask(tile, q.shape[0], q.device)
-        if not self.fused:
-            out, lse = _flex_attention(q, k, v, mask, tile.scale)
-            return out.transpose(1, 2), lse
-        from torch._dynamo import config
-
-        # With fullgraph torch raises at the limit, and without it runs what is not compiled.
-        with config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
-            out, lse = _compiled(self._backend)(q, k, v, mask, tile.scale)
+        backend = self._backend if self.fused else None
+        out, lse = flex_attention(q, k, v, mask, tile.scale, backend=backend)
         return out.transpose(1, 2), lse
-
-
-_NO_LIMIT = 2**31 - 1
-
-
-@cache
-def _compiled(backend: Any) -> Any:
-    return torch.compile(_flex_attention, dynamic=False, fullgraph=True, backend=backend)
-
-
-# A function of its own: torch counts compilations by code, and flex_attention's is everyone's.
-def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float
-) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
-    gqa = q.shape[1] != k.shape[1]
-    out, aux = cast(Any, flex_attention)(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa, return_aux=AuxRequest(lse=True)
-    )
-    return out, aux.lse
 
 
 def _block_mask(tile: Tile, batch: int, device: torch.device) -> Any:

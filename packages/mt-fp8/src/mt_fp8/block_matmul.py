@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
-
 import torch
+from mt_kernels import triton_obstacle
 from torch import Tensor
 
 from mt_fp8.qtensor import QTensor
@@ -16,10 +14,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def block_obstacle(a: QTensor, b: QTensor, dtype: torch.dtype) -> str | None:
     """Say why the kernel can't multiply two matrices; None where it can."""
-    if a.device.type != "cuda" and not _is_interpreted():
-        return f"device {a.device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
+    why = triton_obstacle(a.data, any_dtype=True)
+    if why is not None:
+        return why
     if "e2m1" in (a.scaling.format, b.scaling.format):
         return "e2m1, which it does not unpack"
     if a.scaling.hadamard or b.scaling.hadamard:
@@ -49,9 +46,3 @@ def block_matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> Tensor:
     if out.numel():
         launch(a, b, out)
     return out
-
-
-def _is_interpreted() -> bool:
-    """Whether Triton, if it is imported, interprets kernels, which works on a CPU."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)

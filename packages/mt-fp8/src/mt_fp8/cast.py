@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+from mt_kernels import serves, triton_obstacle
 from torch import Tensor
 
 from mt_fp8.block import block_dims, in_blocks, out_of_blocks, per_block, scales_shape
@@ -117,10 +115,9 @@ def _cpu_obstacle(x: Tensor, job: Job) -> str | None:
 
 
 def _triton_obstacle(x: Tensor, job: Job) -> str | None:
-    if not _has_triton():
-        return "triton is not installed"
-    if x.device.type != "cuda" and not _is_interpreted():
-        return f"it is for CUDA, and the tensor on {x.device}"
+    why = triton_obstacle(x, any_dtype=True)
+    if why is not None:
+        return why
     block, given = job.scaling.block, job.factor is not None
     if block in ("head", "token"):
         return f"it has no scales of block {block!r}"
@@ -133,24 +130,9 @@ def _triton_obstacle(x: Tensor, job: Job) -> str | None:
     return None
 
 
-def _serves(x: Tensor, job: Job) -> None:
-    """Have no obstacle: what a reference says."""
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _is_interpreted() -> bool:
-    """Whether Triton, if it is imported, interprets kernels, which works on a CPU."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
 # On a CPU the reference goes before Triton, whose interpreter is for tests.
 CAST_KERNELS = (
     CastKernel("cpu", _amax, _cast, _cpu_obstacle),
     CastKernel("triton", _triton_amax, _triton_cast, _triton_obstacle),
-    CastKernel("reference", _amax, _cast, _serves),
+    CastKernel("reference", _amax, _cast, serves),
 )

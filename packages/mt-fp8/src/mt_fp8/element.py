@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from mt_kernels import random_bits
 from torch import Tensor
 
-from mt_fp8.counter import random_bits
 from mt_fp8.format import Format
 
 # Codes of e2m1 are 0, 0.5, 1, 1.5, 2, 3, 4, 6. Between two lies a tie, which goes to the even code.

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from mt_files import AUTO, kernel_for
+from mt_kernels import triton_obstacle
 from mt_parallel_state import GradSink, WgradStore
 from mt_tensor_parallel import Gemm, Operand, Role
 from torch import Tensor
@@ -48,12 +49,6 @@ def _grouped_mm_obstacle(x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def _triton_obstacle(x: Tensor, weight: Tensor) -> str | None:
-    from mt_moe.triton_serves import triton_obstacle
-
-    return triton_obstacle(x)
-
-
 def _triton_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     from mt_moe.gpu.grouped_gemm import multiply_rows
 
@@ -85,7 +80,7 @@ GROUPED_KERNELS: tuple[GroupedKernel, ...] = (
         forward=_triton_rows,
         dgrad=_triton_dgrad,
         wgrad=_triton_wgrad,
-        obstacle=_triton_obstacle,
+        obstacle=triton_obstacle,
     ),
 )
 LOOP = "loop"

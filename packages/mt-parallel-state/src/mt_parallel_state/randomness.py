@@ -15,16 +15,12 @@ from collections.abc import Sequence
 
 import torch
 from mt_files import check_type
+from mt_kernels import random_bits
 from torch import Tensor, nn
 
 from mt_parallel_state.layout import ParallelLayout
 from mt_parallel_state.sharding import global_shape_of, offsets_of
 
-# Multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-_WORD = 2**64
 _BITS = {torch.float32: 24, torch.float64: 53}
 
 
@@ -66,13 +62,13 @@ def random_uniform(
         if isinstance(tensor, Tensor) and tensor.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, got {tensor.dtype}")
     if torch.compiler.is_compiling():  # which fuses all of it, and needs no blocks
-        return _uniform_bits(key, index, _BITS[dtype]).to(dtype) * 2.0 ** -_BITS[dtype]
+        return random_bits(key, index, bits=_BITS[dtype]).to(dtype) * 2.0 ** -_BITS[dtype]
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     source, target = index.reshape(-1), out.view(-1)
     chunk = _chunk(index.device)
     for start in range(0, source.numel(), chunk):
         part = source[start : start + chunk]
-        target[start : start + chunk] = _uniform_bits(key, part, _BITS[dtype])
+        target[start : start + chunk] = random_bits(key, part, bits=_BITS[dtype])
     return out.mul_(2.0 ** -_BITS[dtype])
 
 
@@ -156,44 +152,10 @@ def _chunk(device: torch.device) -> int:
     return torch.get_num_threads() << 15 if device.type == "cpu" else 1 << 24
 
 
-def _signed(value: int) -> int:
-    value %= _WORD
-    return value - _WORD if value >= _WORD // 2 else value
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shift right logically: torch's is arithmetic, so the sign bits are masked off."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _words(key: int | Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Return the two words in which a key enters; int64 arithmetic of tensors wraps around."""
-    if isinstance(key, Tensor):
-        return key, (key ^ 0x5851F42D4C957F2D) * _signed(0xD6E8FEB86659FD93)
-    return _signed(key), _signed((key ^ 0x5851F42D4C957F2D) * 0xD6E8FEB86659FD93)
-
-
-def _uniform_bits(key: int | Tensor, index: Tensor, bits: int) -> Tensor:
-    """Return `bits` random bits per counter, as int64 in [0, 2**bits)."""
-    # The key enters twice, through different words. Were it only added to the counter, two keys
-    # could yield one sequence shifted against the other.
-    first, second = _words(key)
-    z = index * _GOLDEN
-    z += first
-    z ^= _shift(z, 30)
-    z *= _MIX_1
-    z ^= second
-    z ^= _shift(z, 27)
-    z *= _MIX_2
-    if bits > 33:  # the last xor-shift only reaches the low 33 bits
-        z ^= _shift(z, 31)
-    return _shift(z, 64 - bits)
-
-
 def _normal(key: int, index: Tensor) -> Tensor:
     """Return standard normal fp64 values by Box-Muller, one pair of uniforms per element."""
-    first = _uniform_bits(key, index, 53)
-    second = _uniform_bits(key ^ 0x2545F4914F6CDD1D, index, 53)
+    first = random_bits(key, index, bits=53)
+    second = random_bits(key ^ 0x2545F4914F6CDD1D, index, bits=53)
     radius = _log((first + 1).double() * 2.0**-53).mul_(-2.0).sqrt_()
     return radius.mul_(_cosine_turns(second.double() * 2.0**-53))
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from mt_kernels import key_words
 from torch import Tensor
 
 from mt_fp8.block import scales_shape
-from mt_fp8.counter import seed_words
 from mt_fp8.gpu.element import encode, rotate, round_randomly
 from mt_fp8.hadamard import SIGNS
 from mt_fp8.job import Job
@@ -283,8 +283,15 @@ def _target(job: Job, x: Tensor) -> _Target:
     else:
         scales = scale_of(job.factor, scaling)
     factor = None if job.factor is None else job.factor.contiguous()
-    words = None if job.seed is None else seed_words(job.seed, x.device)
+    words = None if job.seed is None else _words(job.seed, x.device)
     return _Target(data, scales, factor, words, math.prod(scales.shape[-2:]), dtype)
+
+
+def _words(seed: int | Tensor, device: torch.device) -> Tensor:
+    """Return the two words of a seed on the device, int64 [2]."""
+    if not isinstance(seed, Tensor):
+        seed = torch.tensor(seed, dtype=torch.int64, device=device)
+    return torch.stack(key_words(seed))
 
 
 def _casts(device: torch.device) -> bool:

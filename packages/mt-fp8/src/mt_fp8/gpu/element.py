@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from mt_fp8.counter import GOLDEN, MIX_1, MIX_2
+from mt_kernels import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in (GOLDEN, MIX_1, MIX_2))
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from mt_kernels import GOLDEN, MIX_1, MIX_2, key_words
 from torch import Tensor
 
 from mt_fusions.blocks import as_rows
-from mt_fusions.counter import GOLDEN, MIX_1, MIX_2, key_words, scale, threshold
+from mt_fusions.counter import scale, threshold
 from mt_fusions.gpu.launch import programs, row_tiles
 
 _WIDEST = 256

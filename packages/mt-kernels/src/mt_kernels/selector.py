@@ -1,0 +1,65 @@
+"""A selector: the choice that one module makes and keeps."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from mt_kernels.candidate import Candidate
+from mt_kernels.choice import Choice
+from mt_kernels.registry import AUTO, Registry
+
+F = TypeVar("F")
+
+
+class Selector(Generic[F]):
+    """The choice of one module, made again when device, dtype, `key` or mode change.
+
+    Args:
+        registry: The candidates.
+        name: `auto`, or the name of a candidate.
+
+    Raises:
+        KernelError: No candidate has this name.
+
+    Example:
+        >>> registry = Registry("double", (Candidate("plain", lambda x: 2 * x),))
+        >>> double = Selector(registry)
+        >>> double.function(x := torch.ones(2))(x)
+        tensor([2., 2.])
+    """
+
+    def __init__(self, registry: Registry[F], name: str = AUTO) -> None:
+        if name != AUTO:  # an entry point is read here, and not while a compiler traces
+            named = registry.get(name)
+            if named not in registry.candidates:
+                registry = registry.with_candidate(named)
+        self.registry, self.name = registry, name
+        self._key: object = None
+        self._found: Candidate[F] | None = None
+
+    def function(self, x: Tensor, *args: Any, key: object = None) -> F:
+        """Return the function of the candidate for some arguments.
+
+        Args:
+            x: The tensor whose device and dtype decide, also the first argument of obstacles.
+            args: The other arguments of obstacles. They are looked at when a search is made.
+            key: What else has to be equal for the same candidate to serve; hashing is not needed.
+
+        Raises:
+            KernelError: As of `Registry.find`.
+        """
+        # A compiled graph holds the function, so it is searched for once, while tracing. A value
+        # kept on the module would be a side effect there, and a guard that fails at the next call.
+        if torch.compiler.is_compiling():
+            return self.registry.find(self.name, x, *args).function
+        now = (x.device, x.dtype, key)
+        if self._found is None or now != self._key:
+            self._found, self._key = self.registry.find(self.name, x, *args), now
+        return self._found.function
+
+    def choose(self, x: Tensor, *args: Any) -> Choice[F]:
+        """Return the choice for some arguments with its reasons, to print it."""
+        return self.registry.choose(self.name, x, *args)
