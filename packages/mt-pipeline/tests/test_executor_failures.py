@@ -321,10 +321,10 @@ def test_what_fails_before_the_first_stage_is_named_on_all_ranks(ranks):
             f"{where}1: activation() raised KeyError: 'no length'",
             f"{where}0: TypeError: activation() must return a TensorSpec, got tuple",
             f"{where}1: output() raised KeyError: 'no length'",
-            f"{where}2: {few}, but the schedule is for 3: pass as many, or make a schedule for "
-            "this number",
-            f"{where}3: ValueError: got 4 micro-batches, but the schedule is for 3: pass as many, "
-            "or make a schedule for this number",
+            f"{where}2: {few}, but the schedule is for 3: pass that number, or make "
+            "another schedule",
+            f"{where}3: ValueError: got 4 micro-batches, but the schedule is for 3: pass that "
+            "number, or make another schedule",
             f"{where}2: {few}, but another rank got 3: {most}",
             f"{other}0: ValueError: got 0 micro-batches, but another rank got 3: {most}",
         ]

@@ -79,6 +79,9 @@ def on_rank(schedule, kind):
     batches = make_batches(schedule.microbatches)
     executor = Executor(schedule, stages, group=dist.group.WORLD, activation=spec)
     outputs = [*executor.run(batches, objective=objective), *executor.inner_losses.values()]
+    weighed = sum(sum(WEIGHTS[name] * value for name, value in each.items()) for each in outputs)
+    torch.testing.assert_close(torch.as_tensor(sum(executor.losses)), torch.as_tensor(weighed))
+    assert not any(loss.requires_grad for loss in executor.losses)
     grads = [(stage.number, [p.grad for p in stage.parameters()]) for stage in stages]
     inner = {stage for stage in schedule.stages_of(dist.get_rank()) if not is_last(schedule, stage)}
     assert {stage for _, stage in executor.inner_losses} == inner
@@ -180,7 +183,7 @@ WRONG = {
         {"aux": torch.ones(2)},
         objective,
         "loss 'aux' of a stage must be a tensor with one floating-point number, got a (2,) tensor "
-        "of torch.float32; sum it over what it was computed from",
+        "of torch.float32",
     ),
     "no tensor": ({"aux": 0.5}, objective, "one floating-point number, got float; sum it"),
     "unknown": (
@@ -191,7 +194,7 @@ WRONG = {
     "no gradient": (
         {"aux": torch.ones((), requires_grad=True)},
         lambda losses, _: objective(losses, _).detach(),
-        "the objective gives a stage's own losses ('aux') no gradient: weigh and add them",
+        "the objective's value for a stage's own losses ('aux') has no gradient",
     ),
     "a function": (
         {"aux": torch.ones((), requires_grad=True)},

@@ -1,15 +1,10 @@
-"""Runs pipeline schedules, and joins modules that have layouts of their own."""
+"""Run pipeline schedules, and join modules with different parallel layouts."""
 
 from mt_schedule import check, make_schedule, simulate
 
 from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, plan_moves
 from mt_pipeline.executor import Executor
-from mt_pipeline.stage import (
-    DefersWeightGradients,
-    SplitStage,
-    Stage,
-    StageError,
-)
+from mt_pipeline.stage import DefersWeightGradients, SplitStage, Stage, StageError
 from mt_pipeline.transfer import TensorSpec, TransferError
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The backward of a stage in two halves: the gradient of its input now, of its weights later."""
+"""The backward of a stage in two halves: the input's gradient now, the weights' gradients later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FSDP = "RegisterPostBackwardFunctionBackward"
 
 Pending: TypeAlias = Callable[[], None]
-"""What is left of a backward; calling it adds the remaining gradients to `.grad`."""
+"""The rest of a backward; calling it adds the remaining gradients to `.grad`."""
 
 
 def backward(
@@ -26,7 +26,7 @@ def backward(
     inputs: list[Tensor] | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Add gradients to `.grad`, as `torch.autograd.backward` does: of some inputs, or of all."""
+    """Add gradients to `.grad`, as `torch.autograd.backward` does, for some inputs or for all."""
     # The annotations of torch know neither edges as roots nor None among gradients.
     call: Any = torch.autograd.backward
     call(roots, grads, inputs=inputs, retain_graph=retain_graph)
@@ -35,28 +35,30 @@ def backward(
 def backward_input(
     roots: list[GradientEdge], grads: list[Tensor | None], inputs: list[Tensor]
 ) -> Pending | None:
-    """Take the gradients of a stage's inputs, and leave its weights' for later.
+    """Compute the gradients of a stage's inputs, and leave the weight gradients for later.
 
     The backward graph is cut. Nodes on a path from the output to the input run now, once, and
-    without their weights' part; where such a node also leads to weights, the gradient that enters
-    it is kept. The second half starts there and runs what leads to weights only. Together they do
-    what one backward does, by the same kernels on the same values, so all bits are the same (Qi et
-    al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2, calls the halves B and W).
+    skip their weight gradients; where such a node also leads to weights, the gradient that enters
+    it is kept. The second half starts from these gradients and runs only the nodes that lead to
+    weights. Both halves together call the same kernels on the same values as one backward, so the
+    result is bit for bit the same (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv
+    2401.10241, section 2, calls the halves B and W).
 
-    Some weights get their gradient now: those used at several places of the graph, whose parts
-    autograd must add up, and those of a custom `autograd.Function` (a compiled module is one too),
-    which makes all its gradients in one go. If nothing is left, the graph is freed at once. That
-    is so with FSDP too, which reduces a module's gradients when that of its input is there.
+    Some weights get their gradient now: weights used at several places of the graph, because
+    autograd has to add their parts up, and weights of a custom `autograd.Function` (a compiled
+    module is one too), because it computes all its gradients in one call. The same holds for FSDP,
+    which reduces a module's gradients as soon as its input's gradient is there. If no work is
+    left, the graph is freed at once.
 
     Args:
         roots: The stage's outputs, or the objective.
-        grads: Their gradients; None for a number.
-        inputs: Leaves. Where the outputs depend on none of them everything is done later.
+        grads: Their gradients; None for a scalar.
+        inputs: Leaves. If the outputs depend on none of them, the whole backward happens later.
 
     Returns:
-        The second half, None where nothing is left to do. The gradients of the inputs are in their
-        `.grad`, which stays None where the outputs do not depend on one. Hooks on tensors inside
-        the stage are called in both halves; what they return counts once.
+        The second half; None if no work is left. The inputs' gradients are in their `.grad`, which
+        stays None for an input that the outputs do not depend on. Hooks on tensors inside the
+        stage are called in both halves; their return values count once.
     """
     graph = _Graph(
         [root.node for root in roots],
@@ -80,7 +82,7 @@ def backward_input(
 
 
 class _Entry:
-    """A node on the path with weights of its own, and the gradient that enters it."""
+    """A node on the path that also leads to weights, and the gradient that enters it."""
 
     def __init__(self, node: Node, leaves: list[Tensor]) -> None:
         self._node = node
@@ -92,11 +94,12 @@ class _Entry:
         if self._entering is None:
             self._entering = grads
             return None
-        # Hooks on the node's output have already changed what was kept: not a second time.
+        # Hooks on the node's output have already changed the gradient that was kept; returning it
+        # keeps them from changing it a second time.
         return self._entering
 
     def run(self) -> None:
-        """Go from here to the weights."""
+        """Run the backward from this node to its weights."""
         grads = [(i, g) for i, g in enumerate(self._entering or ()) if g is not None]
         if grads:
             edges = [GradientEdge(self._node, i) for i, _ in grads]
@@ -105,18 +108,18 @@ class _Entry:
 
 
 class _Graph:
-    """The backward graph below some roots.
+    """The backward graph that starts from some roots.
 
     Args:
-        roots: Where it starts.
-        targets: The nodes of the inputs. Nodes that lead to one of them are on the path.
+        roots: Nodes that the graph starts from.
+        targets: Nodes of the inputs. A node that leads to one of them is on the path.
     """
 
     def __init__(self, roots: list[Node], targets: list[Node]) -> None:
         self.nodes: dict[Node, list[Node]] = {}
         self._roots = roots
         self._on_path = set(targets)
-        # Depth first: a node is decided after all that it leads to.
+        # Depth first, without recursion: a node is decided after all its children.
         stack: list[tuple[Node, Iterator[Node]]] = []
         for root in roots:
             if root not in self.nodes:
@@ -136,11 +139,11 @@ class _Graph:
         return iter(self.nodes[node])
 
     def cut(self) -> tuple[list[Tensor], dict[Node, list[Tensor]]]:
-        """Sort the weights by when they get their gradient.
+        """Sort the weights by the time at which they get their gradient.
 
         Returns:
-            Those whose gradient comes with the input's, and the others by the one node on the path
-            that leads to them.
+            The weights whose gradient comes together with the input's, and the other weights by
+            the one node on the path that leads to them.
         """
         if any(node.name() == _FSDP for node in self.nodes):
             return [], {}

@@ -12,13 +12,13 @@ def cut_batch(given: Any, number: int) -> Sequence[Any]:
     """Return the micro-batches of a run.
 
     Args:
-        given: A sequence, which is returned as it is; or a whole batch, a tensor or a mapping of
-            tensors, which is cut along dim 0 into parts as equal as can be, the first ones larger.
-        number: Into how many parts a whole batch is cut.
+        given: A sequence of micro-batches, which is returned unchanged; or a whole batch (a tensor
+            or a mapping of tensors), which is cut along dim 0 as `torch.tensor_split` does.
+        number: Number of micro-batches to cut a whole batch into.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: Tensors have different numbers of rows, or fewer than there are to be parts.
+        TypeError: `given` is none of these.
+        ValueError: The tensors differ in their number of rows, or have fewer rows than `number`.
     """
     if isinstance(given, Tensor):
         return [part["batch"] for part in cut_batch({"batch": given}, number)]
@@ -35,7 +35,7 @@ def cut_batch(given: Any, number: int) -> Sequence[Any]:
 
 
 def _check_rows(tensors: Mapping[Any, Any], number: int) -> None:
-    """Raise unless all tensors have the same rows and enough of them."""
+    """Raise unless all tensors have the same number of rows, and enough of them."""
     rows: dict[Any, int] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.ndim:
@@ -50,6 +50,6 @@ def _check_rows(tensors: Mapping[Any, Any], number: int) -> None:
         raise ValueError(f"the tensors of the batch have different numbers of rows: {rows}")
     if min(rows.values()) < number:
         raise ValueError(
-            f"the batch has {min(rows.values())} rows for {number} micro-batches: every one needs "
-            "a row"
+            f"the batch has {min(rows.values())} rows for {number} micro-batches: each micro-batch "
+            "needs at least one row"
         )

@@ -17,16 +17,17 @@ from torch import Tensor
 from mt_pipeline.transfer import TensorSpec, meet
 
 Box: TypeAlias = tuple[range, ...]
-"""What a rank holds of a tensor: for its first dims which indices of the whole; all of the rest."""
+"""The part of a tensor that a rank holds: a range of indices for each of the first dims. The
+remaining dims are whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A box that goes from one rank to another, or stays where it is.
+    """The transfer of one box from one rank to another, or to the same rank.
 
     Attributes:
-        source: Rank that has it.
-        destination: Rank that gets it; may be the source itself.
+        source: Rank that holds the box.
+        destination: Rank that receives the box; may be the source itself.
         box: Indices in the whole tensor.
     """
 
@@ -36,15 +37,15 @@ class Move:
 
 
 def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
-    """Share the rows of a batch out.
+    """Divide the rows of a batch among ranks.
 
     Args:
-        rows: Rows of the whole batch.
-        copies: For each part of the batch the ranks that hold it, each a copy. Parts are as equal
-            as can be, the first ones larger.
+        rows: Number of rows of the whole batch.
+        copies: For each part of the batch, the ranks that hold a copy of it. Parts differ by at
+            most one row; the larger parts come first.
 
     Returns:
-        For each rank its box, of dim 0.
+        The box of each rank, a range of dim 0.
 
     Raises:
         ValueError: A rank occurs twice, there are no parts, or `rows` is negative.
@@ -54,7 +55,7 @@ def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
         {0: (range(0, 4),), 1: (range(0, 4),), 2: (range(4, 8),), 3: (range(4, 8),)}
     """
     if not copies:
-        raise ValueError("copies is empty: give for each part of the batch the ranks that hold it")
+        raise ValueError("copies is empty: list the ranks that hold each part of the batch")
     if not isinstance(rows, int) or rows < 0:
         raise ValueError(f"rows is {rows!r:.60}: expected a whole number of 0 or more")
     each, more = divmod(rows, len(copies))
@@ -64,7 +65,7 @@ def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
         stop = start + each + (part < more)
         for rank in ranks:
             if rank in boxes:
-                raise ValueError(f"rank {rank} is in two places of {copies}: it has one part")
+                raise ValueError(f"rank {rank} is in two places of {copies}: a rank has one part")
             boxes[rank] = (range(start, stop),)
         start = stop
     return boxes
@@ -73,18 +74,18 @@ def batch_boxes(rows: int, copies: Sequence[Sequence[int]]) -> dict[int, Box]:
 def layout_boxes(
     rows: int, layout: ParallelLayout, *, stage: int = 0, first_rank: int = 0
 ) -> dict[int, Box]:
-    """Share the rows of a batch out over the data-parallel axis of a layout.
+    """Divide the rows of a batch over the data-parallel axis of a layout.
 
     Args:
-        rows: Rows of the whole batch.
-        layout: The module's own layout. Ranks that differ in other axes hold copies.
-        stage: The pipeline stage whose ranks are at the bridge: an encoder's last, a decoder's
-            first.
-        first_rank: Where the module's ranks begin in the group of the bridge.
+        rows: Number of rows of the whole batch.
+        layout: Layout of one of the two modules. Ranks that differ in other axes hold copies.
+        stage: Pipeline stage that touches the bridge: the last stage of an encoder, the first
+            stage of a decoder.
+        first_rank: Rank of the bridge's group at which the module's ranks begin.
 
     Raises:
-        ValueError: The layout has no such stage, `first_rank` or `rows` is negative.
-        TypeError: It is no `ParallelLayout`.
+        ValueError: The layout has no such stage, or `first_rank` or `rows` is negative.
+        TypeError: `layout` is not a `ParallelLayout`.
     """
     check_type("layout", layout, ParallelLayout)
     if stage not in range(layout.size("pp")):
@@ -102,21 +103,21 @@ def layout_boxes(
 
 
 def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tuple[Move, ...]:
-    """Plan how every destination rank gets its box, each index from one rank.
+    """Plan the transfers that give every destination rank its box, each index from one rank.
 
-    Of several source ranks with the same box (copies) a destination takes from itself if it is one
-    of them; otherwise destinations take turns, so that all sources send about as much.
+    If several source ranks hold the same box (copies), a destination among them keeps its own;
+    otherwise destinations take turns, so that all sources send about the same amount.
 
     Args:
-        source: For each rank what it has. Boxes are equal or disjoint.
-        destination: For each rank what it needs.
+        source: The box that each rank holds. Boxes are equal or disjoint.
+        destination: The box that each rank needs.
 
     Returns:
         The moves, in the order in which all ranks make them.
 
     Raises:
-        ValueError: There is no source box, two of them overlap in part, an index that is needed is
-            held by nobody, or boxes differ in their number of dims.
+        ValueError: There is no source box, two source boxes overlap in part, no rank holds a
+            needed index, or boxes differ in their number of dims.
 
     Example:
         >>> one, other = batch_boxes(4, [[0], [1]]), batch_boxes(4, [[2], [3], [4], [5]])
@@ -130,7 +131,7 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
     check_type("source", source, Mapping)
     check_type("destination", destination, Mapping)
     if not source:
-        raise ValueError("there is no source box: give for each rank on the first side what it has")
+        raise ValueError("there is no source box: give the box of each rank on the first side")
     copies: dict[Box, list[int]] = {}
     for rank, box in sorted(source.items()):
         copies.setdefault(box, []).append(rank)
@@ -158,37 +159,39 @@ def plan_moves(source: Mapping[int, Box], destination: Mapping[int, Box]) -> tup
             found += _volume(common)
         if found != _volume(needed):
             raise ValueError(
-                f"rank {rank} needs {_shown(needed)}, of which the source ranks hold {found} of "
+                f"rank {rank} needs {_shown(needed)}, but the source ranks hold {found} of its "
                 f"{_volume(needed)} indices: both sides must cut the same whole"
             )
-    # Connections open one by one at their first use: in one order for all, so that none can wait
-    # in a circle.
+    # A backend opens the connection of two ranks at its first use and blocks until both are there.
+    # With one order for all ranks, no circle of waiting can arise.
     return tuple(sorted(moves, key=lambda m: (sorted((m.source, m.destination)), m.source)))
 
 
 @experimental(since="0.1", remove_in="0.3")
 class Bridge:
-    """Moves activations from one layout to another, and their gradients back.
+    """Move activations from one parallel layout to another, and their gradients back.
 
-    An encoder on some ranks and a decoder on others, each with its own parallelism: the bridge
-    fans the batch out (or in) between them. Ranks with the same box hold the same values, of the
-    activation and of its gradient (as tensor parallelism does around its layers), so each source
-    rank gets the whole gradient of its box from one destination rank. A rank may be on both sides,
-    and a box may cut more dims than the batch, such as the sequence.
+    The bridge joins an encoder on some ranks and a decoder on other ranks, each with its own
+    parallelism: it fans the batch out (or in) between them. Ranks with the same box hold the same
+    values, both of the activation and of its gradient (as tensor parallelism does around its
+    layers), so each source rank gets the whole gradient of its box from one destination rank. A
+    rank may be on both sides, and a box may also cut further dims, such as the sequence.
 
-    Every rank of the group makes the bridge at the same point: one all-reduce connects them, since
-    a backend that connects at the first transfer may want the ranks without one there too. After
-    that every rank of the two sides makes the same calls in the same order; others make none.
+    Every rank of the group builds the bridge at the same point. One all-reduce connects them,
+    because a backend that connects at the first transfer may need all ranks of the group there.
+    After that every rank of the two sides makes the same calls in the same order; other ranks make
+    none.
 
     Args:
-        source: For each rank of `group` on the first side its box.
-        destination: For each rank on the second side its box.
-        group: A group with all of them; its numbering is used. None: this rank is both sides.
-        device: Where tensors live.
+        source: The box of each rank of the first side.
+        destination: The box of each rank of the second side.
+        group: A group that contains both sides; ranks are numbered within it. None means that this
+            rank is both sides.
+        device: Device of the tensors.
 
     Raises:
-        ValueError: As from `plan_moves`, or a rank is not in the group.
-        TransferError: Another rank of the group did not come.
+        ValueError: The plan is impossible (see `plan_moves`), or a rank is not in the group.
+        TransferError: Another rank of the group did not take part.
     """
 
     def __init__(
@@ -220,36 +223,36 @@ class Bridge:
         """Move an activation from the first side to the second.
 
         Args:
-            x: This rank's box of it; None on ranks that are not on the first side.
+            x: This rank's box of the activation; None on ranks outside the first side.
             spec: Shape and dtype of the whole activation.
 
         Returns:
-            This rank's box on the second side, outside of any graph, requiring a gradient where
-            its dtype has one; None on ranks that are not on that side.
+            This rank's box on the second side: a leaf tensor, which requires a gradient if its
+            dtype can have one. None on ranks outside that side.
         """
         y = self.start(x, spec)()
         return y.requires_grad_() if y is not None and spec.has_gradient else y
 
     def backward(self, grad: Tensor | None, spec: TensorSpec) -> Tensor | None:
-        """Move the gradient of what `forward` returned to the first side.
+        """Move the gradient of an activation back to the first side.
 
         Args:
-            grad: Of this rank's box on the second side; None on other ranks.
-            spec: As in `forward`.
+            grad: Gradient of the tensor that `forward` returned; None on ranks without one.
+            spec: Shape and dtype of the whole activation.
 
         Returns:
-            The gradient of this rank's box on the first side; None on ranks that are not there.
+            The gradient of this rank's box on the first side; None on ranks outside that side.
         """
         return self.start(grad, spec, back=True)()
 
     def start(
         self, tensor: Tensor | None, spec: TensorSpec, *, back: bool = False
     ) -> Callable[[], Tensor | None]:
-        """Start a move without waiting for it: `forward`, or with `back` `backward`, in halves.
+        """Start a `forward`, or with `back` a `backward`, without waiting for it.
 
         Returns:
-            A function that waits until all is sent and received, and returns what this rank
-            needed; None where it is none of the receiving ranks.
+            A function that waits until everything is sent and received, and returns this rank's
+            box; None on a rank that receives nothing.
 
         Raises:
             ValueError: A tensor is missing or does not fit this rank's box.
@@ -282,7 +285,7 @@ class Bridge:
                 work.wait()
             for box, part in arriving:
                 _part(result, wanted, box).copy_(part)
-            for done in (works, arriving, transfers):  # what was sent had to stay alive until now
+            for done in (works, arriving, transfers):  # tensors must live until they are sent
                 done.clear()
             return result
 

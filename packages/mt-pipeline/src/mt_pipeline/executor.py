@@ -1,4 +1,4 @@
-"""Runs a schedule: one loop over the actions of this rank."""
+"""The executor of schedules: one loop over the actions of this rank."""
 
 from __future__ import annotations
 
@@ -30,55 +30,56 @@ from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
 M = TypeVar("M")
 Batch: TypeAlias = Tensor | Mapping[str, Tensor]
-"""A whole batch, which is cut into micro-batches."""
+"""A whole batch, which the executor cuts into micro-batches."""
 
 
 class Executor(Generic[M]):
-    """Runs any schedule that `check` finds right, on the ranks of one process group.
+    """Run any schedule that passes `check`, on the ranks of one process group.
 
-    Every rank of the group makes one with the same schedule, at the same point, as they connect
-    then; and calls `run`, `evaluate` and `infer` as often as the others, with as many
-    micro-batches. Gradients are added to `.grad`, in the order of the schedule's backwards.
+    Every rank of the group builds an executor with the same schedule at the same point, because
+    the ranks connect there, and calls `run`, `evaluate` and `infer` as often as the other ranks,
+    with the same number of micro-batches. Gradients are added to `.grad`, in the order of the
+    schedule's backwards.
 
-    Of an activation that went to the next rank only the autograd graph is kept, not the output
-    itself. Split backwards (I and W) work for every stage (`backward_input`), and keep less where
-    the stage's layers defer their weight gradients (`DefersWeightGradients`). Overlapped pairs run
-    one after the other, or part by part where the stage can be split (`SplitStage`).
+    Once an activation is sent to the next rank, only its autograd graph is kept, not the tensor.
+    Split backwards (I and W) work for every stage (`backward_input`), and keep less memory if the
+    stage's layers defer their weight gradients (`DefersWeightGradients`). Overlapped pairs run one
+    after the other, or part by part if the stage is a `SplitStage`.
 
-    When a stage raises, every rank raises the same `StageError`, after its part of the schedule:
-    the rank that failed lets go of its graphs, and goes on sending (zeros) and receiving for the
-    others' sake. Gradients are then worthless, but the pipeline can go on. Collectives inside a
-    stage, with ranks of other pipelines, are not joined any more. What fails before the first
-    stage runs (a spec, a number of micro-batches) is raised by all ranks before they send.
+    When a stage raises, every rank raises the same `StageError` at the end of its schedule: the
+    rank that failed frees its graphs and goes on receiving, and sending zeros, so that no other
+    rank hangs. The gradients are then useless, but the executor can run again. Collectives inside
+    a failed stage, with ranks of other pipelines, are no longer joined. A failure before the first
+    stage runs (a spec, the number of micro-batches) is raised by all ranks before they send.
 
     Args:
-        schedule: With or without communication.
-        stage: What this rank computes; where the schedule gives this rank several stages, all of
-            them in ascending order.
+        schedule: A schedule, with or without communication.
+        stage: The stage of this rank; a sequence of stages in ascending order if the schedule
+            gives this rank several.
         group: The ranks of the pipeline in the schedule's order; None for a schedule of one rank.
             Messages to lower ranks go through its `mt_parallel_state.twin_group`.
-        activation: The spec of what stages hand on for a micro-batch. It may differ between
-            micro-batches (then it depends on nothing but the micro-batch, as both ends ask for
-            it). Not needed when the schedule has one rank.
-        device: Where activations live.
-        batch_p2p: Whether the messages of an exchange that go one way are one
-            `batch_isend_irecv` (see `Mailbox`). None: where the device is not a CPU.
-        hooks: For `Op.GATHER` and `Op.REDUCE`, where the schedule has them (`insert_hooks`), what
-            is called with the number of the stage: both by `run`, GATHER by `evaluate` and `infer`
-            too. It may start a collective; whoever needs the result waits.
-        share_failures: Whether ranks agree, by an all-reduce of three numbers before each run and
-            of one after it, on what failed where. Without it a `StageError` is raised on its own
-            rank alone: for steps so short that two more messages count, under a launcher that
-            ends all ranks with one.
-        stop_at_failure: Whether a rank whose stage raises does so at once, and leaves its messages
-            undone: for stages that meet ranks of other pipelines (tensor parallelism, parameters
-            that are fetched). Its process has to end then, which the others see.
+        activation: Function from a micro-batch to the spec of the tensor that a stage sends on.
+            Both ends of a message call it, so it may depend on nothing but the micro-batch. Not
+            needed if the schedule has one rank.
+        device: Device of the activations.
+        batch_p2p: Whether the messages of an exchange that go in one direction are one
+            `batch_isend_irecv` (see `Mailbox`). None means yes unless the device is a CPU.
+        hooks: Functions to call for `Op.GATHER` and `Op.REDUCE` with the number of the stage, if
+            the schedule has them (`insert_hooks`). `run` calls both, `evaluate` and `infer` only
+            GATHER. A hook may start a collective; the code that needs the result waits for it.
+        share_failures: Whether ranks agree on failures, by an all-reduce of three numbers before
+            each run and of one number after it. Without it, a `StageError` is raised only on the
+            rank that failed. Use that for very short steps, under a launcher that ends all ranks
+            when one ends.
+        stop_at_failure: Whether a rank whose stage raises does so at once and leaves its messages
+            unsent. Use it for stages that communicate with ranks of other pipelines (tensor
+            parallelism, FSDP); the failed process has to end, which the other ranks notice.
 
     Raises:
         ValueError: The schedule has violations, or does not fit the group, the stages or the
-            hooks given; or a stage to be run in parts is an FSDP module itself.
-        TypeError: Something is no schedule, group or function.
-        TransferError: Another rank of the group did not come.
+            hooks; or a `SplitStage` is itself an FSDP module.
+        TypeError: An argument is not a schedule, a group or a function.
+        TransferError: Another rank of the group did not take part.
     """
 
     def __init__(  # noqa: PLR0913 - the executor's own settings, all but two by keyword
@@ -115,7 +116,7 @@ class Executor(Generic[M]):
         if activation is None and size > 1:
             raise ValueError(
                 f"activation is None but the schedule has {size} ranks: pass a function from a "
-                "micro-batch to the TensorSpec of what stages hand on"
+                "micro-batch to the TensorSpec of the tensor that stages send on"
             )
         _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
@@ -127,7 +128,8 @@ class Executor(Generic[M]):
         self._stop_at_failure = stop_at_failure
         self._forward_only: dict[int, Schedule] = {}
         self._spans: list[Span] | None = None
-        self._losses: Mapping[tuple[int, int], Losses] = {}
+        self._losses: list[Tensor] = []
+        self._inner_losses: Mapping[tuple[int, int], Losses] = {}
         links = None
         if group is not None:
             batched = device.type != "cpu" if batch_p2p is None else batch_p2p
@@ -151,24 +153,23 @@ class Executor(Generic[M]):
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
 
         Args:
-            microbatches: As many as the schedule has; or a whole batch, a tensor or a dict of
-                tensors, which is cut along dim 0 into as many, as equal as can be (the first ones
-                get a row more). Every rank passes its own copy of the same.
-            objective: From the last stage's output and the micro-batch to the scalar whose
-                gradient is taken. It is not averaged or scaled. Called on the last stage; and on
-                another for each micro-batch for which that returned losses of its own, with these
-                in place of the output, so that one function weighs all losses, wherever they
-                arise: what is differentiated is the sum of what it returns.
-                Where the gradient comes from elsewhere (over a `Bridge`), it returns a function
-                instead: called without arguments when the micro-batch goes backward, that
-                returns the gradient of the output, which then is one tensor.
-            record: Whether to keep the times of actions for `timeline`. On an accelerator each
-                action is then waited for.
+            microbatches: The schedule's number of micro-batches; or a whole batch (a tensor or a
+                dict of tensors), which is cut along dim 0 as `torch.tensor_split` does. Every rank
+                passes its own copy of the same data.
+            objective: Function from the last stage's output and the micro-batch to the loss to
+                differentiate, a scalar that is not averaged or scaled. It is also called on every
+                earlier stage that returns losses, with these losses in place of the output, so
+                that one function weighs all losses; the sum of all its return values is
+                differentiated. If the gradient comes from elsewhere (over a `Bridge`), it
+                returns a function instead, which is called without arguments when the micro-batch
+                goes backward and returns the gradient of the output (a single tensor).
+            record: Whether to keep the times of actions for `timeline`. On an accelerator this
+                synchronizes after each action.
 
         Returns:
-            On the rank of the last stage the outputs, detached, in micro-batch order; elsewhere
-            an empty list. With two directions each last stage has the outputs of its own
-            micro-batches.
+            The outputs of the last stage, detached, in micro-batch order; an empty list on other
+            ranks. With two directions, each last stage has the outputs of its own micro-batches.
+            `losses` has the values of the objective.
 
         Raises:
             StageError: A stage, the objective, a hook or `activation` raised on some rank, or a
@@ -180,19 +181,21 @@ class Executor(Generic[M]):
         return self._execute(self.schedule, parts, objective, specs=specs, record=record)
 
     def evaluate(self, microbatches: Sequence[M] | Batch) -> list[Any]:
-        """Run the forwards only, without gradients and in any number.
+        """Run only the forwards, without gradients, for any number of micro-batches.
 
-        The stages' training mode is left as it is: call `.eval()` on them where it matters.
+        The stages keep their training mode: call `.eval()` on them if it matters.
 
         Args:
-            microbatches: Any number of them, the same on every rank; or a whole batch, as for
-                `run`.
+            microbatches: Any number of micro-batches, the same on every rank; or a whole batch, as
+                for `run`.
 
         Returns:
-            As from `run`, all from the rank of the (first direction's) last stage.
+            The outputs, as `run` returns them, all on the rank of the (first direction's) last
+            stage.
 
         Raises:
-            StageError: As from `run`; also where ranks have different numbers of micro-batches.
+            StageError: A stage failed, as in `run`, or ranks have different numbers of
+                micro-batches.
             TransferError: Another rank went away.
         """
         parts, specs, _ = self._prepare(microbatches)
@@ -201,27 +204,28 @@ class Executor(Generic[M]):
     def infer(
         self, microbatches: Sequence[M] | Batch, *, output: Callable[[M], TensorSpec]
     ) -> list[Tensor]:
-        """Run the forwards, and give every rank the last stage's outputs: a step of generation.
+        """Run the forwards and broadcast the last stage's outputs: one step of generation.
 
-        What lasts from step to step, such as the keys and values of each request, is the stages'
-        own, found by what the micro-batch says. Several micro-batches fill the pipeline: one for
-        each group of requests.
+        State that lasts from step to step, such as the keys and values of each request, belongs to
+        the stages, which find it through the micro-batch. Use several micro-batches, one for each
+        group of requests, to keep all stages busy.
 
         Args:
-            microbatches: The same on every rank; or a whole batch, as for `run`.
-            output: The spec of what the last stage returns for a micro-batch: one tensor.
+            microbatches: Micro-batches, the same on every rank; or a whole batch, as for `run`.
+            output: Function from a micro-batch to the spec of the last stage's output, which is
+                one tensor.
 
         Returns:
-            The outputs, in the order of the micro-batches, contiguous, equal on all ranks.
+            The outputs in the order of the micro-batches, contiguous, equal on all ranks.
 
         Raises:
-            StageError: As from `evaluate`; also where `output` raises or the last stage returns
-                something else.
+            StageError: A stage failed, as in `evaluate`; `output` raised; or the last stage
+                returned something else.
             TransferError: Another rank went away.
         """
         parts, activations, specs = self._prepare(microbatches, output=output)
         outputs = self._forwards(parts, activations, specs)
-        # Gloo sends the memory of a tensor as it lies there, whatever its strides are.
+        # Gloo ignores strides: it sends the memory of a tensor as it lies there.
         outputs = [output.contiguous() for output in outputs]
         if not outputs:
             device = self._place.device
@@ -239,8 +243,8 @@ class Executor(Generic[M]):
         number: int | None = None,
         output: Callable[[M], TensorSpec] | None = None,
     ) -> tuple[Sequence[M], list[TensorSpec] | None, list[TensorSpec] | None]:
-        """Cut the batch and ask for the specs; all ranks raise if that fails on one."""
-        self._losses = {}
+        """Cut the batch and collect the specs; all ranks raise if that fails on one of them."""
+        self._losses, self._inner_losses = [], {}
         microbatches: Sequence[M] = ()
         activations = outputs = failure = None
         group, first = self._place.group, next(iter(self._place.stages), 0)
@@ -250,8 +254,8 @@ class Executor(Generic[M]):
             got = len(microbatches)
             if number not in (None, got):
                 fault = ValueError(
-                    f"got {got} micro-batches, but the schedule is for {number}: pass as many, or "
-                    "make a schedule for this number"
+                    f"got {got} micro-batches, but the schedule is for {number}: pass that number, "
+                    "or make another schedule"
                 )
                 if group is None:
                     raise fault
@@ -323,10 +327,11 @@ class Executor(Generic[M]):
         try:
             self._take_steps(run, schedule)
             self._spans = run.spans
-            self._losses = run.losses
+            self._losses = [run.losses[index] for index in sorted(run.losses)]
+            self._inner_losses = run.inner_losses
             self._raise_failure(run, schedule)
         except TransferError:
-            if run.failure is not None:  # what failed here may be why the others went away
+            if run.failure is not None:  # probably the reason why the other ranks went away
                 raise run.failure from run.failure.__cause__
             raise
         return [run.outputs[index] for index in sorted(run.outputs)]
@@ -338,6 +343,8 @@ class Executor(Generic[M]):
             run.mail.exchange(step.exchange)
             if step.compute is None:
                 continue
+            # The two actions of an overlapped pair are computed together, unless a message has to
+            # be exchanged between them.
             partner = schedule.pair_of.get(step.compute)
             if todo and partner is not None and todo[0] == Step(exchange=(), compute=partner):
                 todo.popleft()
@@ -356,23 +363,33 @@ class Executor(Generic[M]):
             raise failure
 
     @property
-    def inner_losses(self) -> Mapping[tuple[int, int], Losses]:
-        """The losses of this rank's stages before the last one in the latest run or evaluation.
+    def losses(self) -> list[Tensor]:
+        """Values of the objective in the latest run, detached, in micro-batch order.
 
-        By micro-batch and stage, for those that returned some, by name; detached.
+        They cover the stages of this rank: usually only the last stage's rank has some. A rank
+        whose earlier stages return losses has their weighed sums, so that the sum over all ranks
+        is the differentiated number.
         """
         return self._losses
 
+    @property
+    def inner_losses(self) -> Mapping[tuple[int, int], Losses]:
+        """Losses that this rank's earlier stages returned in the latest run or evaluation.
+
+        Detached tensors by name, for each pair of micro-batch and stage that returned losses.
+        """
+        return self._inner_losses
+
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
-        """When each rank took its actions in the latest run; every rank of the group calls it.
+        """Return the measured times of all ranks in the latest run; every rank calls it.
 
         Returns:
-            For each rank its spans, in seconds from the first start: what `simulate` returns as
-            `timeline`, measured. An action begins when its input has arrived. Clocks are the
-            machines' own.
+            The spans of each rank, in seconds from the first start, in the form of
+            `simulate(...).timeline`. An action begins when its input has arrived. Each machine
+            uses its own clock.
 
         Raises:
-            ValueError: The latest run did not record them.
+            ValueError: The latest run was not recorded.
         """
         if self._spans is None:
             raise ValueError("no times were recorded: call run(..., record=True) first")
@@ -419,7 +436,7 @@ def _assign(
             )
     if len(given) != len(held):
         raise ValueError(
-            f"rank {rank} was given {len(given)} stages, but the schedule has it hold stages "
+            f"rank {rank} was given {len(given)} stages, but the schedule gives it stages "
             f"{held}: pass one callable for each, in this order"
         )
     return dict(zip(held, given, strict=True))
@@ -430,6 +447,6 @@ def _require_own_parts(stages: Mapping[int, Stage[M]]) -> None:
         if is_kind(stage, "FSDPModule") and splits(stage):
             raise ValueError(
                 f"stage {number} was given to fully_shard as a whole, but overlapped pairs call "
-                "its parts, around the forward that gathers its parameters: call fully_shard on "
+                "its parts and skip the forward that gathers its parameters: call fully_shard on "
                 "the submodules that the parts call"
             )

@@ -1,4 +1,4 @@
-"""Tells every rank of a pipeline what failed on one of them."""
+"""Agreement of all pipeline ranks on what failed on one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_pipeline.stage import StageError
 from mt_pipeline.transfer import TransferError
 
 _LONGEST = 4000
-"""Characters of a reason that travel; a compiler's error can have megabytes."""
+"""Longest reason that is sent, in characters; a compiler's error can have megabytes."""
 
 
 def share_failure(
@@ -27,19 +27,20 @@ def share_failure(
 ) -> StageError | None:
     """Agree on the first failure of a run; every rank of the group calls it at the run's end.
 
-    A rank that failed has gone on sending and receiving, so all get here. It costs one all-reduce
-    of one number, and nothing else where all went well.
+    A rank that failed has gone on sending and receiving, so every rank gets here. It costs one
+    all-reduce of one number, and nothing more if no rank failed.
 
     Args:
-        error: What failed on this rank, None where nothing did.
-        schedule: What was run; None before a run, then the lowest rank's failure is the first.
+        error: The failure of this rank, or None.
+        schedule: The schedule of the run; None before a run, where the lowest rank's failure
+            counts as the first.
         group: The ranks of the pipeline.
-        device: Where activations live, which the group's backend therefore takes.
+        device: Device of the activations, which the group's backend therefore supports.
 
     Returns:
-        The failure that comes first by the data's way through the schedule: the others may be its
-        consequences, as what a failed stage hands on is zeros. On its own rank it is the error
-        itself, with its cause. None where no rank failed.
+        The failure that comes first in the order in which data flows through the schedule. Later
+        failures may be its consequences, because a failed stage sends zeros. On the rank that
+        failed this is the error itself, with its cause. None if no rank failed.
     """
     note = None
     if error is not None:
@@ -67,21 +68,21 @@ def share_start(
 ) -> StageError | None:
     """Agree that a run can begin; every rank of the group calls it.
 
-    A rank that cannot say how large activations are could not even send zeros. It costs one
-    all-reduce of three numbers.
+    A rank that does not know the shapes of activations could not even send zeros, so this has to
+    come first. It costs one all-reduce of three numbers.
 
     Args:
-        error: What failed on this rank before the run, None where nothing did.
-        microbatches: How many this rank was given.
-        stage: A stage of this rank, to be named where it has too few.
+        error: The failure of this rank before the run, or None.
+        microbatches: Number of micro-batches that this rank was given.
+        stage: A stage of this rank, to be named in the error if it has too few micro-batches.
         group: The ranks of the pipeline.
-        device: Where activations live.
+        device: Device of the activations.
 
     Returns:
-        What every rank has to raise; None where the run can begin.
+        The error that every rank has to raise; None if the run can begin.
 
     Raises:
-        TransferError: Another rank did not come.
+        TransferError: Another rank did not take part.
     """
     device = agreement_device(group, device)
     mine = torch.tensor([error is not None, microbatches, -microbatches], device=device)
@@ -106,7 +107,7 @@ def _read(note: list[Any]) -> StageError:
 
 
 def share(value: Any, *, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Give every rank the values of all; a failure to meet says what it means."""
+    """Return the values of all ranks, on every rank."""
     if group is None:
         return share_json(value, None)
     with _together(group):
@@ -115,7 +116,7 @@ def share(value: Any, *, group: dist.ProcessGroup | None, device: torch.device) 
 
 @contextmanager
 def _together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Say what it means where ranks do not meet."""
+    """Explain the error that a backend raises when a rank does not take part."""
     try:
         yield
     except RuntimeError as error:

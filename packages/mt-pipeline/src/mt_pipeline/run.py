@@ -1,4 +1,4 @@
-"""What one rank does in one run of a schedule: its computations, and what lives between them."""
+"""One run of a schedule on one rank: its computations, and the graphs that live between them."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ M = TypeVar("M")
 Work = Generator[None, None, None]
 """A computation that pauses where another may take its turn."""
 Goal: TypeAlias = Tensor | Callable[[], Tensor]
-"""What an objective returns: the number to differentiate, or what gives the output's gradient."""
-End: TypeAlias = tuple[Tensor, Tensor | Callable[[], Tensor] | None]
-"""A tensor that the backward of a stage starts from, and its gradient, or what gives it; None
-where the next stage sends it."""
+"""Return value of an objective: a loss, or a function that returns the output's gradient."""
+End: TypeAlias = tuple[Tensor, Goal | None]
+"""A tensor that the backward of a stage starts from, with its gradient or a function that returns
+it; None if the next stage sends the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Generic[M]):
-    """Where a run happens.
+    """Everything about a rank that all its runs share.
 
     Attributes:
         rank: Index of the pipeline rank.
         group: The ranks of the pipeline.
-        device: Where activations live.
+        device: Device of the activations.
         stages: The stages of this rank by number.
-        hooks: What GATHER and REDUCE call with the number of a stage.
-        links: To the other ranks; None where there is one.
+        hooks: Functions that GATHER and REDUCE call with the number of a stage.
+        links: Connections to the other ranks; None if there is one rank.
     """
 
     rank: int
@@ -64,9 +64,9 @@ class Place(Generic[M]):
 
 @dataclass(kw_only=True)
 class _Part:
-    """The autograd graph of one part of a stage: leaves it starts from, edges it ends in.
+    """The autograd graph of one part of a stage: the leaves it starts from, the edges it ends in.
 
-    An edge is None where it ends in a tensor without a graph.
+    An edge is None if the graph ends there in a tensor that requires no gradient.
     """
 
     leaves: list[Tensor]
@@ -75,35 +75,36 @@ class _Part:
 
 @dataclass(kw_only=True)
 class _Kept:
-    """What a forward leaves for its backward."""
+    """The graphs that a forward keeps for its backward."""
 
     x: Tensor | None  # the stage's input
     parts: list[_Part] = field(default_factory=list)
-    # The gradients of the edges that the last part ends in, as in `End`.
+    # Gradients of the edges that the last part ends in, as in `End`.
     seeds: list[Goal | None] = field(default_factory=list)
 
 
 class Run(Generic[M]):
     """One run of one rank.
 
-    A failure is kept, and from then on this rank only sends and receives: zeros where a result
-    belongs. So the other ranks reach the end of their lists and can be told.
+    A failure is kept, and from then on this rank only receives, and sends zeros in place of
+    results. So the other ranks reach the end of their lists and learn of the failure there.
 
     Attributes:
-        outputs: Of the last stage, detached, by micro-batch.
-        losses: Of stages before the last one, detached, by micro-batch and stage.
-        spans: The times of actions; None unless they are wanted.
-        failure: What failed on this rank.
-        mail: What is sent and received.
+        outputs: Outputs of the last stage, detached, by micro-batch.
+        losses: Sums of the objective's values on this rank, detached, by micro-batch.
+        inner_losses: Losses of stages before the last one, detached, by micro-batch and stage.
+        spans: Times of actions; None if they are not recorded.
+        failure: The failure of this rank.
+        mail: The messages of this run.
 
     Args:
-        place: Where.
-        schedule: With communication.
-        microbatches: As many as the schedule has.
-        specs: The spec of the activation of each; None where the pipeline has one rank.
-        output_specs: What the last stage has to return for each; None: anything.
-        objective: None to run forwards only, without gradients.
-        stop_at_failure: Raise a failure at once in place of all that.
+        place: Everything about this rank that all runs share.
+        schedule: A schedule with communication.
+        microbatches: The schedule's number of micro-batches.
+        specs: Activation spec of each micro-batch; None if the pipeline has one rank.
+        output_specs: Spec of the last stage's output for each micro-batch; None allows anything.
+        objective: Function that returns the loss; None to run only forwards, without gradients.
+        stop_at_failure: Whether to raise a failure at once instead.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class Run(Generic[M]):
         stop_at_failure: bool,
     ) -> None:
         self.outputs: dict[int, Any] = {}
-        self.losses: dict[tuple[int, int], Losses] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.inner_losses: dict[tuple[int, int], Losses] = {}
         self.spans: list[Span] | None = None
         self.failure: StageError | None = None
         self.mail = Mailbox(schedule, links=place.links, device=place.device, specs=specs)
@@ -135,7 +137,7 @@ class Run(Generic[M]):
         self._weights: dict[tuple[int, int], list[Pending]] = {}
 
     def compute(self, actions: Sequence[Action]) -> None:
-        """Do one action, or two whose parts take turns."""
+        """Compute one action, or two actions whose parts alternate."""
         turns = deque(self._do(action) for action in actions)
         while turns:
             work = turns.popleft()
@@ -164,7 +166,7 @@ class Run(Generic[M]):
             self._go_without(action)
 
     def _start(self, action: Action) -> None:
-        """Note when an action begins: once what it works on is there."""
+        """Record when an action begins, once its input has arrived."""
         if self.spans is not None:
             self._starts[action] = self._now()
 
@@ -190,7 +192,7 @@ class Run(Generic[M]):
         yield from ()
 
     def _go_without(self, action: Action) -> None:
-        """Take what the action would take and hand on zeros, for the sake of the other ranks."""
+        """Receive the input of an action and send zeros, so that other ranks don't hang."""
         if action.op not in (Op.F, Op.B, Op.I):
             return
         forward = action.op is Op.F
@@ -213,7 +215,7 @@ class Run(Generic[M]):
             self._kept[action[1:]] = kept
 
     def _through(self, action: Action, kept: _Kept) -> Generator[None, None, Any]:
-        """Run a stage, part by part, and keep the graphs where it learns."""
+        """Run a stage part by part; in training, keep the graph of each part."""
         microbatch = self._microbatches[action.microbatch]
         stage = self._place.stages[action.stage]
         if self._in_parts and splits(stage):
@@ -246,32 +248,38 @@ class Run(Generic[M]):
         return state
 
     def _end_inner(self, action: Action, output: Any) -> tuple[Tensor, list[End]]:
-        """Part a stage's activation from its losses; the backward begins at both."""
+        """Separate a stage's activation from its losses; the backward begins at both."""
         remote = self._schedule.peer(Action(Op.SEND_F, *action[1:])) is not None
         spec = self._specs[action.microbatch] if remote and self._specs else None
         x, losses = split_output(output)
         ends: list[End] = [(require_activation(x, spec), None)]
         if losses:
-            self.losses[action.microbatch, action.stage] = detached(losses)
+            self.inner_losses[action.microbatch, action.stage] = detached(losses)
         if losses and self._objective is not None:
             where = f"the objective, called with the losses {', '.join(losses)} of this stage, "
             with naming(action, self._place.rank, where=f"{where}raised "):
                 goal = self._objective(losses, self._microbatches[action.microbatch])
-            weighed = require_weighed(goal, losses)
-            ends.append((weighed, torch.ones_like(weighed)))
+            ends.append(self._loss_end(action, require_weighed(goal, losses)))
         return x, ends
 
     def _end_last(self, action: Action, output: Any) -> list[End]:
-        """Call the objective; the backward begins at what it returns."""
+        """Call the objective; the backward begins at the loss, or at the output."""
         if self._output_specs is not None:
             require_activation(output, self._output_specs[action.microbatch], said_by="output()")
         if self._objective is None:
             return []
         goal: Any = self._objective(output, self._microbatches[action.microbatch])
         if not callable(goal):
-            return [(require_scalar(goal), torch.ones_like(goal))]
+            return [self._loss_end(action, require_scalar(goal))]
         seed = cast("Callable[[], Tensor]", goal)
         return [(require_activation(output, None, said_by="the objective"), seed)]
+
+    def _loss_end(self, action: Action, loss: Tensor) -> End:
+        """Record a loss, and start the backward there."""
+        before = self.losses.get(action.microbatch)
+        value = loss.detach()
+        self.losses[action.microbatch] = value if before is None else before + value
+        return loss, torch.ones_like(loss)
 
     def _backward(self, action: Action) -> Work:
         key = action[1:]
@@ -306,7 +314,7 @@ class Run(Generic[M]):
         grads: list[Tensor | None],
         leaves: list[Tensor],
     ) -> list[Pending]:
-        """Go backward through one part; what is returned is left for W."""
+        """Run the backward of one part, and return the weight gradients left for W."""
         stage = self._place.stages[action.stage]
         if action.op is Op.B:
             backward(roots, grads)
@@ -327,8 +335,8 @@ def _cut(state: Any) -> tuple[list[GradientEdge], Any, list[Tensor]]:
     """End one graph and begin another.
 
     Returns:
-        Where gradients enter the graph that ends, the state with tensors in the graph that begins,
-        and its leaves, in the order of the edges.
+        The edges at which gradients enter the first graph, the state with the leaves of the second
+        graph, and these leaves in the order of the edges.
     """
     edges: list[GradientEdge] = []
     leaves: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What a stage is, what it may offer beyond that, and what is said when it fails."""
+"""Protocols of stages, checks of their return values, and the error of a failed stage."""
 
 from __future__ import annotations
 
@@ -14,71 +14,70 @@ from mt_pipeline.transfer import TensorSpec, TransferError
 
 M_contra = TypeVar("M_contra", contravariant=True)
 Losses: TypeAlias = dict[str, Tensor]
-"""What a stage adds to the objective, by name: each a tensor with one number."""
+"""Losses of a stage by name, each a tensor with one number."""
 
 
 class Stage(Protocol[M_contra]):
-    """What one stage computes: any module or function with this signature."""
+    """One stage of a model: any module or function with this signature."""
 
     def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
         """Run the stage forward.
 
         Args:
-            x: The previous stage's output, None on the first stage.
-            microbatch: The micro-batch; each stage takes from it what it needs.
+            x: Output of the previous stage; None on the first stage.
+            microbatch: The micro-batch, from which each stage takes its fields.
 
         Returns:
-            On the last stage anything that the objective understands: a tensor, or a nest of
-            dicts, lists and tuples with tensors in it. On others one tensor, as the activation
-            spec says; or, with losses of its own, `(tensor, losses)`: a mapping from names to
-            numbers, which the objective is called with too.
+            On the last stage, anything that the objective understands: a tensor, or nested dicts,
+            lists and tuples of tensors. On other stages, one tensor that fits the activation spec,
+            or `(tensor, losses)` with a mapping from names to losses, which are passed to the
+            objective.
         """
         ...
 
 
 @runtime_checkable
 class SplitStage(Protocol[M_contra]):
-    """A stage that can be run in parts, so that two micro-batches take turns.
+    """A stage that can be run in parts, so that two micro-batches alternate.
 
-    In an overlapped pair of a schedule the parts of a forward and those of another micro-batch's
-    backward alternate. A part that ends by starting an all-to-all, whose result the next part
-    waits for, has it hidden behind the other micro-batch's part. The same holds backward, where
-    the parts run in reverse.
+    In an overlapped pair of a schedule, the parts of one micro-batch's forward alternate with the
+    parts of another micro-batch's backward. If a part ends by starting an all-to-all whose result
+    the next part needs, the other micro-batch's part hides it. The backward runs the parts in
+    reverse, and the same holds there.
 
-    The parts are called in the place of the stage, so what is wrapped around the whole of it takes
-    no part: forward hooks do not fire, and a stage that is itself given to `fully_shard` is
-    refused. Hook, compile and shard the submodules that the parts call. A `torch.compile(stage)`
-    is called whole.
+    The parts are called instead of the stage, so wrappers of the whole stage have no effect:
+    forward hooks do not fire, and a stage that is itself given to `fully_shard` is refused. Hook,
+    compile and shard the submodules that the parts call. A `torch.compile(stage)` is called as a
+    whole.
     """
 
     def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:
-        """Run the whole stage, as `Stage`."""
+        """Run the whole stage, as in `Stage`."""
         ...
 
     def parts(self, microbatch: M_contra, /) -> Sequence[Callable[[Any], Any]]:
-        """The parts of the forward of a micro-batch, in order.
+        """Return the parts of a micro-batch's forward, in order.
 
         Returns:
-            Functions to call one after the other: the first with the stage's input, each other
-            with what the one before it returned; the last one returns what the stage returns.
-            What is handed on is a tensor, or a nest of dicts, lists and tuples with tensors in it
-            (tensors inside other objects are not found). Gradients flow between parts through
-            what is handed on, and through nothing else.
+            Functions to call one after the other: the first with the stage's input, each later
+            one with the previous return value; the last one returns the stage's output. Between
+            parts there is a tensor, or nested dicts, lists and tuples of tensors (tensors inside
+            other objects are not found). Gradients flow between parts only through these tensors.
         """
         ...
 
 
 @runtime_checkable
 class DefersWeightGradients(Protocol):
-    """A stage whose layers can leave weight gradients for later.
+    """A stage whose layers can compute weight gradients later.
 
-    For a schedule with split backwards. Where a stage does not offer it, its autograd graph is
-    cut (`backward_input`), which keeps more memory until W.
+    It is used by schedules with split backwards. Otherwise the executor cuts the stage's autograd
+    graph (`backward_input`), which keeps more memory until W.
     """
 
     @property
     def wgrad_store(self) -> WgradStore:
-        """What its layers were given when they were built; the executor switches it on for I."""
+        """The store that its layers were built with; the executor switches it on for I."""
         ...
 
 
@@ -87,11 +86,11 @@ class StageError(RuntimeError):
 
     Attributes:
         stage: The stage that raised.
-        microbatch: Index of the micro-batch that it worked on.
-        op: What it did: `Op.F`, `Op.B`, `Op.I`, `Op.W`, or a hook.
+        microbatch: Index of the micro-batch.
+        op: The operation: `Op.F`, `Op.B`, `Op.I`, `Op.W`, or a hook.
         rank: The pipeline rank that holds the stage.
-        action: These three as an action.
-        reason: Type and text of what was raised.
+        action: Operation, stage and micro-batch as an action.
+        reason: Type and text of the exception.
     """
 
     def __init__(self, action: Action, rank: int, reason: str) -> None:
@@ -118,7 +117,7 @@ _CALLED = {
 
 @contextmanager
 def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
-    """Name the stage and the micro-batch in whatever is raised, and say where, if not there."""
+    """Turn an exception into a `StageError` that names the action and, with `where`, its place."""
     try:
         yield
     except (StageError, TransferError):
@@ -128,20 +127,20 @@ def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
 
 
 def splits(stage: object) -> TypeGuard[SplitStage[Any]]:
-    """Whether a stage can be run in parts: it offers them, and was not compiled as a whole."""
+    """Tell whether a stage can be run in parts: it has parts, and is not compiled as a whole."""
     return isinstance(stage, SplitStage) and not is_kind(stage, "OptimizedModule")
 
 
 def is_kind(stage: object, name: str) -> bool:
-    """Whether torch has made a stage into one of its kinds, without importing where it lives."""
+    """Tell whether a stage is an instance of a class of torch, by name, without importing it."""
     return any(kind.__name__ == name for kind in type(stage).__mro__)
 
 
 def split_output(output: Any) -> tuple[Any, Losses]:
-    """Take what a stage before the last one returned apart: an activation, and its losses.
+    """Split the return value of a stage before the last one into activation and losses.
 
     Raises:
-        TypeError: A loss is no number.
+        TypeError: A loss is not a number.
     """
     if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], Mapping):
         return output, {}
@@ -153,13 +152,13 @@ def split_output(output: Any) -> tuple[Any, Losses]:
                 got = f"a {tuple(loss.shape)} tensor of {loss.dtype}"
             raise TypeError(
                 f"loss {name!r} of a stage must be a tensor with one floating-point number, got "
-                f"{got}; sum it over what it was computed from"
+                f"{got}; sum it over the tokens or rows"
             )
     return x, dict(losses)
 
 
 def require_weighed(goal: Any, losses: Losses) -> Tensor:
-    """Return what an objective made of a stage's own losses where it can be, else TypeError."""
+    """Check the value that an objective returned for the losses of an earlier stage."""
     names = ", ".join(map(repr, losses))
     if not isinstance(goal, Tensor) or goal.numel() != 1:
         got = f"a {tuple(goal.shape)} tensor" if isinstance(goal, Tensor) else type(goal).__name__
@@ -168,20 +167,20 @@ def require_weighed(goal: Any, losses: Losses) -> Tensor:
         )
     if not goal.requires_grad and any(loss.requires_grad for loss in losses.values()):
         raise TypeError(
-            f"the objective gives a stage's own losses ({names}) no gradient: weigh and add them, "
-            "without detach or item"
+            f"the objective's value for a stage's own losses ({names}) has no gradient: weigh and "
+            "add them, without detach or item"
         )
     return goal
 
 
 def require_scalar(loss: Any) -> Tensor:
-    """Return an objective's value where it can be one, else raise TypeError."""
+    """Check the value that an objective returned for the last stage's output."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"a {tuple(loss.shape)} tensor with requires_grad={loss.requires_grad}"
         raise TypeError(
-            "the objective must return one number that has a gradient, or a function that gives "
+            "the objective must return one number that has a gradient, or a function that returns "
             f"the output's gradient, got {got}"
         )
     return loss
@@ -190,7 +189,7 @@ def require_scalar(loss: Any) -> Tensor:
 def require_activation(
     output: Any, spec: TensorSpec | None, *, said_by: str = "activation()"
 ) -> Tensor:
-    """Return a stage's output where it can be handed on, else raise TypeError or ValueError."""
+    """Check that a stage's output is one tensor and fits its spec."""
     if not isinstance(output, Tensor):
         which = "a stage before the last one" if said_by == "activation()" else "the last stage"
         raise TypeError(f"{which} must return one tensor, got {type(output).__name__}")
@@ -202,12 +201,12 @@ def require_activation(
 
 
 def detached(output: Any) -> Any:
-    """The same nest with its tensors outside of any graph."""
+    """Return the same nested structure with all tensors detached."""
     return mapped(output, Tensor.detach)
 
 
 def mapped(output: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nest of dicts, lists and tuples with its tensors changed, in order."""
+    """Apply a function to every tensor of nested dicts, lists and tuples, in order."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, Mapping):

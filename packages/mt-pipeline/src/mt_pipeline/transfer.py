@@ -1,4 +1,4 @@
-"""Moves activations and their gradients between the ranks of a pipeline."""
+"""Transfers of activations and gradients between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of what one stage hands to the next.
+    """Shape and dtype of the tensor that one stage sends to the next.
 
     Attributes:
         shape: Local shape, as the stage returns it on this rank.
-        dtype: A floating dtype for anything that gradients flow through.
+        dtype: The dtype; it must be floating point or complex for gradients to flow.
     """
 
     shape: tuple[int, ...]
@@ -31,24 +31,26 @@ class TensorSpec:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """Whether the next stage sends a gradient back."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 class TransferError(RuntimeError):
-    """A send or receive failed, which mostly means that the other rank is gone."""
+    """A send or receive failed, which usually means that the other rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How the ranks of a pipeline reach each other.
+    """Connections between the ranks of a pipeline.
 
     Attributes:
         rank: This rank's place in the pipeline.
-        up: The ranks of the pipeline, in the schedule's order: for messages to higher ranks.
-        down: The same ranks: for messages to lower ones. A group of its own: gloo lets the two
-            directions of a connection wait for each other, and NCCL all calls of a group.
-        batched: Whether the messages of an exchange that go one way are one `batch_isend_irecv`.
+        up: Group of the pipeline's ranks, in the schedule's order, for messages to higher ranks.
+        down: Another group of the same ranks, for messages to lower ranks. It is separate because
+            in gloo the two directions of a connection wait for each other, and in NCCL all calls
+            of a group.
+        batched: Whether the messages of an exchange that go in one direction are one
+            `batch_isend_irecv`.
     """
 
     rank: int
@@ -57,7 +59,7 @@ class Links:
     batched: bool
 
     def between(self, source: int, destination: int) -> dist.ProcessGroup:
-        """The group for messages from one rank to another."""
+        """Return the group for messages from one rank to another."""
         return self.up if source < destination else self.down
 
 
@@ -66,21 +68,21 @@ def connect(
 ) -> Links:
     """Open the connections that a schedule uses; every rank of the group calls it.
 
-    Backends connect two ranks at their first transfer, and block there until both are in it. A
-    receive that is posted early would then wait for a rank that waits for this one.
+    Backends connect two ranks at their first transfer, and block there until both take part. An
+    early receive could then wait for a rank that itself waits for this one.
 
     Args:
-        schedule: With communication.
+        schedule: A schedule with communication.
         group: The ranks of the pipeline.
-        device: Where activations live.
-        batched: Whether transfers go in batches. These use two communicators of the whole group,
+        device: Device of the activations.
+        batched: Whether transfers go in batches, which use two communicators of the whole group,
             one for each direction.
 
     Returns:
-        What the runs of the schedule, or of its forwards, send and receive through.
+        The connections, for runs of the schedule and of its forwards alone.
 
     Raises:
-        TransferError: Another rank did not come.
+        TransferError: Another rank did not take part.
     """
     rank = dist.get_rank(group)
     edges = {
@@ -96,7 +98,8 @@ def connect(
     token = torch.zeros(1, device=device)
     try:
         links = Links(rank=rank, up=group, down=twin_group(group), batched=False)
-        for source, destination in sorted(edges):  # one order for all, so that no circle can wait
+        # All ranks open connections in the same order, so that no circle of waiting can arise.
+        for source, destination in sorted(edges):
             lane = links.between(source, destination)
             if rank == source:
                 dist.send(token, group=lane, group_dst=destination)
@@ -111,20 +114,20 @@ def connect(
 
 
 _EARLY = 8
-"""How many receives are posted early, at most. Each costs the memory of an activation. When half of
-them are used up the others are posted at one go: the other rank is then woken once for all."""
+"""Largest number of receives that are posted early; each costs the memory of an activation. When
+half of them are used up, the others are posted together, which wakes the other rank only once."""
 _UNDER_WAY = 4
-"""How many sends are under way at most, each with the memory of an activation."""
+"""Largest number of sends in flight; each costs the memory of an activation."""
 
 
 def meet(group: dist.ProcessGroup, device: torch.device) -> None:
     """Connect all ranks of a group by one all-reduce, before the first batch of transfers.
 
-    A backend may make its communicator in the group's first batch. Then every rank of the group has
-    to take part in that batch, also those that send and receive nothing.
+    A backend may create its communicator in the group's first batch. Then every rank of the group
+    has to take part in that batch, even a rank that sends and receives nothing.
 
     Raises:
-        TransferError: Another rank did not come.
+        TransferError: Another rank did not take part.
     """
     try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -138,22 +141,22 @@ def meet(group: dist.ProcessGroup, device: torch.device) -> None:
 class Mailbox:
     """The transfers of one run of one rank.
 
-    An exchange is started and not awaited: what arrives is awaited by the computation that takes
-    it, what is sent stays alive until it has gone.
+    An exchange is started without waiting for it: the computation that needs a received tensor
+    waits for it, and a sent tensor stays alive until it has left.
 
     With `batched` links, the messages of an exchange that go up are one `batch_isend_irecv`, and
-    those that go down another. NCCL needs that: it works off what a communicator is given in order,
-    so ranks that each send first would wait for each other for ever, unless sends and receives go
-    in together; and a receive that is posted early would hold up what is sent the other way, if
-    both had one communicator. Otherwise every transfer is a message
-    of its own (gloo), and some receives are posted before their exchange, so that a message can
-    leave its sender at once. Either way a few sends may be under way.
+    the messages that go down are another. NCCL needs that, because it executes the calls of a
+    communicator in order: two ranks that both send first would wait for each other forever, unless
+    sends and receives are posted together; and with one communicator for both directions, an
+    early receive would hold up a send in the other direction. Without `batched` links (gloo),
+    every transfer is a separate message, and some receives are posted before their exchange, so
+    that a message can leave its sender at once. In both cases a few sends may be in flight.
 
     Args:
-        schedule: Says what is received, and which rank is at the other end.
-        links: To the other ranks; None if there are none.
-        device: Where received tensors live.
-        specs: The spec of the activation of each micro-batch; None if no other rank is there.
+        schedule: The schedule, which knows the other end of each message.
+        links: Connections to the other ranks; None if there are none.
+        device: Device of received tensors.
+        specs: Activation spec of each micro-batch; None if there is no other rank.
     """
 
     def __init__(
@@ -171,23 +174,23 @@ class Mailbox:
         self._outgoing: dict[Action, Tensor] = {}
         self._here: dict[Action, Tensor] = {}
         self._arriving: dict[Action, tuple[Tensor, dist.Work | None]] = {}
-        # What is being sent stays alive until its send has ended.
+        # A tensor must stay alive until its send has ended.
         self._leaving: deque[tuple[Action, Tensor, dist.Work | None]] = deque()
         own = () if links is None else schedule.ranks[links.rank]
         self._due = deque(a for a in own if a.op.is_receive and self.carries(a))
 
     def put(self, send: Action, tensor: Tensor) -> None:
-        """Hand over what the send will send; between stages of one rank it arrives at once."""
+        """Provide the tensor of a send; between stages of one rank it arrives at once."""
         if self._schedule.peer(send) is None:
             self._here[self._schedule.other_end(send)] = tensor
         else:
             self._outgoing[send] = tensor.contiguous()
 
     def take(self, receive: Action) -> Tensor | None:
-        """Wait for what a receive brings, and give it away.
+        """Wait for the tensor of a receive, and return it.
 
         Returns:
-            None where nothing comes: the gradient of an activation that has none.
+            The tensor; None in place of the gradient of an activation without one.
         """
         if receive in self._here:
             return self._here.pop(receive)
@@ -196,16 +199,18 @@ class Mailbox:
         return tensor
 
     def exchange(self, actions: Iterable[Action]) -> None:
-        """Start the sends and receives of an exchange, and perhaps receives of later ones."""
+        """Start the sends and receives of an exchange, and perhaps some later receives."""
         actions = [action for action in actions if self.carries(action)]
         if self._links is not None and self._links.batched:
             self.finish(but=_UNDER_WAY - 1)
+            # One batch for each direction: see the class.
             lanes: dict[dist.ProcessGroup, list[Action]] = {}
             for action in actions:
                 lanes.setdefault(self._lane(action), []).append(action)
             for together in lanes.values():
                 self._start_batch(together)
             return
+        # Receives of an exchange that were not posted early come before its sends.
         for action in actions:
             while action.op.is_receive and action not in self._arriving:
                 self._receive_next()
@@ -230,7 +235,7 @@ class Mailbox:
         self._arriving[action] = (tensor, work)
 
     def finish(self, *, but: int = 0) -> None:
-        """Wait for all sends but some of the last, and let go of what they sent."""
+        """Wait for all sends except the last `but`, and release their tensors."""
         while len(self._leaving) > but:
             send, _, work = self._leaving.popleft()
             self._wait(send, work)
@@ -252,7 +257,7 @@ class Mailbox:
         ]
         with self._naming(actions[0]):
             works = dist.batch_isend_irecv(transfers)
-        if len(works) != len(actions):  # NCCL gives one for the whole batch
+        if len(works) != len(actions):  # NCCL returns one handle for the whole batch
             works = [works[0]] * len(actions)
         for action, tensor, work in zip(actions, tensors, works, strict=True):
             if action.op.is_send:
@@ -261,17 +266,17 @@ class Mailbox:
                 self._arriving[action] = (tensor, work)
 
     def carries(self, action: Action) -> bool:
-        """Whether a message exists: what has no gradient gets none back."""
+        """Tell whether a message exists: an activation without a gradient gets none back."""
         return action.op in (Op.SEND_F, Op.RECV_F) or self._specs[action.microbatch].has_gradient
 
     def put_zeros(self, send: Action) -> None:
-        """Have zeros sent in the place of a result, if the message exists."""
+        """Send zeros instead of a result, if the message exists."""
         if self._schedule.peer(send) is not None and self.carries(send):
             with self._naming(send):
                 self._outgoing[send] = self.empty(send).zero_()
 
     def empty(self, message: Action) -> Tensor:
-        """Room for what a message brings."""
+        """Return an uninitialized tensor for a message."""
         spec = self._specs[message.microbatch]
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
@@ -293,7 +298,7 @@ class Mailbox:
 
     @contextmanager
     def _naming(self, action: Action) -> Iterator[None]:
-        """Name both ranks and the micro-batch where a transfer fails."""
+        """Name both ranks and the micro-batch if a transfer fails."""
         try:
             yield
         except RuntimeError as error:
