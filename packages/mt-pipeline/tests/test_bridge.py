@@ -99,9 +99,7 @@ def test_a_bridge_that_cannot_be_says_why():
         ValueError, match=r"ranks \[0\] hold 0\.\.3 and ranks \[1\] hold 2\.\.4, which overlap"
     ):
         plan_moves({0: box((0, 3)), 1: box((2, 4))}, {2: box((0, 4))})
-    with pytest.raises(
-        ValueError, match=r"rank 2 needs 0\.\.4 x 0\.\.2, but .* hold 6 of its 8"
-    ):
+    with pytest.raises(ValueError, match=r"rank 2 needs 0\.\.4 x 0\.\.2, but .* hold 6 of its 8"):
         plan_moves({0: box((0, 3), (0, 2))}, {2: box((0, 4), (0, 2))})
     with pytest.raises(ValueError, match="boxes differ in their number of dims"):
         plan_moves({0: box((0, 3))}, {2: box((0, 3), (0, 2))})
