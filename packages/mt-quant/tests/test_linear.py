@@ -134,13 +134,27 @@ def test_the_state_makes_the_same_layer_again() -> None:
     assert torch.equal(first(x), second(x))
 
 
-def test_a_state_loaded_after_a_product_is_the_one_that_multiplies() -> None:
-    first, second = (_quantized("int4-g32", dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("write", ["copy_", "parameter", "state"])
+def test_weights_written_after_a_product_are_the_ones_that_multiply(write: str) -> None:
+    first, second = _quantized("int4-g32", dtype=torch.bfloat16), _another()
     x = torch.randn(1, 64, dtype=torch.bfloat16)
-    second[0].weight_data.data.fill_(0x88)
-    assert torch.equal(second(x)[0], second[0].bias)
-    second.load_state_dict(first.state_dict())
+    old = second(x)
+    for name in ("weight_data", "weight_scale", "bias"):
+        new = getattr(first[0], name)
+        if write == "copy_":
+            getattr(second[0], name).copy_(new)
+        elif write == "parameter":
+            setattr(second[0], name, nn.Parameter(new.clone(), requires_grad=False))
+    if write == "state":
+        second.load_state_dict(first.state_dict())
+    assert not torch.equal(first(x), old)
     assert torch.equal(first(x), second(x))
+
+
+def _another() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))
+    return quantize(model, QuantizationConfig(rules=(Rule(weight="int4-g32"),)))
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -78,6 +78,7 @@ class QuantizedLinear(nn.Module):
         self._prepared: dict[str, tuple[Tensor, ...]] = {}
         self._matrix: QuantizedMatrix | None = None
         self._last: tuple[object, Matmul] | None = None
+        self._versions: tuple[object, ...] = ()
 
     @classmethod
     def from_layer(
@@ -190,6 +191,12 @@ class QuantizedLinear(nn.Module):
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
 
     def _multiply(self, x: Tensor) -> Tensor:
+        # A compiled graph can't read version counters; there, loading a state alone makes anew.
+        if not torch.compiler.is_compiling():
+            versions = tuple(_version(p) for p in self._parameters.values() if p is not None)
+            if versions != self._versions:
+                self._forget()
+                self._versions = versions
         if self._matrix is None:
             with torch.no_grad():
                 self._matrix = self.quantized_matrix  # views of the parameters
@@ -246,7 +253,7 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _forget(self) -> None:
-        """Drop what was made of the state for products."""
+        """Drop the views and packed weights that products read."""
         self._prepared, self._matrix, self._last = {}, None, None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,6 +297,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         weight = ctx.layer.quantized_weight.dequantize(grads[0].dtype)
         return grads[0] @ weight, None, None
+
+
+def _version(param: Tensor) -> tuple[int, int | None]:
+    """Return what changes when a parameter is written to or gets other storage."""
+    return param.data_ptr(), None if param.is_inference() else param._version
 
 
 def _as_autocast(x: Tensor) -> Tensor:
