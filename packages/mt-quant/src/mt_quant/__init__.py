@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         measure_costs,
         weight_bits,
     )
+    from mt_quant.training.fake_quantization import FakeQuantizer, training_obstacle
 
 __all__ = [
     "KV_LEAVES",
@@ -65,6 +66,7 @@ __all__ = [
     "Costs",
     "Decision",
     "Explanation",
+    "FakeQuantizer",
     "FormatPlan",
     "Grid",
     "InputFormat",
@@ -123,6 +125,7 @@ __all__ = [
     "smoothquant_scale",
     "stored_layer",
     "svdquant",
+    "training_obstacle",
     "weight_bits",
     "write_compressed",
     "write_kv_scales",
@@ -144,5 +147,6 @@ __getattr__ = resolve_later(
         "models.folding": "InputSource SharedInput fold_scale fold_scales",
         "models.loading": "load_quantized",
         "models.sensitivity": "Costs FormatPlan choose_formats measure_costs weight_bits",
+        "training.fake_quantization": "FakeQuantizer training_obstacle",
     },
 )

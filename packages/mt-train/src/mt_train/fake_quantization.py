@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-import torch
 from mt_model import GPT, ModelConfig, kv_formats
 from mt_moe import GroupedLinear, unfuse_experts
 from mt_parallel_state import Group, ParallelLayout, ParallelState, group_size, share_json
 from mt_quant import (
     Decision,
+    FakeQuantizer,
     LinearShape,
     QuantizationConfig,
     QuantizationError,
-    quantize_weight,
-    round_activation,
+    training_obstacle,
 )
 from mt_tensor_parallel import (
     ColumnParallelLinear,
@@ -32,72 +31,28 @@ from mt_train.loading import LoadedConfig
 from mt_train.precision import block_linears, grouped_layers
 from mt_train.quantization_section import QuantizationSection
 
-_BLOCKS = {"mxfp8": 32, "mxfp4": 32}
-
 
 class FakeQuantizedGemm(TorchGemm):
-    """torch's products of a rounded weight, and a rounded input where the rule has a format of it.
+    """torch's products of a rounded weight and, where the rule has a format for it, input.
 
-    Rounding passes gradients on as they are (the straight-through estimator, Bengio et al. 2013,
-    https://arxiv.org/abs/1308.3432): the input's is made with the rounded weight, and the weight's,
-    with the rounded input, goes to the weight before rounding.
+    The products' gradients are those of rounded operands, so they pass the rounding unchanged.
 
     Args:
-        shape: Of the layer's weight on this rank.
-        decision: Formats of weight and input.
-        keeps_weight: Whether a rounded weight stays until `forget_weight`.
+        quantizer: Rounds the layer's operands.
     """
 
-    def __init__(self, shape: LinearShape, decision: Decision, *, keeps_weight: bool) -> None:
-        self._shape, self._decision, self._keeps_weight = shape, decision, keeps_weight
-        self._weight: Tensor | None = None
+    def __init__(self, quantizer: FakeQuantizer) -> None:
+        self.quantizer = quantizer
 
     def operand(self, x: Tensor, role: Role) -> Operand:
-        """Round a weight or an input; a gradient stays. See `Gemm.operand`.
-
-        An all-gather of the weight where ranks split what shares a scale, an all-reduce (MAX) of
-        the input's magnitudes where they split its features.
-        """
+        """Round a weight or an input; a gradient stays. See `Gemm.operand`."""
         if role == "weight":
-            rounded = self._weight if self._weight is not None else self._rounded(x)
-            self._weight = rounded if self._keeps_weight else None
-            return rounded
-        if role == "input" and self._decision.input is not None:
-            group = self._shape.group if self._shape.split == "inputs" else None
-            return round_activation(x.flatten(0, -2), self._decision.input, group=group).view_as(x)
-        return x
-
-    def forget_weight(self) -> None:
-        """Have the weight rounded again at its next use."""
-        self._weight = None
-
-    @torch.no_grad()
-    def _rounded(self, weight: Tensor) -> Tensor:
-        """Return this rank's part of the rounded whole weight, [out, in]."""
-        shape, format = self._shape, self._decision.weight
-        if format is None:
-            raise ValueError("the decision has no format of the weight; leave the layer as it is")
-        spans = _spans_ranks(shape, self._decision)
-        whole = shape.gathered(weight.view(*shape.outputs, *shape.inputs)) if spans else weight
-        if not bool(whole.isfinite().all()):
-            return weight  # the loss will tell, on all ranks
-        rounded = quantize_weight(whole, format).dequantize(weight.dtype)
-        rows, columns = shape.own(weight.device) if spans else (None, None)
-        rounded = rounded if rows is None else rounded[rows]
-        return (rounded if columns is None else rounded[:, columns]).contiguous()
+            return self.quantizer.round_weight(x)
+        return self.quantizer.round_input(x) if role == "input" else x
 
     def __repr__(self) -> str:
-        return f"FakeQuantizedGemm(weight={self._decision.weight}, input={self._decision.input})"
-
-
-def _spans_ranks(shape: LinearShape, decision: Decision) -> bool:
-    """Whether numbers that share a scale lie on several ranks."""
-    format = decision.weight
-    if shape.split is None or format is None:
-        return False
-    if format.type == "nvfp4" or format.group == "tensor":
-        return True
-    return shape.split == "inputs" and not isinstance(format.group, int)
+        decision = self.quantizer.decision
+        return f"FakeQuantizedGemm(weight={decision.weight}, input={decision.input})"
 
 
 class FakeQuantization:
@@ -128,7 +83,7 @@ class FakeQuantization:
     def forget_weights(self) -> None:
         """Have weights rounded again at their next use, as they have changed."""
         for gemm in self._gemms.values():
-            gemm.forget_weight()
+            gemm.quantizer.forget_weight()
 
     def lines(self) -> Iterator[str]:
         """Say once what is rounded; all ranks of a pipeline call it together."""
@@ -154,7 +109,7 @@ def fake_quantize(
         stage: A model, or a stage of it.
         decisions: Of the whole model's layers, by name, and of its experts by their numbers.
         group: The ranks that cut an expert (etp).
-        keeps_weight: As of `FakeQuantizedGemm`.
+        keeps_weight: Whether rounded weights are kept until they change.
 
     Returns:
         The strategies by the names of their layers.
@@ -165,7 +120,7 @@ def fake_quantize(
         if decision.weight is None:
             continue
         shape = cast("LinearShape", LinearShape.of(layer))
-        gemm = FakeQuantizedGemm(shape, decision, keeps_weight=keeps_weight)
+        gemm = FakeQuantizedGemm(FakeQuantizer(shape, decision, keeps_weight=keeps_weight))
         layer.choose_gemm(name, lambda _, gemm=gemm: gemm)
         made[name] = gemm
     for name, layer in grouped_layers(stage).items():
@@ -174,8 +129,8 @@ def fake_quantize(
         def gemm_for(expert: str, shape: LinearShape = shape) -> Gemm:
             if decisions[expert].weight is None:
                 return TorchGemm()
-            gemm = FakeQuantizedGemm(shape, decisions[expert], keeps_weight=keeps_weight)
-            return made.setdefault(expert, gemm)
+            quantizer = FakeQuantizer(shape, decisions[expert], keeps_weight=keeps_weight)
+            return made.setdefault(expert, FakeQuantizedGemm(quantizer))
 
         layer.choose_gemm(name, gemm_for)
     return made
@@ -230,7 +185,7 @@ def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
     problems: list[str] = []
     for name, decision in decisions.items():
         if decision.weight is not None:
-            problem = _untrainable(decision) if name in linears else _ELSEWHERE
+            problem = training_obstacle(decision) if name in linears else _ELSEWHERE
             ranks = etp if ".experts." in name else parallel.tp
             problem = problem or _cut(linears[name], decision, ranks)
             problems += [] if problem is None else [f"{name} {problem}"]
@@ -254,38 +209,20 @@ _ELSEWHERE = (
 )
 
 
-def _untrainable(decision: Decision) -> str | None:
-    """Say what of a decision is not a function of the weight and one token."""
-    if decision.method != "rtn":
-        return f"has the method {decision.method}, which reads data; training rounds by rtn"
-    if decision.output is not None:
-        return "has a format of its output; training rounds weight and input"
-    form = decision.input
-    if form is not None and (not form.dynamic or form.group == "tensor" or form.type == "nvfp4"):
-        return (
-            f"has inputs in {form}, with one scale for all tokens; training rounds with scales of "
-            "each token, such as int8, fp8 or mxfp8"
-        )
-    return None
-
-
 def _cut(
     layer: ColumnParallelLinear | RowParallelLinear, decision: Decision, tp: int
 ) -> str | None:
     """Say which group of inputs tensor-parallel ranks cut."""
     if tp == 1 or isinstance(layer, ColumnParallelLinear) or decision.weight is None:
         return None
-    group, input = decision.weight.group, decision.input
-    sizes = {group if isinstance(group, int) else 1}
-    sizes |= {_BLOCKS.get(input.type, 1)} if input is not None else set()
     run = layer.run // tp
-    for size in sizes:
-        if layer.run % (tp * size):
-            return (
-                f"has groups of {size} inputs, and {run} in a row on each tensor-parallel rank; "
-                f"use a divisor of {run}, or fewer ranks"
-            )
-    return None
+    cut = decision.cut_group(run)
+    if cut is None:
+        return None
+    return (
+        f"has groups of {cut} inputs, and {run} in a row on each tensor-parallel rank; use a "
+        f"divisor of {run}, or fewer ranks"
+    )
 
 
 def _whole(model: ModelConfig) -> GPT:

@@ -12,7 +12,6 @@ from mt_parallel_state import shardings
 from torch import nn
 
 from mt_quant.error import QuantizationError
-from mt_quant.formats.format import BLOCKS
 from mt_quant.layers.shape import LinearShape
 from mt_quant.rules.recipes import recipe
 from mt_quant.rules.rule import Decision, Rule
@@ -161,17 +160,17 @@ def _misfits(name: str, decision: Decision, shape: LinearShape | None) -> list[s
         return []
     format, columns = decision.weight, shape.whole_columns
     try:
-        size = format.group_size(columns)
+        format.group_size(columns)
     except QuantizationError as error:
         return [f"{name}: {error}"]
     if format.bits == 4 and shape.columns % 2:
         return [f"{name}: {shape.columns} inputs can't be stored two to a byte; use int8"]
     if shape.split != "inputs":
         return []
-    where = f"where the ranks split {columns} inputs, {shape.run} next to each other on each"
-    if isinstance(format.group, int) and shape.run % size:
-        return [f"{name}: groups of {size} inputs are cut {where}; use a divisor of {shape.run}"]
-    block = 1 if decision.input is None else BLOCKS.get(decision.input.type, 1)
-    if shape.run % block:
-        return [f"{name}: blocks of {block} of an input are cut {where}; use another format"]
-    return []
+    cut = decision.cut_group(shape.run)
+    if cut is None:
+        return []
+    return [
+        f"{name}: groups of {cut} inputs are cut where the ranks split {columns} inputs, "
+        f"{shape.run} next to each other on each; use a divisor of {shape.run}"
+    ]

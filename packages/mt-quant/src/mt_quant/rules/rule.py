@@ -12,7 +12,7 @@ from mt_files import Checks
 from torch import nn
 
 from mt_quant.error import QuantizationError
-from mt_quant.formats.format import InputFormat, WeightFormat
+from mt_quant.formats.format import BLOCKS, InputFormat, WeightFormat
 from mt_quant.formats.kv_format import KVFormat
 from mt_quant.layers.shape import LinearShape
 from mt_quant.methods.registry import check_method
@@ -77,6 +77,17 @@ class Decision:
     kv_cache: KVFormat | None = None
     method: str = "rtn"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def cut_group(self, run: int) -> int | None:
+        """Return the size of a group of inputs that runs of neighbouring inputs cut, if any.
+
+        Args:
+            run: Number of neighbouring inputs that one rank has, where ranks split the inputs.
+        """
+        group = None if self.weight is None else self.weight.group
+        sizes = [group if isinstance(group, int) else 1]
+        sizes += [BLOCKS.get(self.input.type, 1)] if self.input is not None else []
+        return next((size for size in sizes if run % size), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Training with the rounding that a model will have."""
