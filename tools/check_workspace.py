@@ -12,6 +12,7 @@ from pathlib import Path
 import experimental_rules
 import import_rules
 import manifest_rules
+import shape_rules
 import text_rules
 from workspace import Problem, Workspace, load
 
@@ -23,6 +24,9 @@ RULES = (
     manifest_rules.check_files,
     import_rules.check_imports,
     import_rules.check_public_names,
+    shape_rules.check_own_strings,
+    shape_rules.check_circles,
+    shape_rules.check_crowded_folders,
     experimental_rules.check_experimental,
     text_rules.check_machine_paths,
     text_rules.check_hand_kept_lists,

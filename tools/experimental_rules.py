@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
+from source_imports import tree_of
 from workspace import Package, Problem, Workspace, load
 
 PAGE = "docs/experimental.md"
@@ -66,7 +67,7 @@ def marks(workspace: Workspace) -> Iterator[Mark]:
     """Yield the uses of `experimental` in all packages."""
     for package in workspace.packages:
         for path in sorted(package.source.rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+            tree = tree_of(path)
             decorated = dict(_decorated(tree, package.module))
             for call in ast.walk(tree):
                 if isinstance(call, ast.Call) and _is_mark(call.func):

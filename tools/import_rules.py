@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 
 from packaging.utils import canonicalize_name
-from source_imports import Import, imports_of
+from source_imports import Import, imports_of, tree_of
 from workspace import TEST_ONLY, Package, Problem, Workspace
 
 
@@ -30,7 +30,7 @@ def check_public_names(workspace: Workspace) -> Iterator[Problem]:
         path = package.source / "__init__.py"
         if not path.is_file():
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         listed, (bound, offered) = _listed_names(tree), _bound_names(tree, package.module)
         if listed is None:
             yield Problem(

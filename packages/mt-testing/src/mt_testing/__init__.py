@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 
 if TYPE_CHECKING:
     from mt_testing.benchmark import (
@@ -60,27 +61,21 @@ __all__ = [
 
 # Names are resolved on first use: pytest imports this package in every session, for its plugin,
 # and must not pay for torch there.
-_HOMES = {
-    "benchmark": "environment quartiles ratios shown take_turns write_report",
-    "calls": "Call Message recorded_calls recorded_ranks replay",
-    "covering": "pairwise",
-    "device_work": "DeviceWork",
-    "errors": "CommunicationError PoolError RankDied RankFailure RankTimeout",
-    "fake": "fake_world",
-    "faults": "KillAt expect_kill",
-    "pool": "RankPool",
-    "sampling": "sample",
-    "strategies": "layouts",
-    "syncs": "HostSync HostSyncs",
-    "tolerances": "FACTORS assert_close tolerance",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = resolve_later(
+    __name__,
+    benchmark="environment quartiles ratios shown take_turns write_report",
+    calls="Call Message recorded_calls recorded_ranks replay",
+    covering="pairwise",
+    device_work="DeviceWork",
+    errors="CommunicationError PoolError RankDied RankFailure RankTimeout",
+    fake="fake_world",
+    faults="KillAt expect_kill",
+    pool="RankPool",
+    sampling="sample",
+    strategies="layouts",
+    syncs="HostSync HostSyncs",
+    tolerances="FACTORS assert_close tolerance",
+)
 
 
 def __dir__() -> list[str]:
