@@ -191,6 +191,87 @@ IMPORTED = {
     ),
 }
 
+OWN = "packages/mt-part/src/mt_part"
+STATEMENT = "Write an import statement, in the function if it must be late."
+
+# (source text added to mt_part/core.py, the own module that a string imports)
+OWN_STRINGS = {
+    "constant": ("import importlib\nimportlib.import_module('mt_part.low')\n", "mt_part.low"),
+    "constant with a name": (
+        "from importlib import import_module\nLOW = 'mt_part.low'\nimport_module(LOW)\n",
+        "mt_part.low",
+    ),
+    "f-string": (
+        "from importlib import import_module\ndef late(x):\n    import_module(f'mt_part.{x}')\n",
+        "mt_part.*",
+    ),
+    "f-string of __name__": (
+        "from importlib import import_module\nimport_module(f'{__package__}.low')\n",
+        "mt_part.low",
+    ),
+    "sum": (
+        "from importlib import import_module\nimport_module('mt_part.' + str())\n",
+        "mt_part.*",
+    ),
+}
+
+# Files of mt_part with a circle, and the folder, members and first line that are named.
+CIRCLES = {
+    "files": (
+        {"a.py": "import mt_part.b\n", "b.py": "from mt_part import a\n"},
+        "",
+        "a, b",
+        "a.py:1",
+    ),
+    "late import": (
+        {"a.py": "def late():\n    import mt_part.b\n", "b.py": "from mt_part.a import late\n"},
+        "",
+        "a, b",
+        "a.py:2",
+    ),
+    "folders": (
+        {
+            "one/a.py": "import mt_part.two.a\n",
+            "one/b.py": "",
+            "two/a.py": "",
+            "two/b.py": "from mt_part.one import b\n",
+        },
+        "",
+        "one, two",
+        "one/a.py:1",
+    ),
+    "folder with its own root": (
+        {
+            "one/__init__.py": "from mt_part.one.a import x\n",
+            "one/a.py": "from mt_part.one import y\n",
+        },
+        ".one",
+        "__init__, a",
+        "one/__init__.py:1",
+    ),
+    "lazy table": (
+        {
+            "one/__init__.py": "__getattr__ = resolve_later(__name__, a='x')\n",
+            "one/a.py": "from mt_part.one import y\n",
+        },
+        ".one",
+        "__init__, a",
+        "one/__init__.py:1",
+    ),
+}
+
+NO_CIRCLES = {
+    "TYPE_CHECKING": {
+        "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mt_part.b\n",
+        "b.py": "import mt_part.a\n",
+    },
+    "one way": {
+        "one/a.py": "from mt_part.two import a, b\n",
+        "two/a.py": "import mt_part.two.b\n",
+        "two/b.py": "",
+    },
+}
+
 ALLOWED = {
     "extra imported where it is used": "def late():\n    import yaml\n",
     "extra imported with a handler": "try:\n    import yaml\nexcept ImportError:\n    pass\n",
@@ -216,6 +297,46 @@ def test_import_defect_is_found_with_its_line(tree, defect):
     line = len((tree.root / CORE).read_text().splitlines()) + source.count("\n")
     tree.append(CORE, source)
     assert f"{CORE}:{line}: {expected}" in tree.problems()
+
+
+@pytest.mark.parametrize("kind", OWN_STRINGS)
+def test_own_module_imported_by_a_string_is_found(tree, kind):
+    source, module = OWN_STRINGS[kind]
+    tree.write(f"{OWN}/low.py", "")
+    line = len((tree.root / CORE).read_text().splitlines()) + source.count("\n")
+    tree.append(CORE, source)
+    assert tree.problems() == [
+        f"{CORE}:{line}: imports {module}, a module of its own package, by a string. {STATEMENT}"
+    ]
+
+
+@pytest.mark.parametrize("kind", CIRCLES)
+def test_circle_of_files_or_folders_is_found(tree, kind):
+    files, folder, members, first = CIRCLES[kind]
+    for path, text in files.items():
+        tree.write(f"{OWN}/{path}", text)
+    assert tree.problems() == [
+        f"{OWN}/{first}: a circle of imports in mt_part{folder} over 2: {members}. "
+        "Move what both need below both, or pass it in as an argument."
+    ]
+
+
+@pytest.mark.parametrize("kind", NO_CIRCLES)
+def test_imports_that_are_no_circle_give_no_problem(tree, kind):
+    for path, text in NO_CIRCLES[kind].items():
+        tree.write(f"{OWN}/{path}", text)
+    assert tree.problems() == []
+
+
+def test_crowded_folder_is_found(tree):
+    for number in range(25):
+        tree.write(f"{OWN}/room/f{number}.py", "")
+    assert tree.problems() == []
+    tree.write(f"{OWN}/room/f25.py", "")
+    assert tree.problems() == [
+        f"{OWN}/room: 26 files in one folder, of at most 25. "
+        "Sort them into folders that are concepts."
+    ]
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
