@@ -3,7 +3,7 @@
 import mt_fusions
 import pytest
 import torch
-from mt_fusions.counter import kept
+from mt_fusions.residual.dropout import kept
 from mt_parallel_state import hash_key, random_uniform
 
 

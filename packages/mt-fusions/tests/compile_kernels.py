@@ -26,7 +26,7 @@ def dtype(value):
 
 
 def resources(module: str, name: str, signature: dict[str, str], constants: dict, warps: int):
-    kernel = getattr(import_module(f"mt_fusions.gpu.{module}"), name)
+    kernel = getattr(import_module(f"mt_fusions.{module}"), name)
     constants = {name: dtype(value) for name, value in constants.items()}
     types = signature | dict.fromkeys(constants, "constexpr")
     source = ASTSource(

@@ -3,8 +3,8 @@
 import mt_fusions
 import pytest
 import torch
-from mt_fusions.bias_dropout_add import _backward, _forward
-from mt_fusions.counter import kept
+from mt_fusions.residual.bias_dropout_add import _backward, _forward
+from mt_fusions.residual.dropout import kept
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 
 KEY = 0x123456789ABCDEF

@@ -4,7 +4,7 @@ import mt_fusions
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_fusions.bias_gelu import _backward, _forward
+from mt_fusions.activations.bias_gelu import _backward, _forward
 from oracle import DEVICE, Graph, as_fp64, assert_close, difference, drawn, gradients
 
 SHAPES = [(3, 8), (5, 1, 33), (7, 600), (0, 16), (70, 40), (16,), (3, 0)]

@@ -24,7 +24,7 @@ def norm_jobs():
     signature = {**tensors, **numbers, **ROW, "eps": "fp32"}
     for size, centered in itertools.product((64, 4096, WIDEST), (False, True)):
         tile = row_tiles(WIDEST_LAYER if centered and size == WIDEST else size)
-        common = {"module": "norm", "warps": tile.warps, "signature": signature}
+        common = {"module": "norms.triton_norm", "warps": tile.warps, "signature": signature}
         form = {"HAS_WEIGHT": True, "HAS_BIAS": centered, "CENTERED": centered}
         form |= {"ZERO_CENTERED": False, "ROWS": tile.rows, "COLUMNS": tile.columns}
         forward = {**form, "HAS_RESIDUAL": True, "ROUNDS_FIRST": False}
@@ -44,7 +44,7 @@ def gated_jobs():
     for kind in ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu2"):
         form = {"KIND": kind, "HAS_UP": True, "HAS_WEIGHT": True, "HAS_CLAMP": kind == "silu"}
         for name in ("_forward_kernel", "_backward_kernel"):
-            common = {"module": "gated", "warps": tile.warps, "name": name}
+            common = {"module": "activations.triton_gated", "warps": tile.warps, "name": name}
             yield {**common, "signature": signature, "constants": {**form, **shape}}
 
 
@@ -55,7 +55,7 @@ def bias_gelu_jobs():
     for kind in ("gelu", "gelu_tanh"):
         form = {"KIND": kind, "ROWS": tile.rows, "COLUMNS": tile.columns}
         for name in ("_forward_kernel", "_backward_kernel"):
-            common = {"module": "bias_gelu", "warps": tile.warps, "name": name}
+            common = {"module": "activations.triton_bias_gelu", "warps": tile.warps, "name": name}
             yield {**common, "signature": signature, "constants": form}
 
 
@@ -65,7 +65,7 @@ def bias_dropout_add_jobs():
     signature |= dict.fromkeys(("key", "key_2"), "i64") | {"DB": "*fp32", "FIRST": "*i64"}
     signature |= {"x_stride": "i32", "residual_stride": "i32", "limit": "i32", "factor": "fp32"}
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    common = {"module": "bias_dropout_add", "warps": tile.warps, "signature": signature}
+    common = {"module": "residual.triton_bias_dropout_add", "warps": tile.warps, "signature": signature}
     form = {"HAS_BIAS": True, "DROPS": True, **shape}
     yield {**common, "name": "_forward_kernel", "constants": form}
     yield {**common, "name": "_backward_kernel", "constants": shape}
@@ -78,7 +78,7 @@ def masked_softmax_jobs():
     signature |= dict.fromkeys(("rows", "heads", "queries", "keys", *strides), "i32")
     for size in (64, 4096, WIDEST):
         tile = row_tiles(size)
-        common = {"module": "masked_softmax", "warps": tile.warps, "signature": signature}
+        common = {"module": "attention.triton_masked_softmax", "warps": tile.warps, "signature": signature}
         form = {"HAS_SINKS": True, "ROWS": tile.rows, "COLUMNS": tile.columns}
         forward = {**form, "HAS_MASK": True, "CAUSAL": True}
         yield {**common, "name": "_forward_kernel", "constants": forward}
@@ -88,7 +88,7 @@ def masked_softmax_jobs():
 def permute_jobs():
     signature = dict.fromkeys(("X", "G", "W", "Y"), "*bf16") | {"PLACES": "*i64", "D": "*fp32"}
     signature |= dict.fromkeys(("x_stride", "g_stride", "choices", "size"), "i32")
-    common = {"module": "permute", "warps": 4, "signature": signature}
+    common = {"module": "gpu.permute", "warps": 4, "signature": signature}
     form = {"HAS_WEIGHTS": True, "COLUMNS": 1024}
     for name in ("_spread_kernel", "_combine_kernel"):
         yield {**common, "name": name, "constants": form}
@@ -100,7 +100,7 @@ def adamw_jobs():
     signature = dict.fromkeys(numbers, "fp32")
     signature |= {"TABLE": "*i64", "CHUNKS": "*i64", "FACTOR": "*fp32"}
     form = {"PARAM": "tl.bfloat16", "GRAD": "tl.float32", "HAS_MASTER": True, "HAS_FACTOR": True}
-    common = {"module": "adamw", "name": "_kernel", "warps": 8, "signature": signature}
+    common = {"module": "gpu.adamw", "name": "_kernel", "warps": 8, "signature": signature}
     yield {**common, "constants": {**form, "CHUNK": 1 << 16, "BLOCK": 2048}}
 
 
@@ -110,14 +110,14 @@ def cross_entropy_jobs():
     signature = {**numbers, **sizes, "X": "*bf16", "OUT": "*bf16", "LABELS": "*i64"}
     constants = {"WANTS_TOTAL": True, "COLUMNS": 4096}
     for name in ("_forward_kernel", "_backward_kernel"):
-        common = {"module": "cross_entropy", "warps": 8, "name": name}
+        common = {"module": "gpu.cross_entropy", "warps": 8, "name": name}
         yield {**common, "signature": signature, "constants": constants}
 
 
 def rope_jobs():
     sizes = ("token_stride", "head_stride", "tokens", "heads", "size", "width", "table_batch")
     tensors = dict.fromkeys(("X", "COS", "SIN", "Y"), "*bf16")
-    common = {"module": "rope", "name": "_kernel", "warps": 4}
+    common = {"module": "attention.triton_rope", "name": "_kernel", "warps": 4}
     form = {"INTERLEAVED": False, "BACK": False, "HEADS": 32, "HALF": 64, "REST": 64}
     yield {**common, "signature": tensors | dict.fromkeys(sizes, "i32"), "constants": form}
 
@@ -138,7 +138,7 @@ JOBS = [
 def is_sampled(job):
     """The widest rows, which take the most registers, and two of the activations."""
     constants = job["constants"]
-    narrow = job["module"] in ("norm", "masked_softmax") and constants["COLUMNS"] <= 4096
+    narrow = job["module"].endswith(("_norm", "_softmax")) and constants["COLUMNS"] <= 4096
     return not narrow and constants.get("KIND", "silu") in ("silu", "gelu_tanh")
 
 

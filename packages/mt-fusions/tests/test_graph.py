@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mt_fusions import Graph, GraphError, GraphPool
-from mt_fusions.counter import kept
+from mt_fusions.residual.dropout import kept
 from torch import nn
 
 

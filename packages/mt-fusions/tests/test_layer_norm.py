@@ -4,8 +4,8 @@ import mt_fusions
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_fusions.norm import _backward, _forward, norm_reference
-from mt_fusions.norm_form import Form
+from mt_fusions.norms.form import Form
+from mt_fusions.norms.norm import _backward, _forward, norm_reference
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 
 EPS = 1e-5

@@ -4,7 +4,7 @@ import mt_fusions
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_fusions.masked_softmax import _backward, _forward
+from mt_fusions.attention.masked_softmax import _backward, _forward
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 
 SHAPES = [(2, 3, 5, 8), (1, 2, 7, 33), (2, 1, 4, 4), (0, 2, 3, 4), (1, 2, 3, 300), (2, 3, 6, 2)]

@@ -3,7 +3,7 @@
 import mt_fusions
 import pytest
 import torch
-from mt_fusions.rope import _turn
+from mt_fusions.attention.rope import _turn
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 
 FORMS = [(False, 1), (True, 1), (False, 2), (True, 2)]  # interleaved, heads_dim

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from mt_fusions.activations.bias_gelu import bias_gelu, bias_gelu_tanh
+from mt_fusions.activations.gated import geglu, quick_geglu, squared_relu, swiglu
 from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
-from mt_fusions.add_norm import add_layer_norm, add_rms_norm
-from mt_fusions.autograd_graph import AutogradGraph
-from mt_fusions.bias_dropout_add import bias_dropout_add
-from mt_fusions.bias_gelu import bias_gelu, bias_gelu_tanh
+from mt_fusions.attention.masked_softmax import masked_softmax
+from mt_fusions.attention.rope import apply_rope
 from mt_fusions.cross_entropy import cross_entropy
-from mt_fusions.gated import geglu, quick_geglu, squared_relu, swiglu
-from mt_fusions.graph import Graph
-from mt_fusions.graph_pool import GraphPool
+from mt_fusions.graphs.autograd_graph import AutogradGraph
+from mt_fusions.graphs.graph import Graph
+from mt_fusions.graphs.graph_pool import GraphPool
+from mt_fusions.graphs.tape import GraphError
 from mt_fusions.kernels import fused_kernel
-from mt_fusions.layer_norm import layer_norm
 from mt_fusions.linear_cross_entropy import linear_cross_entropy
 from mt_fusions.loss import LossOptions
-from mt_fusions.masked_softmax import masked_softmax
+from mt_fusions.norms.add_norm import add_layer_norm, add_rms_norm
+from mt_fusions.norms.layer_norm import layer_norm
+from mt_fusions.norms.rms_norm import rms_norm
 from mt_fusions.obstacles import obstacles
 from mt_fusions.operator import operator
 from mt_fusions.permute import Permuted, permute, unpermute
-from mt_fusions.rms_norm import rms_norm
-from mt_fusions.rope import apply_rope
+from mt_fusions.residual.bias_dropout_add import bias_dropout_add
 from mt_fusions.shards import cross_entropy_gradient_, cross_entropy_parts
-from mt_fusions.tape import GraphError
 
 __all__ = [
     "AdamWOptions",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mt_fusions.activations.bias_gelu import BIAS_GELU_KERNELS
+from mt_fusions.activations.gated import GATED_KERNELS
 from mt_fusions.adamw import ADAMW_KERNELS
-from mt_fusions.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS
-from mt_fusions.bias_gelu import BIAS_GELU_KERNELS
+from mt_fusions.attention.masked_softmax import MASKED_SOFTMAX_KERNELS
+from mt_fusions.attention.rope import ROPE_KERNELS
 from mt_fusions.cross_entropy import CROSS_ENTROPY_KERNELS
-from mt_fusions.gated import GATED_KERNELS
 from mt_fusions.kernels import Kernel
-from mt_fusions.masked_softmax import MASKED_SOFTMAX_KERNELS
-from mt_fusions.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
+from mt_fusions.norms.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
 from mt_fusions.permute import PERMUTE_KERNELS, UNPERMUTE_KERNELS
-from mt_fusions.rope import ROPE_KERNELS
+from mt_fusions.residual.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS
 
 KERNELS: Mapping[str, tuple[Kernel, ...]] = {
     "rms_norm": RMS_NORM_KERNELS,

@@ -116,7 +116,7 @@ def _reference(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tens
 
 
 def _triton(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tensor:
-    from mt_fusions.gpu.rope import turn
+    from mt_fusions.attention.triton_rope import turn
 
     return turn(x, cos, sin, how)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mt_fusions.kernels import AUTO
-from mt_fusions.norm import norm
-from mt_fusions.norm_form import Form
+from mt_fusions.norms.form import Form
+from mt_fusions.norms.norm import norm
 
 
 def layer_norm(

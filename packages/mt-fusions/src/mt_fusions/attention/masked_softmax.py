@@ -165,13 +165,13 @@ def _cpu_backward(grad: Tensor, probs: Tensor, rest: Tensor, scale: float) -> Pa
 
 
 def _triton_forward(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, form: Form) -> Pair:
-    from mt_fusions.gpu.masked_softmax import forward
+    from mt_fusions.attention.triton_masked_softmax import forward
 
     return forward(scores, mask, sinks, form)
 
 
 def _triton_backward(grad: Tensor, probs: Tensor, rest: Tensor, scale: float) -> Pair:
-    from mt_fusions.gpu.masked_softmax import backward
+    from mt_fusions.attention.triton_masked_softmax import backward
 
     return backward(grad, probs, rest, scale)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mt_fusions.tape import GraphError
+from mt_fusions.graphs.tape import GraphError
 
 
 class EagerReport:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mt_fusions.arguments import check_floating, check_of_columns, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.counter import kept, scale
 from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
 from mt_fusions.operator import operator
+from mt_fusions.residual.dropout import kept, scale
 
 Grads = tuple[Tensor, Tensor]  # of x and, in fp32 at least, of the bias
 _INDICES = 1 << 15  # of one thread: two blocks of int64 stay in its L2 cache
@@ -115,13 +115,13 @@ def _cpu_backward(grad: Tensor, first: Tensor, how: Dropout) -> Grads:
 def _triton_forward(
     x: Tensor, bias: Tensor | None, residual: Tensor, first: Tensor | None, how: Dropout
 ) -> Tensor:
-    from mt_fusions.gpu.bias_dropout_add import forward
+    from mt_fusions.residual.triton_bias_dropout_add import forward
 
     return forward(x, bias, residual, first, how)
 
 
 def _triton_backward(grad: Tensor, first: Tensor, how: Dropout) -> Grads:
-    from mt_fusions.gpu.bias_dropout_add import backward
+    from mt_fusions.residual.triton_bias_dropout_add import backward
 
     return backward(grad, first, how)
 

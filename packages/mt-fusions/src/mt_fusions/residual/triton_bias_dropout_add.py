@@ -10,8 +10,8 @@ from mt_kernels import GOLDEN, MIX_1, MIX_2, key_words
 from torch import Tensor
 
 from mt_fusions.blocks import as_rows
-from mt_fusions.counter import scale, threshold
 from mt_fusions.gpu.launch import programs, row_tiles
+from mt_fusions.residual.dropout import scale, threshold
 
 _WIDEST = 256
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in (GOLDEN, MIX_1, MIX_2))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_fusions.activations.gated import activation_and_slope
 from mt_fusions.arguments import check_floating, check_of_columns
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.gated import activation_and_slope
 from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
 from mt_fusions.operator import operator
 
@@ -99,13 +99,13 @@ def _approximate(kind: str) -> str:
 
 
 def _triton_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    from mt_fusions.gpu.bias_gelu import forward
+    from mt_fusions.activations.triton_bias_gelu import forward
 
     return forward(x, bias, kind)
 
 
 def _triton_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> Grads:
-    from mt_fusions.gpu.bias_gelu import backward
+    from mt_fusions.activations.triton_bias_gelu import backward
 
     return backward(grad, x, bias, kind)
 

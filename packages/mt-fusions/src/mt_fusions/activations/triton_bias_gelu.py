@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mt_fusions.activations.triton_gated import _activation
 from mt_fusions.blocks import as_rows
-from mt_fusions.gpu.gated import _activation
 from mt_fusions.gpu.launch import programs, row_tiles
 
 _WIDEST = 256

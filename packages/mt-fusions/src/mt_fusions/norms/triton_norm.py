@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_fusions.gpu.launch import programs, row_tiles
-from mt_fusions.norm_form import Form, Grads, Normed, Stats
+from mt_fusions.norms.form import Form, Grads, Normed, Stats
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from mt_fusions.eager_report import EagerReport
-from mt_fusions.graph_pool import GraphPool
-from mt_fusions.held import Held, State, tensors_of
-from mt_fusions.static_tensors import StaticTensors, device_of
-from mt_fusions.tape import GraphError, Script, Tape
+from mt_fusions.graphs.eager_report import EagerReport
+from mt_fusions.graphs.graph_pool import GraphPool
+from mt_fusions.graphs.held import Held, State, tensors_of
+from mt_fusions.graphs.static_tensors import StaticTensors, device_of
+from mt_fusions.graphs.tape import GraphError, Script, Tape
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -264,7 +264,7 @@ def _activation_backward_(grad: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def _triton_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
-    from mt_fusions.gpu.gated import forward
+    from mt_fusions.activations.triton_gated import forward
 
     return forward(gate, up, weight, how)
 
@@ -272,7 +272,7 @@ def _triton_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how:
 def _triton_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from mt_fusions.gpu.gated import backward
+    from mt_fusions.activations.triton_gated import backward
 
     return backward(grad, gate, up, weight, how)
 

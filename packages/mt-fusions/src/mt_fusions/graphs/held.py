@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from mt_fusions.tape import Tape, address
+from mt_fusions.graphs.tape import Tape, address
 
 State: TypeAlias = nn.Module | Mapping[str, Tensor] | None
 """A module, whose parameters, gradients and buffers a callable uses; or tensors by name."""

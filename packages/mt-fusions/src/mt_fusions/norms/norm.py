@@ -20,7 +20,7 @@ from mt_fusions.kernels import (
     triton_obstacle,
     width_obstacle,
 )
-from mt_fusions.norm_form import Form, Grads, Normed, Stats
+from mt_fusions.norms.form import Form, Grads, Normed, Stats
 from mt_fusions.operator import operator
 
 
@@ -213,7 +213,7 @@ def _blocks(first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor, ...]]
 def _triton_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
 ) -> Normed:
-    from mt_fusions.gpu.norm import forward
+    from mt_fusions.norms.triton_norm import forward
 
     return forward(x, residual, weight, bias, form)
 
@@ -228,7 +228,7 @@ def _triton_backward(
     *,
     sums: bool,
 ) -> Grads:
-    from mt_fusions.gpu.norm import backward
+    from mt_fusions.norms.triton_norm import backward
 
     return backward(grad, grad_total, x, weight, stats, form, sums=sums)
 

@@ -1,0 +1,1 @@
+"""Activations of the feed-forward, with a gate or a bias."""

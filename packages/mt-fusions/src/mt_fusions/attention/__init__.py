@@ -1,0 +1,1 @@
+"""Rotary embedding, and the softmax of attention scores."""

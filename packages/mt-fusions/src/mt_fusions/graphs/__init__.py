@@ -1,0 +1,1 @@
+"""Callables as CUDA graphs, and their stand-in on a CPU."""

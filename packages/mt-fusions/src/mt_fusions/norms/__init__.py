@@ -1,0 +1,1 @@
+"""Norms, alone and with the residual that is added before."""

@@ -1,0 +1,1 @@
+"""The residual stream: a branch with its dropout is added."""
