@@ -65,7 +65,11 @@ def bias_dropout_add_jobs():
     signature |= dict.fromkeys(("key", "key_2"), "i64") | {"DB": "*fp32", "FIRST": "*i64"}
     signature |= {"x_stride": "i32", "residual_stride": "i32", "limit": "i32", "factor": "fp32"}
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    common = {"module": "residual.triton_bias_dropout_add", "warps": tile.warps, "signature": signature}
+    common = {
+        "module": "residual.triton_bias_dropout_add",
+        "warps": tile.warps,
+        "signature": signature,
+    }
     form = {"HAS_BIAS": True, "DROPS": True, **shape}
     yield {**common, "name": "_forward_kernel", "constants": form}
     yield {**common, "name": "_backward_kernel", "constants": shape}
@@ -78,7 +82,11 @@ def masked_softmax_jobs():
     signature |= dict.fromkeys(("rows", "heads", "queries", "keys", *strides), "i32")
     for size in (64, 4096, WIDEST):
         tile = row_tiles(size)
-        common = {"module": "attention.triton_masked_softmax", "warps": tile.warps, "signature": signature}
+        common = {
+            "module": "attention.triton_masked_softmax",
+            "warps": tile.warps,
+            "signature": signature,
+        }
         form = {"HAS_SINKS": True, "ROWS": tile.rows, "COLUMNS": tile.columns}
         forward = {**form, "HAS_MASK": True, "CAUSAL": True}
         yield {**common, "name": "_forward_kernel", "constants": forward}
