@@ -77,7 +77,7 @@ def test_no_peak_is_promised_that_could_not_be_kept():
 
 def test_what_is_not_there_cannot_be_put_off():
     for action in (Action(Op.W, 0, 0), Action(Op.F, 0, 0), Action(Op.B, 0, 9)):
-        with pytest.raises(ValueError, match=f"{action} cannot be put off"):
+        with pytest.raises(ValueError, match=f"{action} cannot be deferred"):
             defer_weights(make_schedule("1f1b", 2, 3), [action])
 
 

@@ -169,8 +169,8 @@ def test_the_same_arguments_give_the_same_schedule():
 @pytest.mark.parametrize(
     ("costs", "cap", "message"),
     [
-        (Costs(forward=[1.0] * 6), 9.0, "6 pieces of the model, which 4 ranks do not share evenly"),
-        (profile(), 1.0, "no schedule keeps to memory_cap 1.0: the most modest one takes 4 bytes"),
+        (Costs(forward=[1.0] * 6), 9.0, "6 pieces of the model, which 4 ranks"),
+        (profile(), 1.0, "no schedule keeps to memory_cap 1.0: the smallest one takes 4 bytes"),
         (profile(), 0.0, "memory_cap is 0.0: expected one number above 0, or 4"),
         (profile(), [8.0, 8.0], r"memory_cap is \[8.0, 8.0\]: expected one number above 0, or 4"),
     ],

@@ -243,9 +243,9 @@ def test_simulation_refuses_bad_times(options, message):
         (
             ("interleaved",),
             {"group": 2},
-            "group is 2: .* from 4 to 8, .*the nearest that fits is 4",
+            "group is 2: .* from 4 to 8, .*the nearest valid group is 4",
         ),
-        (("interleaved",), {"group": 6}, "group is 6: .*at least 4.*the nearest that fits is 4"),
+        (("interleaved",), {"group": 6}, "group is 6: .*at least 4.*the nearest valid group is 4"),
         (("interleaved", 4, 3), {"group": 3}, "3 micro-batches on 4 ranks.*leave group out"),
         (("dualpipe", 3), {}, "stages is 3: .* must be even; use 4, or dualpipe-v"),
         (("dualpipe", 4, 9), {}, "microbatches is 9: .*an even number of at least 8; use 10"),

@@ -40,7 +40,7 @@ def test_an_action_of_no_stage_or_microbatch_points_to_check(astray):
     ranks = (schedule.ranks[0], (*schedule.ranks[1], astray))
     broken = dataclasses.replace(schedule, ranks=ranks)
     for refuses in (simulate, insert_communication):
-        with pytest.raises(ValueError, match=r"there is no such .*check\(schedule\) says"):
+        with pytest.raises(ValueError, match=r"there is no such .*check\(schedule\)"):
             refuses(broken)
 
 
@@ -95,7 +95,7 @@ def test_values_with_everything_survive_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"directions": 3}, "stages is 4, which 3 directions do not share evenly"),
+        ({"directions": 3}, "stages is 4, not a multiple of the 3 directions"),
         (
             {"pairs": frozenset({(Action(Op.B, 0, 0), Action(Op.F, 0, 1))})},
             "B0 of stage 0 cannot overlap F1 of stage 0: it takes an F and a B or I",

@@ -140,15 +140,15 @@ def test_layouts_are_read(text, wanted):
         ("t|tL", 0, "the first stage begins with the embedding"),
         ("Et|t", 3, "the last stage ends with the head and loss"),
         ("EtL|", 3, "the last stage ends with"),
-        ("EtE|tL", 2, "E is there once and begins the first stage"),
-        ("EtL|tL", 2, "L is there once and ends the last stage"),
+        ("EtE|tL", 2, "E may occur only once"),
+        ("EtL|tL", 2, "L may occur only once"),
         ("Et||tL", 3, "stage 1 is empty"),
         ("Et|(t|tL", 3, r"'\(' is never closed"),
         ("Et|t)L", 4, r"'\)' closes no '\('"),
-        ("*3EtL", 0, "'\\*' repeats what is before it"),
-        ("Et*|tL", 3, "after '\\*' comes how often"),
-        ("Et*0|tL", 3, "after '\\*' comes how often"),
-        ("Et*-1|tL", 3, "after '\\*' comes how often"),
+        ("*3EtL", 0, "nothing before '\\*'"),
+        ("Et*|tL", 3, "'\\*' needs a whole number"),
+        ("Et*0|tL", 3, "'\\*' needs a whole number"),
+        ("Et*-1|tL", 3, "'\\*' needs a whole number"),
         ("Em|tL", 3, "cannot come after a prediction layer"),
         ("Et*99999999999999999999L", 3, "more than 65536 symbols"),
         ("E((t*1000)*1000)*1000L", 11, "more than 65536 symbols"),
@@ -179,7 +179,7 @@ def test_a_layout_error_survives_pickling():
 def test_another_number_of_layers_or_stages_is_named():
     with pytest.raises(LayoutError, match=r"it has 3 layers \(t\), the model 4"):
         parse_layout("Et|ttL", num_layers=4)
-    with pytest.raises(LayoutError, match=r"it has 2 stages, but 4 are needed: it takes 3 '\|'"):
+    with pytest.raises(LayoutError, match=r"it has 2 stages, but needs 4: write 3 '\|'"):
         parse_layout("Et|ttL", stages=4)
 
 

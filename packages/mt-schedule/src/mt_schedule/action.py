@@ -1,4 +1,4 @@
-"""What a schedule is made of: operations and actions; and how they are read from JSON."""
+"""Operations and actions, the parts of a schedule, and how they are read from JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Op(StrEnum):
-    """What one action does to one micro-batch at one stage."""
+    """The operation of an action on one micro-batch at one stage."""
 
     F = "F"
     """Forward of the stage."""
@@ -29,9 +29,9 @@ class Op(StrEnum):
     RECV_B = "RECV_B"
     """Receive the gradient of the stage's output from the next stage."""
     GATHER = "GATHER"
-    """Start to gather the stage's parameters, if they are sharded; of no micro-batch."""
+    """Start to gather the stage's parameters, if they are sharded; it has no micro-batch."""
     REDUCE = "REDUCE"
-    """Start to reduce the stage's gradients over its replicas; of no micro-batch."""
+    """Start to reduce the stage's gradients over its replicas; it has no micro-batch."""
 
     @property
     def is_send(self) -> bool:
@@ -55,7 +55,7 @@ class Op(StrEnum):
 
     @property
     def is_hook(self) -> bool:
-        """Whether the action is about a stage's parameters: GATHER or REDUCE."""
+        """Whether the action concerns a stage's parameters: GATHER or REDUCE."""
         return self in (Op.GATHER, Op.REDUCE)
 
 
@@ -68,9 +68,9 @@ class Action(NamedTuple):
     """One step of one rank.
 
     Attributes:
-        op: What is done.
-        stage: The stage whose forward, backward, input or output it is.
-        microbatch: Index of the micro-batch; 0 for GATHER and REDUCE, which have none.
+        op: The operation.
+        stage: The stage that it belongs to.
+        microbatch: Index of the micro-batch; 0 for GATHER and REDUCE.
     """
 
     op: Op
@@ -87,11 +87,11 @@ def _is_int(value: Any) -> bool:
 
 
 LARGEST = 2**21
-"""The most stages times micro-batches of a schedule: some six million actions, a gigabyte."""
+"""Largest product of stages and micro-batches: some six million actions, a gigabyte."""
 
 
 def require_positive(what: str, value: Any, most: int = LARGEST) -> int:
-    """Return `value` where it is a whole number from 1 to `most`, else raise ValueError."""
+    """Return `value` if it is a whole number from 1 to `most`, else raise ValueError."""
     if not _is_int(value) or value < 1:
         raise ValueError(f"{what} is {value!r:.60}: expected a whole number of at least 1")
     if value > most:
@@ -100,13 +100,13 @@ def require_positive(what: str, value: Any, most: int = LARGEST) -> int:
 
 
 def require_size(stages: Any, microbatches: Any) -> None:
-    """Raise ValueError where a schedule would be too large to be made."""
+    """Raise ValueError if a schedule would be too large to be made."""
     require_positive("stages", stages)
     require_positive("microbatches", microbatches)
     if stages * microbatches > LARGEST:
         raise ValueError(
-            f"{stages:,} stages of {microbatches:,} micro-batches each are too many for one "
-            f"schedule: their product may be at most {LARGEST:,}"
+            f"{stages:,} stages times {microbatches:,} micro-batches are too many for one "
+            f"schedule: the product may be at most {LARGEST:,}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Proves a schedule complete, ordered, deadlock-free and within its memory, without running it."""
+"""Proof that a schedule is complete, ordered, free of deadlock and within its memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mt_schedule.ir import Schedule
 from mt_schedule.simulator import advance, source_of
 
 _Channel: TypeAlias = tuple[int, int]  # from rank, to rank
-_Places: TypeAlias = Mapping[Action, int]  # where in its rank's list an action first stands
+_Places: TypeAlias = Mapping[Action, int]  # index at which an action first stands in its rank
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong with a schedule.
+    """One error in a schedule.
 
     Attributes:
-        rank: The rank whose list it is in.
-        index: Index into that rank's list. For an action that is missing: where it is needed, or
-            the length of the list if nothing after it needs it.
-        sentence: What is wrong, for a person.
+        rank: The rank whose list contains the error.
+        index: Index into that rank's list. For a missing action: the index of the first action
+            that needs it, or the length of the list if none does.
+        sentence: A description for people.
     """
 
     rank: int
@@ -37,23 +37,24 @@ class Violation:
 
 
 def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
-    """Find everything that is wrong with a schedule.
+    """Find all errors in a schedule.
 
-    Checked are: every stage and micro-batch has each of its actions once and on its rank; what an
-    action needs comes before it; ranks do not wait for each other for ever; and never more live
-    activations than the schedule promises. Where the schedule communicates also: the sends of one
-    rank to another and the receives there are the same messages in the same order, and no deadlock
-    when a rank goes on only after its whole exchange (`Step`) is done and a send ends only once it
-    is received, or one of `buffers` holds it. Deadlock is not looked for where actions are missing,
-    out of order or mismatched, as it would be their consequence.
+    It checks that every stage and micro-batch has each of its actions once, on its rank; that
+    every action comes after the actions it needs; that ranks do not wait for each other forever;
+    and that there are never more live activations than the schedule declares. If the schedule
+    communicates, it also checks that the sends of one rank to another and the receives there are
+    the same messages in the same order, and that there is no deadlock if a rank goes on only after
+    its whole exchange (`Step`), and a send ends only once it is received or held in one of
+    `buffers`. Actions that are missing, out of order or mismatched would cause deadlocks, so with
+    such errors no deadlock is searched.
 
     Args:
-        schedule: With or without communication.
-        buffers: How many messages from one rank to another may be under way after their send has
-            ended. 0: sends block until they are received, the strictest case.
+        schedule: A schedule, with or without communication.
+        buffers: Number of messages from one rank to another that may be in flight after their send
+            has ended. With 0, the strictest case, sends block until they are received.
 
     Returns:
-        The violations by rank and index; empty when the schedule is right.
+        The violations by rank and index; empty if the schedule is right.
     """
     require_kind(schedule, Schedule)
     if buffers < 0:
@@ -80,7 +81,7 @@ def check(schedule: Schedule, *, buffers: int = 0) -> list[Violation]:
 
 
 def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
-    """Why an action cannot be where it is, whatever surrounds it."""
+    """Return why an action cannot be on a rank at all; None if it can."""
     if not 0 <= action.stage < schedule.stages:
         return f"{action}: there are stages 0..{schedule.stages - 1} only"
     if not 0 <= action.microbatch < schedule.microbatches:
@@ -88,7 +89,7 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
     if schedule.stage_ranks[action.stage] != rank:
         return f"{action}: that stage is on rank {schedule.stage_ranks[action.stage]}"
     if action.op.is_hook:
-        return f"{action} is of micro-batch {action.microbatch}" if action.microbatch else None
+        return f"{action} has micro-batch {action.microbatch}" if action.microbatch else None
     passing = schedule.microbatches_of(action.stage)
     if action.microbatch not in passing:
         return f"{action}: micro-batches {passing[0]}..{passing[-1]} pass that stage"
@@ -98,7 +99,7 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 
 def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
-    """What has to come before an action on its own rank."""
+    """Yield the actions that have to come before an action on its own rank."""
     op, stage, microbatch = action
     backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
     if op is Op.REDUCE:
@@ -122,12 +123,12 @@ def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterat
 
 
 def _hooked(places: _Places) -> set[Op]:
-    """The hooks that some stage has: then all have them."""
+    """Return the hooks of any stage; then every stage has to have them."""
     return {action.op for action in places if action.op.is_hook}
 
 
 def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
-    """Every action that a complete schedule has."""
+    """Yield every action of a complete schedule."""
     hooks = sorted(_hooked(places))
     for stage in range(schedule.stages):
         messages = [
@@ -180,7 +181,7 @@ def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    """The first message of each channel that its two ends disagree on, at both ends."""
+    """Yield the first message of each channel on which its two ends disagree, at both ends."""
     sends: dict[_Channel, list[Action]] = defaultdict(list)
     receives: dict[_Channel, list[Action]] = defaultdict(list)
     for action in places:  # in the order of the lists
@@ -202,7 +203,7 @@ def _mismatched(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
-    """Deadlock of the computation alone, however well it communicates."""
+    """Find deadlocks of the computation alone, independent of messages."""
     timeline = advance(schedule, Costs(forward=0.0, backward=0.0))
     stuck = {
         rank: (action, source_of(schedule, action))
@@ -219,14 +220,14 @@ def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
 
 
 def _deadlocks(schedule: Schedule, places: _Places, buffers: int) -> Iterator[Violation]:
-    """Let every rank go as far as its exchanges let it.
+    """Let every rank go as far as its exchanges allow, and report the ranks that are stuck.
 
-    The k-th send of a channel belongs to its k-th receive, so counting what has been posted is
-    enough: a receive is done when that many sends are posted, a send when that many receives are.
+    The k-th send of a channel belongs to its k-th receive, so counting is enough: the k-th receive
+    is done once k sends are posted, and the k-th send once k receives are posted.
     """
     plans = [[step.exchange for step in steps(actions)] for actions in schedule.ranks]
     posted: dict[tuple[bool, _Channel], int] = defaultdict(int)
-    # For each rank its exchange's messages that are not done: action, whether a send, channel, k.
+    # Unfinished messages of each rank's exchange: action, whether it is a send, channel, k.
     pending: list[list[tuple[Action, bool, _Channel, int]]] = [[] for _ in plans]
     at = [0] * len(plans)
     runnable = list(range(len(plans)))
@@ -279,9 +280,9 @@ def _over_peak(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    """Overlapped pairs of what is not there, on two ranks, or of one action with two others.
+    """Find pairs with missing actions, on two ranks, or with an action in two pairs.
 
-    Two that are parted on their rank run one after the other, to the same result.
+    A pair with other actions in between is no error: the two run one after the other.
     """
     paired: set[Action] = set()
     for first, second in sorted(schedule.pairs):
@@ -301,7 +302,7 @@ def _ill_paired(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _violation(schedule: Schedule, places: _Places, action: Action, sentence: str) -> Violation:
-    """A violation where an action is, or at the end of the list in which it would be."""
+    """Return a violation at an action's index, or at the end of its rank's list."""
     exists = 0 <= action.stage < schedule.stages
     rank = schedule.stage_ranks[action.stage] if exists else 0
     return Violation(rank, places.get(action, len(schedule.ranks[rank])), sentence)

@@ -1,4 +1,4 @@
-"""The `mt-pipeline` command: draw schedules, print them, and say whether they are right."""
+"""The `mt-pipeline` command: draw, print and check schedules."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Chosen:
         schedule: A name such as 1f1b or zb-v, or a .json file that `Schedule.to_json` wrote.
         stages: Number of pipeline ranks.
         microbatches: Number of micro-batches.
-        chunks: Stages on each rank, of interleaved and bfs.
-        group: Micro-batches that visit a chunk before the next, of interleaved.
-        overlap: Overlap each forward with the backward after it, of 1f1b and interleaved.
+        chunks: Stages on each rank, for interleaved and bfs.
+        group: Micro-batches that visit a chunk before the next chunk, for interleaved.
+        overlap: Overlap each forward with the backward after it, for 1f1b and interleaved.
     """
 
     schedule: str
@@ -40,7 +40,7 @@ class _Chosen:
     overlap: bool = False
 
     def made(self) -> Schedule:
-        """The schedule that is meant."""
+        """Return the chosen schedule."""
         if self.schedule.endswith(".json"):
             return Schedule.from_json(Path(self.schedule).read_text(encoding="utf-8"))
         given = {"chunks": self.chunks, "group": self.group, "overlap": self.overlap or None}
@@ -50,15 +50,15 @@ class _Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw(_Chosen):
-    """Simulate a schedule and draw when each rank does what; or say what is wrong with it.
+    """Simulate a schedule and draw it as a Gantt chart, or print its errors.
 
     Attributes:
-        output: An .svg file to write, also -o. Left out, the drawing is printed in characters.
+        output: An .svg file to write, also -o. Without it, the drawing is printed in characters.
         forward: Time of a stage's forward.
         backward: Time of a stage's backward.
-        weight: Its part for the weights. Left out, half of it.
+        weight: The part of the backward for the weights; half of it by default.
         latency: Time of a transfer between two ranks.
-        pair_share: Time of an overlapped pair, as a share of its two times.
+        pair_share: Time of an overlapped pair, as a share of the sum of its two times.
         width: Width in pixels, or in characters.
     """
 
@@ -91,10 +91,10 @@ class Draw(_Chosen):
 
 @dataclass(frozen=True, kw_only=True)
 class Show(_Chosen):
-    """Print a schedule in the papers' notation, its costs, and what is wrong with it, if anything.
+    """Print a schedule in the papers' notation, its costs, and its errors.
 
     Attributes:
-        json: Print the JSON that can be edited and read again instead.
+        json: Print JSON instead, which can be edited and read again.
     """
 
     json: bool = False
@@ -113,7 +113,7 @@ class Show(_Chosen):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mt-pipeline`; exits with 2 and one message when something is wrong."""
+    """Entry point of `mt-pipeline`; exits with 2 and one message on an error."""
     try:
         import tyro
     except ModuleNotFoundError:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _require_right(schedule: Schedule) -> None:
-    """Name what is wrong with a schedule, and exit with 1 if something is."""
+    """Print the errors of a schedule, and exit with 1 if there are any."""
     violations = check(schedule)
     for violation in violations:
         _say(str(violation), stream=sys.stderr)

@@ -1,4 +1,4 @@
-"""Passes that turn what is computed into what is also sent, and into forward-only orders."""
+"""Passes over schedules: insert messages and hooks, keep only the forwards."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mt_schedule.simulator import action_times, simulate
 def insert_communication(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Put sends and receives between the compute actions of a schedule.
 
-    The schedule is simulated, and every message gets the moment at which it is made. Each of its
-    two ranks takes it then: after the compute actions that have begun by that moment, before the
-    ones that have not. So messages are received early rather than when they are needed, and as
-    there is one order of all events that every rank's list agrees with, the earliest event not
-    done can always happen: no deadlock, even where a send ends only once it is received.
+    The schedule is simulated, and every message gets the moment at which its tensor is computed.
+    Both of its ranks handle it then: after the compute actions that began before that moment, and
+    before all later ones. So messages are received early rather than at the last moment. Since the
+    lists of all ranks agree with one order of all events, the earliest unfinished event can always
+    happen: there is no deadlock, even if a send ends only once it is received.
 
-    What lies between two compute actions of a rank is one exchange (`Step`), whose members may
-    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank. Nothing lies
-    between the two actions of an overlapped pair.
+    All messages between two compute actions of a rank are one exchange (`Step`), whose members may
+    happen at the same time; `F1 [SEND_F1 RECV_B0] B0` swaps with the next rank. The two actions of
+    an overlapped pair have no messages between them.
 
     Args:
-        schedule: Without messages. A schedule that already communicates is returned as it is.
+        schedule: A schedule. If it already communicates, it is returned unchanged.
         costs: Times of each stage; `Costs()` by default. They only decide where receives are
-            placed. They may be 0: an F, B or I is then given a millionth of the longest time, so
-            that what it sends comes after it.
+            placed. Times of 0 are replaced by a millionth of the longest time, so that a send
+            comes after the action that computes its tensor.
 
     Returns:
         The same schedule with communication.
@@ -69,7 +69,7 @@ def insert_communication(schedule: Schedule, costs: Costs | None = None) -> Sche
 
 
 def _lasting(schedule: Schedule, costs: Costs) -> Costs:
-    """The costs of the schedule's stages, where nothing that sends ends when it begins."""
+    """Return costs of the schedule's stages in which every action before a send takes time."""
     own, times = costs.merged(schedule.depth), action_times(schedule, costs)
     stages = range(schedule.depth)
     transfer = max(own.message_bytes) / own.bandwidth  # pyright: ignore[reportArgumentType]
@@ -89,17 +89,17 @@ _SENDS = MappingProxyType({Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B})
 def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True) -> Schedule:
     """Put hooks for sharded parameters and data-parallel gradients into a schedule.
 
-    The parameters of a stage start to be gathered one compute action before its first forward (so
-    at the start for the first two stages of a rank), and its gradients start to be reduced after
+    The gather of a stage's parameters starts one compute action before its first forward (so at
+    the start for the first two stages of a rank), and the reduction of its gradients starts after
     its last B or W.
 
     Args:
-        schedule: With or without communication.
-        gather: Whether GATHER actions are wanted. None comes between the two of an overlapped pair.
-        reduce: Whether REDUCE actions are wanted.
+        schedule: A schedule, with or without communication.
+        gather: Whether to insert GATHER, never between the two actions of an overlapped pair.
+        reduce: Whether to insert REDUCE.
 
     Raises:
-        ValueError: The schedule has hooks already.
+        ValueError: The schedule already has hooks.
     """
     if any(action.op.is_hook for _, _, action in require_kind(schedule, Schedule)):
         raise ValueError(f"schedule {schedule.name!r} has hooks already")
@@ -113,7 +113,7 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
             if gather and used:
                 place = computes[max(0, computes.index(used[0]) - 1)]
                 if place and actions[place - 1 : place + 1] in schedule.pairs:
-                    place -= 1  # nothing lies between the two of a pair
+                    place -= 1  # not between the two actions of a pair
                 before[place].append(Action(Op.GATHER, stage))
             if reduce and used and actions[used[-1]].op is not Op.F:
                 after[used[-1]].append(Action(Op.REDUCE, stage))
@@ -128,14 +128,14 @@ def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forwards of a schedule, for any number of micro-batches.
+    """Return the forwards of a schedule, for any number of micro-batches.
 
-    The schedule's own order is repeated as often as needed, so micro-batch numbers may exceed what
-    the schedule was made for. Of two directions only the first is taken, as the number need not be
-    even. A GATHER stays where it is among the forwards; there is nothing to REDUCE.
+    The order of the schedule is repeated as often as needed, so there may be more micro-batches
+    than in the schedule. With two directions only the first is used, as the number may be odd.
+    GATHER stays in its place among the forwards; REDUCE is dropped.
 
     Args:
-        schedule: Where the order of forwards, and of GATHER hooks, is taken from.
+        schedule: The schedule that gives the order of forwards and GATHER hooks.
         microbatches: Number of micro-batches of the forward-only run, at least 1.
 
     Returns:
@@ -170,13 +170,13 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """An exchange, then a compute action or a hook.
+    """An exchange, followed by a compute action or a hook.
 
     The exchange before the second action of an overlapped pair is empty.
 
     Attributes:
         exchange: Sends and receives that may happen in any order and at the same time.
-        compute: What follows them; None in the last step of a rank, if it ends with sends.
+        compute: The action after them; None in the last step of a rank that ends with sends.
     """
 
     exchange: tuple[Action, ...]

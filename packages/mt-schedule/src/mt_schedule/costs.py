@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: times, bytes and the links between ranks."""
+"""Costs of the actions of a schedule: times, bytes and links between ranks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _PER_STAGE = ("forward", "backward", "weight", "activation_bytes", "message_byte
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of every stage chunk of a model, in the data's order, in any unit of time.
+    """Costs of the stages of a model, in the order in which data passes them, in any unit of time.
 
-    A number stands for all stages; a sequence has one number for each.
+    A single number applies to all stages; a sequence has one number for each stage.
 
     Attributes:
         forward: Time of one F.
         backward: Time of one B: input and weight gradients together.
-        weight: Time of one W, the part of `backward` that is not I. None: half of it, also after
-            `dataclasses.replace(costs, backward=...)`; `merged` gives the numbers.
-        activation_bytes: What a stage keeps of one micro-batch between its forward and the end of
-            its backward.
+        weight: Time of one W, which is a part of `backward`. None means half of it, also after
+            `dataclasses.replace(costs, backward=...)`; `merged` returns the numbers.
+        activation_bytes: Memory that a stage keeps for one micro-batch between its forward and the
+            end of its backward.
         message_bytes: Size of a stage's output for one micro-batch, and of its gradient.
         latency: Time from the end of a transfer to its arrival.
-        bandwidth: Bytes a unit of time that one rank sends to another; each direction of each
-            pair of ranks has a link of its own, on which messages queue.
+        bandwidth: Bytes that one rank sends to another in a unit of time. Each direction of each
+            pair of ranks has a separate link, on which messages queue.
         pair_share: Time of an overlapped pair as a share of the sum of its two times.
 
     Raises:
@@ -76,17 +76,17 @@ class Costs:
 
     @property
     def stages(self) -> int | None:
-        """How many stages the costs are given for; None where every cost is one number."""
+        """Number of stages of the costs; None if every cost is a single number."""
         given = (getattr(self, what) for what in _PER_STAGE)
         return next((len(value) for value in given if isinstance(value, tuple)), None)
 
     def merged(self, stages: int) -> Costs:
-        """The costs with one number for each of `stages` stages, neighbouring ones being joined.
+        """Return costs with one number for each of `stages` stages, joining neighbours.
 
-        Times and activations add up; a joined stage hands on what its last part does.
+        Times and activations add up; a joined stage sends the message of its last part.
 
         Raises:
-            ValueError: The number of stages is not a divisor of that of the costs.
+            ValueError: `stages` does not divide the number of stages of the costs.
         """
         require_positive("stages", stages)
         have = self.stages or stages
@@ -102,6 +102,6 @@ class Costs:
 
     def _listed(self, what: str, stages: int) -> list[float]:
         value = getattr(self, what)
-        if value is None:  # the weight, where it is not given
+        if value is None:  # only `weight` may be None
             return [time / 2 for time in self._listed("backward", stages)]
         return [float(value)] * stages if isinstance(value, int | float) else list(value)

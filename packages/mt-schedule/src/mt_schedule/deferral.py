@@ -1,4 +1,4 @@
-"""Puts weight gradients off to the end of their rank."""
+"""A pass that defers weight gradients to the end of their rank."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from mt_schedule.ir import Schedule
 
 
 def defer_weights(schedule: Schedule, actions: Collection[Action] | None = None) -> Schedule:
-    """Have weight gradients made at the end of their rank.
+    """Defer weight gradients to the end of their rank.
 
-    A W goes to the end of its rank, and of a B an I stays where it is and the W goes there; where
-    the stage has a REDUCE, right before that. Until then the activation is kept. It is
-    Megatron-LM's delayed weight gradient: gradients of inputs leave sooner, and the weights' half
-    is done while a rank would wait for the others' last backwards.
+    Each W moves to the end of its rank, or right before the REDUCE of its stage; each B is split
+    into an I, which stays in its place, and a W, which moves. Until then the activation is kept.
+    This is Megatron-LM's delayed weight gradient: input gradients leave sooner, and weight
+    gradients are computed while a rank would wait for the last backwards of other ranks.
 
     Args:
-        schedule: With or without communication and hooks.
-        actions: Which B and W are put off. None: all.
+        schedule: A schedule, with or without communication and hooks.
+        actions: The B and W actions to defer; None defers all.
 
     Returns:
-        The schedule in that order. It declares no peak, as activations are kept for longer.
+        The reordered schedule. It declares no peak, as activations are kept for longer.
 
     Raises:
-        ValueError: One of the actions is no B or W of the schedule.
+        ValueError: One of the actions is not a B or W of the schedule.
     """
     present = {
         action for _, _, action in require_kind(schedule, Schedule) if action.op in (Op.B, Op.W)
     }
     late = present if actions is None else set(actions)
     for action in late - present:
-        raise ValueError(f"{action} cannot be put off: the schedule has no such B or W")
+        raise ValueError(f"{action} cannot be deferred: the schedule has no such B or W")
     return dataclasses.replace(
         schedule,
         ranks=tuple(_put_off(actions, late) for actions in schedule.ranks),

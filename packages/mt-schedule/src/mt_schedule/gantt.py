@@ -1,4 +1,4 @@
-"""A schedule's run as a chart: what to draw, and drawn in characters."""
+"""Gantt charts of a schedule's run: their content, and a drawing in characters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mt_schedule.simulator import Simulation, Span, busy
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One action as it is drawn.
+    """One action in a chart.
 
     Attributes:
         action: The action.
-        start: Where it begins, in the run's unit of time.
-        end: Where it ends.
-        lane: 0 or 1 where it shares its time with another one, None where it has it alone.
+        start: Start time, in the run's unit of time.
+        end: End time.
+        lane: 0 or 1 if it shares its time with another action, else None.
     """
 
     action: Action
@@ -29,13 +29,13 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart: a schedule and when its actions ran, simulated or measured.
+    """One chart: a schedule and the times of its actions, simulated or measured.
 
     Attributes:
         schedule: The schedule.
-        timeline: For each rank its spans: `Simulation.timeline`, or `Executor.timeline()`.
-        title: What is written above. Default: the schedule's name and sizes.
-        unit: What a unit of time is.
+        timeline: The spans of each rank: `Simulation.timeline`, or `Executor.timeline()`.
+        title: Title of the chart; by default the schedule's name and sizes.
+        unit: Name of the unit of time.
     """
 
     schedule: Schedule
@@ -60,24 +60,24 @@ class Panel:
 
     @classmethod
     def of(cls, schedule: Schedule, simulation: Simulation, *, title: str = "") -> Panel:
-        """The chart of a simulated run."""
+        """Return the chart of a simulated run."""
         timeline = require_kind(simulation, Simulation).timeline
         return cls(schedule=schedule, timeline=timeline, title=title)
 
     @property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """The end time of the last action."""
         return max((span.end for spans in self.timeline for span in spans), default=0.0)
 
     def idle(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
+        """Return the share of all ranks' time in which they do not compute."""
         ranks = range(len(self.timeline))
         worked = sum(busy((bar.start, bar.end) for bar in self.bars(rank)) for rank in ranks)
         whole = self.makespan * len(ranks)
         return 1.0 - worked / whole if whole else 0.0
 
     def bars(self, rank: int) -> list[Bar]:
-        """What to draw for a rank, in the order of time; hooks and messages left out."""
+        """Return the bars of a rank in the order of time, without hooks and messages."""
         spans = sorted(
             (span for span in self.timeline[rank] if span.action.op.is_compute),
             key=lambda span: span.start,
@@ -100,12 +100,12 @@ def draw_text(panel: Panel, *, width: int = 120) -> str:
 
     Args:
         panel: The run.
-        width: The most characters of a line. A shorter chart is drawn where each of its actions
-            has room for its name, and a longer one loses names.
+        width: Largest number of characters in a line. A short run uses fewer, enough for the name
+            of each action; a long run loses names.
 
     Returns:
-        The lines, ended by one about the makespan and the idle share. `F3b` is the forward of
-        micro-batch 3 in the rank's second stage; of an overlapped pair the forward is shown and
+        The lines, followed by a line with the makespan and the idle share. `F3b` is the forward of
+        micro-batch 3 in the rank's second stage; an overlapped pair is shown as its forward and
         `&`.
     """
     require_kind(panel, Panel)

@@ -1,4 +1,4 @@
-"""Makes a schedule for given costs by always doing next what can begin first."""
+"""List scheduling: make a schedule for given costs by always taking the earliest action."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mt_schedule.simulator import action_times
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a rank prefers when several actions could come next.
+    """The preferences of a rank when several actions could come next.
 
     Attributes:
-        forward_patience: How much later than a forward a backward may begin and still come first,
-            in times of that forward.
-        weight_patience: The same for a W and everything else.
-        last_stage_first: Whether of two equal actions that of the later stage comes first.
+        forward_patience: Delay after which a backward no longer comes before a forward, in times
+            of that forward.
+        weight_patience: The same delay for any other action and a W, in times of that W.
+        last_stage_first: Whether the action of the later stage comes first among equal actions.
     """
 
     forward_patience: float = 0.0
@@ -33,16 +33,16 @@ def schedule_greedily(
 ) -> Schedule | None:
     """Make a schedule with split backwards by list scheduling.
 
-    Of all ranks' next actions the one that can begin first is taken, until there is none.
+    Among the next actions of all ranks, the one that can begin first is taken, until none is left.
 
     Args:
-        shape: A schedule of one direction whose stages, micro-batches and placement are taken.
+        shape: A schedule of one direction, used for its stages, micro-batches and placement.
         costs: Costs of each of its stages.
-        caps: For each rank the most bytes that its activations may take.
-        policy: What a rank prefers.
+        caps: Largest size in bytes of the activations of each rank.
+        policy: The preferences of a rank.
 
     Returns:
-        The schedule; None where the memory does not suffice for one.
+        The schedule; None if the memory does not suffice.
     """
     run = _Greedy(shape, costs, caps, policy)
     while (rank := run.next_rank()) is not None:
@@ -60,7 +60,7 @@ def schedule_greedily(
 
 
 class _Greedy:
-    """The state between two choices: who is free when, and what has arrived where."""
+    """The state between two choices: when each rank is free, and which inputs have arrived."""
 
     def __init__(
         self, shape: Schedule, costs: Costs, caps: Sequence[float], policy: Policy
@@ -71,8 +71,8 @@ class _Greedy:
         self._bytes = list(costs.activation_bytes)  # pyright: ignore[reportArgumentType]
         self._messages = list(costs.message_bytes)  # pyright: ignore[reportArgumentType]
         self._held = [shape.stages_of(rank) for rank in ranks]
-        # When the inputs of F and of I of each stage have arrived, by micro-batch; those of the
-        # first stage are there.
+        # Arrival times of the inputs of F and of I of each stage, by micro-batch. The inputs of the
+        # first stage are there from the start.
         self._arrived = {op: [deque[float]() for _ in stages] for op in (Op.F, Op.I)}
         self._arrived[Op.F][0].extend([0.0] * shape.microbatches)
         self._done = {op: [0 for _ in stages] for op in (Op.F, Op.I)}
@@ -83,12 +83,12 @@ class _Greedy:
         self._best = [self._choose(rank) for rank in ranks]
 
     def next_rank(self) -> int | None:
-        """The rank whose next action begins first."""
+        """Return the rank whose next action begins first."""
         starts = [(best[0], rank) for rank, best in enumerate(self._best) if best is not None]
         return min(starts)[1] if starts else None
 
     def take(self, rank: int) -> None:
-        """Do the next action of a rank."""
+        """Take the next action of a rank."""
         best = self._best[rank]
         assert best is not None, "asked for by `next_rank`"  # noqa: S101 (a slip of ours)
         start, action = best
@@ -112,7 +112,7 @@ class _Greedy:
             self._best[each] = self._choose(each)
 
     def _feed(self, action: Action, end: float) -> set[int]:
-        """Let a result arrive; say on which rank."""
+        """Record the arrival of a result, and return the rank that receives it."""
         op, stage, _ = action
         forward = op is Op.F
         after = (self._shape.next_stage if forward else self._shape.previous_stage)(stage)
@@ -128,7 +128,7 @@ class _Greedy:
         return {holder}
 
     def _choose(self, rank: int) -> tuple[float, Action] | None:
-        """What a rank does next, as things are, and when it could begin."""
+        """Return the next action of a rank in the current state, and when it could begin."""
         free, policy = self._free[rank], self._policy
         found: list[tuple[float, int, int, float, Action]] = []
         for stage in self._held[rank]:
@@ -146,9 +146,9 @@ class _Greedy:
         return min(found)[3:] if found else None
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether an activation fits, and after it one of each later stage of the rank.
+        """Tell whether an activation fits, together with one of each later stage of the rank.
 
-        Without room for these no micro-batch might ever get to its backward.
+        Without room for the later ones, no micro-batch might ever reach its backward.
         """
         later = sum(self._bytes[other] for other in self._held[rank] if other >= stage)
         return self._live[rank] + later <= self._caps[rank] * (1 + 1e-9)

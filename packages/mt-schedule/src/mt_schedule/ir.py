@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: what each rank does, in which order."""
+"""A pipeline schedule as a value: the actions of each rank, in order."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ _OTHER_END = MappingProxyType(
 class Schedule:
     """The actions of every pipeline rank, in the order in which the rank takes them.
 
-    A schedule need not be right to be a value: `check` says what is wrong with it.
+    A `Schedule` may be wrong: `check` finds its errors.
 
-    Stages are numbered along the data's way. With two `directions` (DualPipe) the model is there
-    twice: stages `0 .. depth - 1` are one way through it and stages `depth .. 2 * depth - 1`
-    another, where stages `s` and `depth + s` have the same parameters and each direction takes its
-    half of the micro-batches.
+    Stages are numbered in the order in which data passes them. With two `directions` (DualPipe)
+    there are two copies of the model: stages `0 .. depth - 1` are one copy and stages
+    `depth .. 2 * depth - 1` the other. Stages `s` and `depth + s` have the same parameters, and
+    each direction takes half of the micro-batches.
 
     Attributes:
-        name: What the schedule is called in the literature.
+        name: Name of the schedule in the literature.
         stages: Number of stages on all ranks and in all directions.
         microbatches: Number of micro-batches of one optimizer step.
-        ranks: For each pipeline rank its actions in order. Generators give compute actions only;
+        ranks: The actions of each pipeline rank in order. Generators return compute actions only;
             `insert_communication` adds the sends and receives, `insert_hooks` the hooks.
-        stage_ranks: For each stage the rank that holds it. Default: round robin, stage `s` on
-            rank `s % len(ranks)`, which is the identity when each rank holds one stage.
-        peak_activations: For each rank the most (stage, micro-batch) pairs whose forward has run
-            and whose backward (B, or W where it is split) has not: the memory that the schedule
-            promises to stay within. None: no promise, so `check` does not look.
+        stage_ranks: The rank of each stage. The default is round robin, stage `s` on rank
+            `s % len(ranks)`, which is the identity if each rank holds one stage.
+        peak_activations: For each rank, the largest number of (stage, micro-batch) pairs whose
+            forward has run and whose backward (B, or W if it is split) has not. The schedule
+            promises to stay within it; None makes no promise, and `check` skips it.
         directions: Number of copies of the model that data flows through.
         pairs: Pairs of an F and the B or I that follows it on the same rank, to be run as one:
             both inputs are needed at its start, and both outputs leave at its end. Taking the two
-            in order is right too, so who cannot overlap need not look at this, and where another
-            action lies between the two they are taken in order. `check` wants both on one rank,
+            in order is right too, so an executor without overlap may ignore this, and a pair with
+            another action in between is taken in order. `check` requires both actions on one rank
             and in no other pair.
 
     Raises:
-        ValueError: A size is below 1 or absurd, a per-rank or per-stage tuple does not fit, or a
-            pair is of actions that cannot be one.
-        TypeError: What stands in `ranks` are not tuples of actions.
+        ValueError: A size is below 1 or too large, a per-rank or per-stage tuple does not fit, or
+            two actions cannot be a pair.
+        TypeError: `ranks` does not consist of tuples of actions.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Schedule:
         if self.peak_activations is not None and len(self.peak_activations) != len(self.ranks):
             raise ValueError(
                 f"peak_activations has {len(self.peak_activations)} entries for "
-                f"{len(self.ranks)} ranks: give one per rank, or None for no promise"
+                f"{len(self.ranks)} ranks: give one per rank, or None"
             )
         for what, size in (("stages", self.stages), ("microbatches", self.microbatches)):
             if size % self.directions:
                 raise ValueError(
-                    f"{what} is {size}, which {self.directions} directions do not share evenly: "
+                    f"{what} is {size}, not a multiple of the {self.directions} directions: "
                     f"use a multiple of {self.directions}"
                 )
         for first, second in self.pairs:
@@ -120,33 +120,33 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """The number of stages that a micro-batch passes: stages of the model."""
+        """Number of stages that a micro-batch passes, which is the number of the model's stages."""
         return self.stages // self.directions
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in ascending order."""
+        """Return the stages of a rank, in ascending order."""
         return [stage for stage, holder in enumerate(self.stage_ranks) if holder == rank]
 
     def microbatches_of(self, stage: int) -> range:
-        """The micro-batches that pass a stage: all, or those of its direction."""
+        """Return the micro-batches that pass a stage: all, or the share of its direction."""
         share = self.microbatches // self.directions
         direction = stage // self.depth
         return range(direction * share, (direction + 1) * share)
 
     def replicas_of(self, stage: int) -> list[int]:
-        """The stages that have the same parameters as this one, itself among them."""
+        """Return all stages with the same parameters as this one, including itself."""
         return list(range(stage % self.depth, self.stages, self.depth))
 
     def next_stage(self, stage: int) -> int | None:
-        """The stage that takes this one's output, None for the last of its direction."""
+        """Return the stage that takes this one's output; None for the last of its direction."""
         return stage + 1 if (stage + 1) % self.depth else None
 
     def previous_stage(self, stage: int) -> int | None:
-        """The stage whose output this one takes, None for the first of its direction."""
+        """Return the stage whose output this one takes; None for the first of its direction."""
         return stage - 1 if stage % self.depth else None
 
     def is_split(self, stage: int, microbatch: int) -> bool:
-        """Whether the backward of a stage and micro-batch is an I and a W rather than a B."""
+        """Tell whether the backward of a stage and micro-batch is an I and a W, not a B."""
         return (stage, microbatch) in self._split
 
     @cached_property
@@ -155,19 +155,19 @@ class Schedule:
 
     @cached_property
     def pair_of(self) -> Mapping[Action, Action]:
-        """For each F that is overlapped the B or I that it is overlapped with."""
+        """The B or I that overlaps with each overlapped F."""
         return MappingProxyType(dict(self.pairs))
 
     def peer(self, action: Action) -> int | None:
-        """The rank at the other end of the edge that an action's data takes.
+        """Return the rank that an action's data comes from or goes to.
 
         Args:
-            action: F, SEND_F and RECV_B look at the next stage; B, I, SEND_B and RECV_F at the
+            action: F, SEND_F and RECV_B concern the next stage; B, I, SEND_B and RECV_F concern the
                 previous one.
 
         Returns:
-            None at the two ends of the model, where both stages are on one rank, for a stage that
-            does not exist, and for W and hooks.
+            The rank; None at the two ends of the model, if both stages are on one rank, for a
+            nonexistent stage, and for W and hooks.
         """
         if not 0 <= action.stage < self.stages or action.op in LOCAL:
             return None
@@ -177,7 +177,7 @@ class Schedule:
         return self.stage_ranks[other]
 
     def other_end(self, message: Action) -> Action:
-        """The receive that a send belongs to, or the send that a receive belongs to.
+        """Return the receive of a send, or the send of a receive.
 
         Raises:
             ValueError: The action does not communicate, or there is no stage at that side.
@@ -192,16 +192,16 @@ class Schedule:
         return (self.next_stage if downstream else self.previous_stage)(action.stage)
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
-        """Every action with its rank and its index in that rank's list."""
+        """Yield every action with its rank and its index in that rank's list."""
         for rank, actions in enumerate(self.ranks):
             for index, action in enumerate(actions):
                 yield rank, index, action
 
     def __str__(self) -> str:
-        """The orders in the papers' notation: `F3` is the forward of micro-batch 3.
+        """Return the orders in the papers' notation: `F3` is the forward of micro-batch 3.
 
-        Where a rank holds several stages, a letter says which: `F3b` runs in its second one.
-        `F3&B1` are overlapped.
+        If a rank holds several stages, a letter names the stage: `F3b` runs in its second one.
+        `F3&B1` is an overlapped pair.
         """
         head = f"{self.name}: {self.stages} stages, {self.microbatches} micro-batches"
         width = len(str(len(self.ranks) - 1))
@@ -219,19 +219,19 @@ class Schedule:
         return " ".join(filter(None, marks))
 
     def notation(self, rank: int, action: Action) -> str:
-        """How an action is printed on a rank: `F3`, `F3b`."""
+        """Return the notation of an action on a rank: `F3`, `F3b`."""
         held = self.stages_of(rank)
         number = "" if action.op.is_hook else action.microbatch
         if held == [action.stage]:
             return f"{action.op.value}{number}"
-        if action.stage not in held:  # only in a schedule that `check` finds fault with
+        if action.stage not in held:  # only in a wrong schedule
             return f"{action.op.value}{number}@{action.stage}"
         chunk = held.index(action.stage)
         letter = chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
         return f"{action.op.value}{number}{letter}"
 
     def to_json(self) -> str:
-        """The schedule as JSON text that `from_json` reads back to an equal value."""
+        """Return the schedule as JSON text, which `from_json` reads back to an equal value."""
         peak = self.peak_activations
         return json.dumps(
             {
@@ -250,10 +250,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Read what `to_json` wrote.
+        """Read the JSON text of `to_json`.
 
         Args:
-            text: JSON text. It may come from anywhere: nothing in it is evaluated.
+            text: JSON text. It may come from an untrusted source: nothing in it is evaluated.
 
         Raises:
             ValueError: The text is not JSON, not such a document, of another version, or a field

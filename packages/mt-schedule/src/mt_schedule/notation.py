@@ -1,4 +1,4 @@
-"""Reads which layers live on which stage from a string such as `Et*3|(tt|)*4tL`."""
+"""The notation of pipeline layouts, such as `Et*3|(tt|)*4tL`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class LayoutError(ValueError):
     """A layout string has a mistake; the message points at it.
 
     Attributes:
-        position: Index of the character that is wrong.
+        position: Index of the wrong character.
     """
 
     def __init__(self, text: str, position: int, reason: str) -> None:
-        super().__init__(text, position, reason)  # what pickle makes it from again
+        super().__init__(text, position, reason)  # pickle passes these to the constructor again
         self.position = position
 
     def __str__(self) -> str:
@@ -34,12 +34,12 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StageContent:
-    """What lives on one stage.
+    """The content of one stage.
 
     Attributes:
         layers: Its transformer layers.
         embedding: Whether it has the embedding.
-        mtp: How many multi-token prediction layers it has.
+        mtp: Number of its multi-token prediction layers.
         loss: Whether it has the head and the loss.
     """
 
@@ -55,18 +55,18 @@ def parse_layout(
     """Read a layout string.
 
     `E` is the embedding, `t` a layer, `m` a multi-token prediction layer, `L` the head and the
-    loss, and `|` ends a stage. `*3` repeats what is before it three times, which may be a group in
-    parentheses. Commas and spaces mean nothing. It is Megatron-LM's notation; nothing in the string
-    is evaluated.
+    loss, and `|` ends a stage. `*3` repeats the symbol or the group in parentheses before it three
+    times. Commas and spaces are ignored. This is Megatron-LM's notation; nothing in the string is
+    evaluated.
 
     Args:
         text: The layout, of at most 4,096 characters.
-        num_layers: How many layers it must have; None for any number.
-        stages: How many stages it must have; None for any number. With several stages on each
-            rank, stage `c * p + r` is chunk c of rank r for round robin.
+        num_layers: Required number of layers; None allows any number.
+        stages: Required number of stages; None allows any number. With several stages on each rank
+            and round-robin placement, stage `c * p + r` is chunk c of rank r.
 
     Returns:
-        What lives on each stage.
+        The content of each stage.
 
     Raises:
         LayoutError: The string is not a layout, its parts are in an impossible order, or it has
@@ -99,24 +99,24 @@ def parse_layout(
     if num_layers is not None and layers != num_layers:
         raise LayoutError(text, len(text), f"it has {layers} layers (t), the model {num_layers}")
     if stages is not None and len(result) != stages:
-        reason = f"it has {len(result)} stages, but {stages} are needed: it takes {stages - 1} '|'"
+        reason = f"it has {len(result)} stages, but needs {stages}: write {stages - 1} '|'"
         raise LayoutError(text, len(text), reason)
     return tuple(result)
 
 
 def _symbols(text: str) -> list[tuple[str, int]]:
-    """Every symbol with the position that it was read from, repetitions written out."""
+    """Return every symbol with its position in the text, with repetitions written out."""
     found: list[tuple[str, int]] = []
-    groups: list[tuple[int, int]] = []  # where each open one begins: in the text, and in `found`
-    item: int | None = None  # where in `found` what a '*' repeats begins
+    groups: list[tuple[int, int]] = []  # starts of the open groups: in the text, and in `found`
+    item: int | None = None  # start, in `found`, of the symbols that a '*' would repeat
     for token in _TOKEN.finditer(text):
         symbol, at = token[0][0], token.start()
         if symbol == "*":
             if item is None:
-                raise LayoutError(text, at, "'*' repeats what is before it, and there is nothing")
+                raise LayoutError(text, at, "there is nothing before '*' to repeat")
             at, times = token.start(1), int(token[1] or 0)
             if times < 1:
-                reason = "after '*' comes how often: a whole number of at least 1"
+                reason = "'*' needs a whole number of at least 1 after it"
                 raise LayoutError(text, at, reason)
             length = len(found) - item
             if times > _MOST_SYMBOLS or len(found) + (times - 1) * length > _MOST_SYMBOLS:
@@ -143,7 +143,7 @@ def _symbols(text: str) -> list[tuple[str, int]]:
 
 
 def _check_order(text: str, symbols: list[tuple[str, int]]) -> None:
-    """E first, then layers, then prediction layers, then L; E and L once."""
+    """Require E first, then layers, then prediction layers, then L, with one E and one L."""
     if not symbols:
         raise LayoutError(text, 0, "the layout is empty: write for example Et|t|tL")
     if symbols[0][0] != "E":
@@ -154,7 +154,7 @@ def _check_order(text: str, symbols: list[tuple[str, int]]) -> None:
     for symbol, position in symbols[1:-1]:
         if symbol in "EL":
             where = "begins the first" if symbol == "E" else "ends the last"
-            raise LayoutError(text, position, f"{symbol} is there once and {where} stage")
+            raise LayoutError(text, position, f"{symbol} may occur only once: it {where} stage")
         if symbol == "t" and seen_mtp:
             raise LayoutError(text, position, "a layer (t) cannot come after a prediction layer, m")
         seen_mtp = seen_mtp or symbol == "m"

@@ -1,4 +1,4 @@
-"""Searches the schedule that is fastest for given costs within a memory limit."""
+"""Search for the fastest schedule for given costs, within a memory limit."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def optimise(
     trials: int = 300,
     two_copies: bool = True,
 ) -> Schedule:
-    """Search the schedule with the least simulated makespan for given costs.
+    """Search for the schedule with the smallest simulated makespan for given costs.
 
-    Candidates are every schedule that `make_schedule` knows with each of its options, greedy ones
-    with split backwards for looped and V-shaped placement under several policies, and what comes
-    from the best of them by `trials` random exchanges of neighbouring actions that do not make it
-    slower. So the result is never slower than the best named schedule that keeps the limit. The
-    same arguments give the same result.
+    Candidates are all schedules of `make_schedule` with all their options, and greedy schedules
+    with split backwards for looped and V-shaped placement under several policies. The best
+    candidate is then improved by `trials` random exchanges of neighbouring actions, as long as
+    these do not make it slower. So the result is never slower than the best named schedule within
+    the limit. The same arguments give the same result.
 
     Args:
-        costs: Costs of the pieces of the model in the data's order: as many as there are stages on
-            all ranks, or a multiple. At least one of them is a sequence, as how many pieces there
-            are is read from its length; a single number beside it is the cost of each piece. A
-            schedule with fewer, longer stages joins neighbouring pieces:
-            `costs.merged(schedule.depth)` are its costs, which `simulate` finds by itself.
-        memory_cap: The most bytes that the activations of a rank may take, one number or one for
-            each rank. Parameters are not counted.
+        costs: Costs of the pieces of the model, in the order in which data passes them. The number
+            of pieces is a multiple of `ranks` and is read from the length of a sequence, so at
+            least one of the costs must be a sequence; a single number applies to every piece. A
+            schedule with fewer, longer stages joins neighbouring pieces, at the costs
+            `costs.merged(schedule.depth)`, which `simulate` computes by itself.
+        memory_cap: Largest size in bytes of the activations of a rank, one number or one for each
+            rank. Parameters are not counted.
         ranks: Number of pipeline ranks.
         microbatches: Number of micro-batches.
-        trials: Number of random exchanges tried, below a million.
+        trials: Number of random exchanges to try, below a million.
         two_copies: Whether dualpipe may be chosen, which holds all parameters twice.
 
     Returns:
-        The fastest schedule found, with its peak declared; its name says where it comes from.
+        The fastest schedule found, with its peak declared; its name tells its origin.
 
     Raises:
-        ValueError: All costs are single numbers, the pieces do not share out over the ranks, or no
-            schedule keeps the limit.
+        ValueError: All costs are single numbers, the number of pieces is not a multiple of the
+            number of ranks, or no schedule keeps the limit.
     """
     require_positive("ranks", ranks)
     require_positive("trials", trials + 1, 10**6)
@@ -64,13 +64,13 @@ def optimise(
     pieces = costs.stages
     if pieces is None:
         raise ValueError(
-            "costs are single numbers, which do not say of how large a piece of the model: give "
-            f"one number for each piece, for example forward=[{costs.forward}] * {2 * ranks} for "
-            f"two pieces on each of {ranks} ranks"
+            "costs are single numbers, so the number of pieces of the model is unknown: give one "
+            f"number for each piece, for example forward=[{costs.forward}] * {2 * ranks} for two "
+            f"pieces on each of {ranks} ranks"
         )
     if pieces % ranks:
         raise ValueError(
-            f"costs are of {pieces} pieces of the model, which {ranks} ranks do not share evenly: "
+            f"costs are for {pieces} pieces of the model, which {ranks} ranks cannot share evenly: "
             f"give a multiple of {ranks}"
         )
     caps = [float(memory_cap)] * ranks if isinstance(memory_cap, int | float) else list(memory_cap)
@@ -89,8 +89,8 @@ def optimise(
             found.append((simulated.makespan, number, schedule))
     if not found:
         raise ValueError(
-            f"no schedule keeps to memory_cap {memory_cap}: the most modest one takes {least:g} "
-            "bytes on a rank; allow that, cut the micro-batches smaller or recompute"
+            f"no schedule keeps to memory_cap {memory_cap}: the smallest one takes {least:g} "
+            "bytes on a rank; raise the cap, use smaller micro-batches or recompute"
         )
     best = min(found)[2]
     return _improve(best, costs, caps, trials)
@@ -153,7 +153,7 @@ def _greedy(
         (1.0, 1.5, 2.0, math.inf), _PATIENCE, _PATIENCE, (True, False)
     ):
         policy = Policy(forward_patience=forward, weight_patience=weight, last_stage_first=last)
-        # So many micro-batches as there are ranks fill the pipeline.
+        # As many micro-batches as ranks fill the pipeline.
         number = min(most * len(caps), microbatches)
         limits = [min(cap, number * size) for cap, size in zip(caps, each, strict=True)]
         made = schedule_greedily(shape, own, limits, policy)
@@ -162,7 +162,7 @@ def _greedy(
 
 
 def _improve(schedule: Schedule, costs: Costs, caps: Sequence[float], trials: int) -> Schedule:
-    """Exchange neighbouring actions as long as that does not make the schedule slower."""
+    """Exchange neighbouring actions at random, and keep every change that is not slower."""
     chance = random.Random(0)  # noqa: S311 (a search, not a secret)
     best = simulate(schedule, costs=costs)
     for _ in range(trials):
@@ -179,7 +179,7 @@ def _improve(schedule: Schedule, costs: Costs, caps: Sequence[float], trials: in
             schedule,
             ranks=ranks,
             peak_activations=None,
-            pairs=schedule.pairs & neighbours,  # others could not run as one any more
+            pairs=schedule.pairs & neighbours,  # other pairs can no longer run as one
         )
         try:
             simulated = simulate(changed, costs=costs)

@@ -1,4 +1,4 @@
-"""Times a schedule without running it."""
+"""Simulation of a schedule by discrete events."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mt_schedule.ir import Schedule
 
 
 class Span(NamedTuple):
-    """When one compute action ran.
+    """The times of one compute action.
 
     Attributes:
         action: The action.
-        start: When it began.
-        end: When its result was there. The two actions of an overlapped pair have the same times.
+        start: Start time.
+        end: Time of its result. The two actions of an overlapped pair have the same times.
     """
 
     action: Action
@@ -31,25 +31,25 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When the compute actions of each rank ran; of a rank that is stuck fewer than it has."""
+    """The times of the compute actions of each rank; a rank that is stuck has fewer times."""
 
     plans: list[list[Action]]
     starts: list[list[float]]
     ends: list[list[float]]
 
     def stuck_at(self, rank: int) -> Action | None:
-        """The first action of a rank that did not run."""
+        """Return the first action of a rank that did not run."""
         plan, ran = self.plans[rank], len(self.ends[rank])
         return plan[ran] if ran < len(plan) else None
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """For how long a rank computed, given the starts and ends of its actions in order."""
+    """Return how long a rank computed, given the starts and ends of its actions in order."""
     total, until = 0.0, 0.0
     for start, end in spans:
         if start >= until:
             total += end - start
-        elif end > until:  # what is overlapped counts once
+        elif end > until:  # overlapped time counts once
             total += end - until
         until = max(until, end)
     return total
@@ -57,18 +57,18 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule costs.
+    """The simulated time and memory of a schedule.
 
     Attributes:
-        makespan: Time from the first action's start to the last one's end, in the unit of the
-            times given.
-        longest_rank: The longest time from a rank's first action to its last: what a step takes
-            where each rank begins the next one as soon as it is done, as the zero-bubble papers
-            count.
-        bubble: For each rank the share of the makespan in which it does not compute.
-        peak_activations: For each rank the most (stage, micro-batch) pairs at once whose forward
-            has begun and whose backward (B, or W where it is split) has not ended.
-        peak_bytes: For each rank the most bytes that such pairs keep at once.
+        makespan: Time from the start of the first action to the end of the last one, in the unit
+            of the costs.
+        longest_rank: The longest time from a rank's first action to its last. This is the time of
+            a step if each rank begins the next step as soon as it is done, as the zero-bubble
+            papers count.
+        bubble: The share of the makespan in which each rank does not compute.
+        peak_activations: For each rank, the largest number of (stage, micro-batch) pairs whose
+            forward has begun and whose backward (B, or W if it is split) has not ended.
+        peak_bytes: For each rank, the largest number of bytes that such pairs keep.
     """
 
     makespan: float
@@ -80,7 +80,7 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
-        """For each rank when each of its compute actions ran."""
+        """The spans of the compute actions of each rank."""
         return tuple(tuple(map(Span, *rank)) for rank in zip(*self._timeline, strict=True))
 
 
@@ -90,16 +90,16 @@ def simulate(
     *,
     measured: Mapping[Action, float] | None = None,
 ) -> Simulation:
-    """Time a schedule by discrete events.
+    """Simulate a schedule by discrete events.
 
-    Each rank takes its compute actions in order, each as soon as the rank is free and its input
+    Each rank takes its compute actions in order, each as soon as the rank is free and the input
     has arrived. Transfers overlap with computation.
 
     Args:
-        schedule: With or without communication; only its compute actions count.
-        costs: Times, bytes and links; `Costs()` by default, a forward of 1 and a backward of 2. Of
-            more pieces than the model has stages neighbouring ones are joined.
-        measured: Times of single actions of the schedule, which come before the others.
+        schedule: A schedule, with or without communication; only its compute actions count.
+        costs: Times, bytes and links; by default `Costs()`, a forward of 1 and a backward of 2. If
+            there are costs of more pieces than stages, neighbouring pieces are joined.
+        measured: Measured times of single actions, which override the costs.
 
     Raises:
         ValueError: A measured time is negative or not finite, a measured action is not in the
@@ -134,7 +134,7 @@ def _require_places(schedule: Schedule) -> None:
         if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
             raise ValueError(
                 f"schedule {schedule.name!r} has {action} on rank {rank}, but there is no such "
-                f"stage or micro-batch; check(schedule) says all that is wrong"
+                f"stage or micro-batch; check(schedule) lists all errors"
             )
 
 
@@ -145,8 +145,8 @@ def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> N
     for action, time in measured.items():
         if action not in present:
             raise ValueError(
-                f"{action!s:.60} is measured, but not in schedule {schedule.name!r}: give times of "
-                "actions that it has"
+                f"{action!s:.60} is measured, but not in schedule {schedule.name!r}: give times "
+                "only of its actions"
             )
         if not 0 <= time < math.inf:
             raise ValueError(f"{action} is measured at {time}: expected a time of 0 or more")
@@ -155,12 +155,12 @@ def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> N
 def advance(
     schedule: Schedule, costs: Costs, measured: Mapping[Action, float] = MappingProxyType({})
 ) -> Timeline:
-    """Let every rank go as far as it can, whether or not the schedule is right."""
+    """Let every rank go as far as it can, even if the schedule is wrong."""
     return _Events(schedule, costs, measured).result()
 
 
 def source_of(schedule: Schedule, action: Action) -> Action:
-    """The compute action whose result a compute action works on; itself where that is the data."""
+    """Return the action whose result is the input of another; itself if the input is data."""
     op, stage, microbatch = action
     if op is Op.F:
         before = schedule.previous_stage(stage)
@@ -174,7 +174,7 @@ def source_of(schedule: Schedule, action: Action) -> Action:
 
 
 class _Edge(NamedTuple):
-    """Where the results of a stage's F, or of its B and I, go."""
+    """The destination of the results of a stage's F, or of its B and I."""
 
     cells: list[float | None]
     stage: int
@@ -184,11 +184,11 @@ class _Edge(NamedTuple):
 
 
 class _Events:
-    """One simulation under way.
+    """The state of a running simulation.
 
     Each action waits for one cell: F for its input, B and I for their gradient, W for its I. The
-    cell holds the time at which what is waited for arrives, None until that is known. An action
-    that ends fills the cell of the action that it feeds, and wakes the rank that waits there.
+    cell holds the arrival time of the input, or None while it is unknown. An action that ends
+    fills the cell of its consumer, and wakes the rank that waits for the cell.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, measured: Mapping[Action, float]) -> None:
@@ -201,7 +201,7 @@ class _Events:
                 inputs[first * schedule.microbatches + number] = 0.0
         self._cells = {Op.F: inputs, Op.B: gradients, Op.I: gradients, Op.W: halves}
         self._edges = self._connect(inputs, gradients)
-        # As in the executor, two actions overlap only where nothing is between them.
+        # As in the executor, two actions overlap only if no other action is between them.
         self._pairs = {
             first
             for actions in (schedule.ranks if schedule.pairs else ())
@@ -210,11 +210,11 @@ class _Events:
         }
         self._links: dict[tuple[int, int], float] = {}
         self._plans = [[a for a in rank if a.op in self._times] for rank in schedule.ranks]
-        # For each rank that cannot go on: the cell that is empty.
+        # The empty cell that each waiting rank waits for.
         self._waits: list[tuple[list[float | None], int] | None] = [None] * len(self._plans)
         self._runnable = deque(range(len(self._plans)))
-        # For each action: when it began and ended. Numbers rather than spans, of which millions
-        # would keep the garbage collector busy.
+        # Start and end of each action, as plain numbers: millions of spans would keep the garbage
+        # collector busy.
         self._starts: list[list[float]] = [[] for _ in self._plans]
         self._ends: list[list[float]] = [[] for _ in self._plans]
 
@@ -243,7 +243,7 @@ class _Events:
         return {Op.F: down, Op.B: up, Op.I: up, Op.W: [None for _ in stages]}
 
     def _program(self, rank: int) -> Iterator[None]:
-        """Take the actions of a rank; pause where an input is not there."""
+        """Take the actions of a rank; pause while an input is missing."""
         starts, ends, pairs = self._starts[rank], self._ends[rank], self._pairs
         times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
         measured = self._measured
@@ -275,7 +275,7 @@ class _Events:
             self._feed(rank, action, free)
 
     def _feed(self, rank: int, action: Action, end: float) -> None:
-        """Fill the cells of what works on an action's result."""
+        """Fill the cells of the actions that use an action's result."""
         op, stage, microbatch = action
         if op is Op.I:
             self._cells[Op.W][stage * self._schedule.microbatches + microbatch] = end
@@ -297,7 +297,7 @@ class _Events:
 
 
 def action_times(schedule: Schedule, costs: Costs) -> dict[Op, list[float]]:
-    """The time of each compute operation at each stage, of all directions."""
+    """Return the time of each compute operation at each stage, in all directions."""
     backward = _listed(costs, "backward", schedule)
     weight = _listed(costs, "weight", schedule)
     return {
@@ -313,7 +313,7 @@ def _listed(costs: Costs, what: str, schedule: Schedule) -> list[float]:
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[tuple[int, float]]:
-    """For each rank the most live activations, and the most bytes that they keep."""
+    """Return the peak number of live activations of each rank, and their peak size in bytes."""
     kept = _listed(costs, "activation_bytes", schedule)
     found = []
     for actions in schedule.ranks:

@@ -1,4 +1,4 @@
-"""Which layers live on which stage."""
+"""Division of layers into stages, and placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def split_layers(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> list[range]:
-    """Cut a list of layers into contiguous stages of as equal length as can be.
+    """Cut a list of layers into contiguous stages of nearly equal length.
 
-    Where the layers do not divide evenly, the first of the middle stages take one more each, then
-    the first stage: the first stage also has the embedding, and the last stage, which also has the
-    head and the loss, never takes one.
+    If the layers do not divide evenly, the earliest middle stages get one more each, then the
+    first stage, which also has the embedding. The last stage, which also has the head and the
+    loss, never gets one more.
 
     Args:
         num_layers: Number of layers.
         stages: Number of stages.
-        first: Layers of the first stage; None lets it have its even share.
-        last: Layers of the last stage, likewise.
+        first: Number of layers of the first stage; None gives it an even share.
+        last: Number of layers of the last stage; None gives it an even share.
         count_embedding: Whether the embedding counts as one layer of the first stage.
         count_loss: Whether the head and the loss count as one layer of the last stage.
 
     Returns:
-        For each stage the range of its layers; together they are `range(num_layers)`.
+        The range of layers of each stage; together they are `range(num_layers)`.
 
     Raises:
         ValueError: `stages` is below 1, a stage would have no layer, the given numbers do not fit,
@@ -83,19 +83,19 @@ def split_layers(
 def balance_layers(
     costs: Sequence[float], stages: int, *, embedding: float = 0.0, loss: float = 0.0
 ) -> list[range]:
-    """Cut a list of layers into contiguous stages whose dearest is as cheap as can be.
+    """Cut a list of layers into contiguous stages, minimizing the cost of the costliest stage.
 
-    Sums are exact, so layers of equal costs are cut alike whatever the cost.
+    Sums are exact, so layers of equal costs are cut in the same way, whatever the cost.
 
     Args:
-        costs: Cost of each layer, measured or estimated, in any unit: its time, for example.
-        stages: Number of stages; every stage has a layer.
+        costs: Cost of each layer, measured or estimated, in any unit, such as its time.
+        stages: Number of stages; every stage has at least one layer.
         embedding: Cost of the embedding, on the first stage.
         loss: Cost of the head and the loss, on the last stage.
 
     Returns:
-        For each stage the range of its layers. Of equally good cuts the one whose later stages
-        have fewer layers.
+        The range of layers of each stage. Among equally good cuts, the one whose later stages have
+        fewer layers.
 
     Raises:
         ValueError: There are fewer layers than stages, or a cost is negative or not finite.
@@ -104,7 +104,7 @@ def balance_layers(
         >>> balance_layers([1.0] * 10, 4, loss=2.0)
         [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
     """
-    split_layers(len(costs), stages)  # says what is wrong with the sizes
+    split_layers(len(costs), stages)  # raises if the sizes do not fit
     if not all(0 <= cost < math.inf for cost in (*costs, embedding, loss)):
         raise ValueError("costs are numbers of 0 or more, one for each layer")
     first, last, *layers = _whole((embedding, loss, *costs))
@@ -114,7 +114,8 @@ def balance_layers(
         ends = (first if start == 0 else 0) + (last if stop == len(costs) else 0)
         return sums[stop] - sums[start] + ends
 
-    # best[stop]: the dearest stage, and where the last of them begins, of the layers before `stop`.
+    # best[stop]: for the layers before `stop`, the cost of the costliest stage and the start of
+    # the last stage.
     best = {stop: (cost(0, stop), 0) for stop in range(1, len(costs) + 1)}
     begins = [best]
     for stage in range(2, stages + 1):
@@ -135,7 +136,7 @@ def balance_layers(
 
 
 def _whole(numbers: Sequence[float]) -> list[int]:
-    """The numbers in a unit of which each has a whole number."""
+    """Return the numbers as whole multiples of a common unit."""
     from fractions import Fraction  # with decimal, for this alone
 
     exact = [Fraction(float(number)) for number in numbers]
@@ -144,14 +145,14 @@ def _whole(numbers: Sequence[float]) -> list[int]:
 
 
 def place_stages(ranks: int, chunks: int = 1, *, v_shape: bool = False) -> tuple[int, ...]:
-    """Which rank holds each stage: `Schedule.stage_ranks`.
+    """Return the rank of each stage, for `Schedule.stage_ranks`.
 
     Args:
         ranks: Number of pipeline ranks.
         chunks: Number of stages on each rank.
-        v_shape: Whether the data turns around at the last rank rather than going on at the first
-            one: stage s of 2p is then on rank `min(s, 2p - 1 - s)`, so that neighbouring stages
-            are on neighbouring ranks or the same one, and the first and last stage on rank 0.
+        v_shape: Whether data turns around at the last rank instead of going on at the first one.
+            Stage s of 2p is then on rank `min(s, 2p - 1 - s)`, so that neighbouring stages are on
+            neighbouring ranks or on the same rank, and the first and last stage on rank 0.
 
     Example:
         >>> place_stages(3, 2)

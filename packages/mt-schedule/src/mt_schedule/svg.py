@@ -1,4 +1,4 @@
-"""Draws runs of schedules as SVG, for papers and pages."""
+"""SVG drawings of schedules' runs, for papers and pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from mt_schedule.action import Op, require_kind, require_positive
 from mt_schedule.gantt import Bar, Panel
 
-# For each operation its name, its colour and that of the rank's second, third ... stage, which is
-# darker.
+# Name and colour of each operation, and the darker colour for a rank's second, third ... stage.
 _LOOKS = {
     Op.F: ("forward (F)", "#8ab6e1", "#3f78b5"),
     Op.B: ("backward (B)", "#9bd08f", "#4a9140"),
@@ -22,13 +21,12 @@ _LEFT, _ROW, _GAP, _TITLE, _AXIS, _LEGEND = 64.0, 22.0, 4.0, 26.0, 40.0, 26.0
 def draw_svg(*panels: Panel, width: int = 960) -> str:
     """Draw runs one above the other, with one axis of time for all.
 
-    The same function draws simulated and measured runs. Every action has its colour, the number of
-    its micro-batch where there is room, and a tool tip; a rank's later stages are darker, and an
-    overlapped pair shares its row.
+    The same function draws simulated and measured runs. Every action has a colour, the number of
+    its micro-batch if there is room, and a tool tip; a rank's later stages are darker, and the two
+    actions of an overlapped pair share a row.
 
     Args:
-        panels: The runs, from top to bottom. Those whose makespans are to be compared should have
-            the same unit.
+        panels: The runs, from top to bottom. Use the same unit in panels that are compared.
         width: Width of the drawing in pixels.
 
     Returns:
@@ -107,7 +105,7 @@ def _axis(panel: Panel, y: float, scale: float, longest: float) -> Iterator[str]
 
 
 def _tick(longest: float) -> float:
-    """The round step that makes about ten of the time."""
+    """Return a round step that divides the axis into about ten parts."""
     power = 10.0 ** math.floor(math.log10(longest / 10))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= longest / 10.001)
 

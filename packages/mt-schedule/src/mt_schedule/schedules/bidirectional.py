@@ -42,7 +42,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     half = microbatches // 2
     lists = []
     for rank in range(stages):
-        # Of chunk 0 and 1 each rank's first is the one whose data starts at its own end.
+        # The first chunk of each rank is the one whose data starts at this rank's end.
         ways = [(rank, 0), (2 * stages - 1 - rank, half)]
         chunks = ways if rank < stages // 2 else ways[::-1]
         lists.append(_eight_phases(stages // 2, min(rank, stages - 1 - rank), half, chunks))
@@ -97,7 +97,7 @@ def _schedule(
 
 
 def phase_lengths(ranks: int, rank: int, microbatches: int) -> tuple[int, ...]:
-    """How often a rank repeats each of the eight phases."""
+    """Return the number of repetitions of each of a rank's eight phases."""
     rest = ranks - rank - 1
     main = microbatches - 2 * ranks + rank + 1
     return (2 * rest, rank + 1, rest, main, rest, rank + 1, rest, rank + 1)
@@ -106,10 +106,10 @@ def phase_lengths(ranks: int, rank: int, microbatches: int) -> tuple[int, ...]:
 def _eight_phases(
     ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
 ) -> list[tuple[Action, ...]]:
-    """What a rank does: single actions, and pairs to be overlapped.
+    """Return the actions of a rank, single or as overlapped pairs.
 
-    Of its two chunks, each given by its stage and its first micro-batch, chunk 0 comes before
-    chunk 1 on the data's way, which turns at the last of the ranks.
+    A chunk is given by its stage and its first micro-batch. Data passes chunk 0 before chunk 1, and
+    turns around at the last rank.
     """
     n = phase_lengths(ranks, rank, microbatches)
     forwards, backwards = [
@@ -119,7 +119,7 @@ def _eight_phases(
         ]
         for op in (Op.F, Op.B)
     ]
-    weights: deque[Action] = deque()  # of the split backwards, the oldest first
+    weights: deque[Action] = deque()  # W of the split backwards, the oldest first
 
     def forward(chunk: int) -> Action:
         return next(forwards[chunk])
@@ -140,7 +140,7 @@ def _eight_phases(
         units += [(backward(1, split=True),), (weight(),), (forward(1),)]
     for turn in range(n[3]):
         pair = (forward(0), backward(1))
-        # The last rank's first pair would wait for both, while the ranks before it wait for its F.
+        # The last rank's first pair would wait for both inputs while earlier ranks wait for its F.
         units += [(pair[0],), (pair[1],)] if turn == 0 and rank == ranks - 1 else [pair]
         units += [(forward(1), backward(0))]
     for _ in range(n[4]):

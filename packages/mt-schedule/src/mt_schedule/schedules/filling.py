@@ -1,4 +1,4 @@
-"""Puts the weight half of split backwards where a rank would otherwise wait."""
+"""Placement of weight gradients (W) where a rank would otherwise wait."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def fill_weights(
 ) -> tuple[tuple[Action, ...], ...]:
     """Put the W actions where a rank would wait, or where its memory is full.
 
-    Everything is taken to last one unit of time. A rank takes the next action of its order as soon
-    as its input is there; if it is not, the oldest W that is left.
+    Every action is assumed to take one unit of time. A rank takes the next action of its order as
+    soon as the input is there; otherwise it takes the oldest remaining W.
 
     Args:
-        orders: For each rank its F and I in order.
-        stage_ranks: For each stage the rank that holds it.
-        limit: The most activations that a rank may hold.
+        orders: The F and I of each rank in order.
+        stage_ranks: The rank of each stage.
+        limit: Largest number of activations that a rank may hold.
         early: Whether a rank without a W may take the next F of its first stage before its turn.
-            One activation less than `limit` may be held then, so that its other stages can go on.
+            It may then hold one activation less than `limit`, so that its other stages can go on.
 
     Returns:
-        The orders with their W.
+        The orders with W inserted.
     """
     ranks = range(len(orders))
     todo = [deque(order) for order in orders]
@@ -54,7 +54,8 @@ def fill_weights(
     while any(todo) or any(weights):
         chosen = [action for rank in ranks if (action := choose(rank)) is not None]
         assert chosen, f"orders cannot complete with {limit} activations"  # noqa: S101 (our slip)
-        for action in chosen:  # ends at the next moment, so no choice of this one has seen it
+        # All ranks chose before any result appears: an action ends at the next unit of time.
+        for action in chosen:
             rank = stage_ranks[action.stage]
             filled[rank].append(action)
             done.add(action)

@@ -24,17 +24,17 @@ def interleaved(
     It takes `(vm + p - 1)(t_F + t_B)` with times of a chunk, and where m < p
     `(vp + m - 1)(t_F + t_B)`.
 
-    With `overlap` each forward is one with the backward after it, as in Megatron-LM's combined
+    With `overlap`, each forward is paired with the backward after it, as in Megatron-LM's combined
     1F1B, which hides the all-to-alls of experts. The last rank's first pair would wait for itself,
-    so the warm-up has one forward more, and a rank holds one activation more. Each of the last
-    rank's pairs, `vm - (v - 1)N - 1`, takes t_F&B from the whole rather than t_F + t_B.
+    so the warm-up has one more forward, and a rank holds one more activation. Each of the last
+    rank's `vm - (v - 1)N - 1` pairs adds t_F&B to the makespan instead of t_F + t_B.
 
     Args:
         stages: Number of ranks, p. Chunk c of rank r is stage `c * p + r`.
         microbatches: Number of micro-batches, m.
         chunks: Number of stages on each rank, v.
-        group: Micro-batches that visit a chunk before the next chunk's turn, N. None: p, or the
-            smallest number above it that fits m, or m where m < p.
+        group: Number of micro-batches that visit a chunk before the next chunk's turn, N. None
+            means p, or the smallest number above p that fits m, or m if m < p.
         overlap: Whether forwards and backwards are overlapped pairs.
 
     Raises:
@@ -69,7 +69,7 @@ def interleaved(
 
 
 def group_sizes(stages: int, microbatches: int) -> list[int]:
-    """The groups that `interleaved` takes: N from p to m whose last group is none or at least p."""
+    """Return the valid values of N: from p to m, with a last group that is empty or at least p."""
     return [
         size
         for size in range(stages, microbatches + 1)
@@ -92,8 +92,8 @@ def _group(stages: int, microbatches: int, group: int | None) -> int:
     nearest = min(valid, key=lambda size: abs(size - group))
     raise ValueError(
         f"group is {group}: with {stages} ranks and {microbatches} micro-batches it must be from "
-        f"{stages} to {microbatches}, and what is left for the last group none or at least "
-        f"{stages} micro-batches; the nearest that fits is {nearest}"
+        f"{stages} to {microbatches}, and the last group must be empty or have at least {stages} "
+        f"micro-batches; the nearest valid group is {nearest}"
     )
 
 

@@ -1,6 +1,6 @@
 """Schedules with one stage on each rank and whole backwards: GPipe and 1F1B.
 
-Each takes the number of stages, p, and any number of micro-batches, m, also fewer than stages.
+Each takes the number of stages, p, and any number of micro-batches, m, even fewer than p.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
     arXiv 1811.06965, figure 2. It takes as long as 1F1B, `(m + p - 1)(t_F + t_B)`, but holds all m
-    activations. The backwards go in the order of the micro-batches, not backwards as in the figure,
+    activations. Backwards run in the order of the micro-batches, not in reverse as in the figure,
     so that gradients add up in the same order as without a pipeline.
     """
     numbers = range(microbatches)
@@ -39,12 +39,12 @@ def one_forward_one_backward(stages: int, microbatches: int, *, overlap: bool = 
     `min(p - r - 1, m)` forwards, holds at most `min(p - r, m)` activations, and the whole takes
     `(m + p - 1)(t_F + t_B)`. One stage is plain gradient accumulation: F0 B0 F1 B1 ...
 
-    With `overlap` each forward is one with the backward after it, as Megatron-LM's combined 1F1B
-    does to hide the all-to-alls of experts. A pair hands on both results at its end only, so what
-    a rank sends comes back after two pairs for each rank behind it, and the warm-up is
-    `min(2(p - r - 1) + 1, m)`: with 1F1B's own and one more every pair would wait for another one.
+    With `overlap`, each forward is paired with the backward after it, as in Megatron-LM's combined
+    1F1B, to hide the all-to-alls of experts. A pair sends both results only at its end, so the
+    gradient of an activation comes back after two pairs for each later rank. The warm-up is
+    therefore `min(2(p - r - 1) + 1, m)`; with a shorter one every pair would wait for another.
     Rank r then holds at most `min(2(p - r), m)` activations, and each of the last rank's m - 1
-    pairs takes t_F&B from the whole rather than t_F + t_B. On one rank it is F0 F1&B0 F2&B1 ...
+    pairs adds t_F&B to the makespan instead of t_F + t_B. On one rank it is F0 F1&B0 F2&B1 ...
 
     Args:
         stages: Number of stages.
@@ -74,7 +74,7 @@ def one_forward_one_backward(stages: int, microbatches: int, *, overlap: bool = 
 def alternating(
     forwards: list[Action], backwards: list[Action], *, warmup: int
 ) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     return (
         *forwards[:warmup],
         *(action for pair in steady(forwards, backwards, warmup=warmup) for action in pair),
@@ -85,5 +85,5 @@ def alternating(
 def steady(
     forwards: list[Action], backwards: list[Action], *, warmup: int
 ) -> list[tuple[Action, Action]]:
-    """The forwards after the warm-up, each with the backward that comes after it."""
+    """Return the forwards after the warm-up, each with the backward after it."""
     return list(zip(forwards[warmup:], backwards, strict=False))

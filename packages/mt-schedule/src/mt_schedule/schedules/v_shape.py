@@ -5,9 +5,9 @@ Each takes the number of ranks, p, and any number of micro-batches, m. Rank r ho
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, build a schedule by
 repeating a block, the actions of one micro-batch, every six units of time: two stages with F, I
-and W. What the block's four waves (F down, F up, I down, I up) take from rank to rank says how
-long activations live, and so how many there are: with F down and I up together taking D from one
-rank to the next, and F up and I down as well, about pD/3 activations of a stage.
+and W. The delays of the block's four waves (F down, F up, I down, I up) from rank to rank decide
+how long activations live, and so how many there are: if F down and I up together take D from one
+rank to the next, and F up and I down too, there are about pD/3 activations of a stage.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """ZB-V: zero bubble in the memory of 1F1B.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 6; as V-ZB in
-    arXiv 2405.15362, D = 6. Where F, I and W take equal times and m is at least 2p, no rank waits
-    between its first action and its last. Rank r begins r forwards after rank 0. Each holds at
-    most 2p activations of a stage, which is 1F1B's p of two.
+    arXiv 2405.15362, D = 6. If F, I and W take equal times and m is at least 2p, no rank waits
+    between its first action and its last. Rank r begins r forwards after rank 0. Each rank holds
+    at most 2p activations of a stage, as much memory as 1F1B's p activations of two stages.
     """
     orders = _orders(stages, microbatches, (4, 2, 4, 2))
     return _v_schedule("zb-v", orders, microbatches, limit=2 * stages, early=True)
@@ -69,7 +69,7 @@ def _v_schedule(
 
 
 def _orders(ranks: int, microbatches: int, waves: tuple[int, int, int, int]) -> list[list[Action]]:
-    """For each rank its F and I, in the order of the repeated block."""
+    """Return the F and I of each rank, in the order of the repeated block."""
     orders = []
     for rank, starts in enumerate(_block(ranks, waves)):
         down, up = rank, 2 * ranks - 1 - rank
@@ -85,10 +85,10 @@ def _orders(ranks: int, microbatches: int, waves: tuple[int, int, int, int]) -> 
 
 
 def _block(ranks: int, waves: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-    """When each rank does F down, F up, I down and I up of the first micro-batch.
+    """Return the start times of F down, F up, I down and I up of the first micro-batch.
 
-    Between two waves there may be a pause, so that the block can repeat: no two actions of a rank
-    may start at the same moment of the period.
+    There may be a pause between two waves, so that the block can repeat: no two actions of a rank
+    may start at the same time of the period.
     """
     down, up, back_down, back_up = waves
     last = ranks - 1

@@ -17,19 +17,19 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with split backwards, in no more memory than 1F1B's first rank.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.2. Every rank may
-    hold p activations, so rank r puts W off by r micro-batches, and the bubble is
-    `(p - 1)(t_F + t_I - t_W)`: a third of that of 1F1B where the three times are equal.
+    hold p activations, so rank r defers W by r micro-batches, and the bubble is
+    `(p - 1)(t_F + t_I - t_W)`: a third of 1F1B's bubble if the three times are equal.
     """
     return _split_1f1b("zb-h1", stages, microbatches, [stages - r - 1 for r in range(stages)])
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """ZB-H2: so many forwards first that, from its first action to its last, no rank waits.
+    """ZB-H2: a longer warm-up, so that no rank waits between its first and its last action.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.3. Every rank may
-    hold 2p - 1 activations. Where F, I and W take equal times and m is at least 2p - 1, each rank
-    works without a gap; it starts one forward after the rank before it, and ends as much later, so
-    there is no bubble if the next step begins without waiting for all ranks.
+    hold 2p - 1 activations. If F, I and W take equal times and m is at least 2p - 1, each rank
+    works without a gap. It starts one forward after the previous rank, and ends one forward later,
+    so there is no bubble if the next step begins without waiting for all ranks.
     """
     return _split_1f1b("zb-h2", stages, microbatches, [2 * (stages - r - 1) for r in range(stages)])
 
