@@ -207,10 +207,7 @@ def test_layers_that_would_keep_other_formats_are_refused_before_one_is_rounded(
     given = ("--config", tmp_path / "rules.yaml", "--calibration", text)
     code, out, err = quantize(run, tmp_path / "low", *given)
     assert (code, out) == (1, "")
-    assert err == (
-        "mt-infer: keys and values would be kept in fp8-head and full, and a folder has one format "
-        "of all; give all attention the same rule\n"
-    )
+    assert "would be kept in fp8-head and full" in err
 
 
 def test_a_latent_has_one_scale(write_run, quantize, tmp_path, text, monkeypatch) -> None:

@@ -16,10 +16,9 @@ from mt_files import to_plain
 from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_infer import Sampling, load_run
 from mt_infer.cli import main
-from mt_infer.folding import fold_input_scales
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_quant import QuantizationConfig, QuantizedLinear, quantize
+from mt_quant import QuantizationConfig, QuantizedLinear, fold_input_scales, quantize
 
 GREEDY = Sampling(temperature=0.0)
 TEXT = "to be or not to be that is the question " * 20
@@ -232,7 +231,7 @@ def test_scales_of_inputs_go_into_what_makes_them(method, command, text, tmp_pat
     ids = torch.tensor(tokenizer.encode(TEXT)).long()
     batches = list(ids[: len(ids) // 16 * 16].view(-1, 1, 16))
     model, before = model_of(run), model_of(run)
-    left = fold_input_scales(model, config, batches)
+    left = fold_input_scales(model, model.shared_inputs(), config, batches)
     exact = before.logits(TOKENS)
     torch.testing.assert_close(model.logits(TOKENS), exact, rtol=1e-4, atol=1e-3)
     norm, was = (m.layers["0"].mixer_norm.weight for m in (model, before))

@@ -54,7 +54,7 @@ def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
 
 
 def test_the_explanation_is_a_table_with_the_rule_of_each_module(tmp_path: Path) -> None:
-    lines = str(_from_yaml(tmp_path, YAML).explain(_model())).splitlines()
+    lines = _from_yaml(tmp_path, YAML).explain(_model()).splitlines()
     assert len(lines) == 8
     assert lines[1].split(maxsplit=6)[:3] == ["blocks.0.0", "int8-channel", "int8-tensor"]
     assert lines[1].endswith(r"1: name='re:blocks\\.0\\..*'")

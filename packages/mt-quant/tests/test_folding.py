@@ -13,10 +13,10 @@ from mt_quant import (
     QuantizationError,
     Rule,
     SharedInput,
-    fold_scale,
     fold_scales,
     quantize,
 )
+from mt_quant.models.folding import fold_scale
 from torch import Tensor, nn
 
 WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mt_hf.reading.pretrained import Pretrained, open_pretrained
     from mt_hf.writing.checkpoint import export_checkpoint, import_pretrained
     from mt_hf.writing.lora import export_lora
+    from mt_hf.writing.quantizing import quantize_for_folder
     from mt_hf.writing.saving import save_pretrained
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "import_pretrained",
     "known_families",
     "open_pretrained",
+    "quantize_for_folder",
     "read_description",
     "save_pretrained",
     "upcycle_checkpoint",
@@ -49,6 +51,7 @@ __getattr__ = resolve_later(
         "reading.pretrained": "Pretrained open_pretrained",
         "writing.checkpoint": "export_checkpoint import_pretrained",
         "writing.lora": "export_lora",
+        "writing.quantizing": "quantize_for_folder",
         "writing.saving": "save_pretrained",
     },
 )

@@ -73,7 +73,7 @@ def run_quantize(command: Quantize) -> int:
             made = quantize_model(model, run, config, command.out, **how)
     if text is not None and not text.is_read:
         say(f"{text.path} was not needed: no rule sees activations")
-    print_text(str(made))
+    print_text(made)
     return 0
 
 

@@ -25,7 +25,7 @@ from mt_quant.methods.registry import METHODS, Method, rtn
 from mt_quant.methods.smoothquant import smoothquant, smoothquant_scale
 from mt_quant.methods.svdquant import svdquant
 from mt_quant.models.quantize import Progress, quantize
-from mt_quant.rules.config import Explanation, QuantizationConfig
+from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.recipes import RECIPES
 from mt_quant.rules.rule import Decision, Rule, ShapeCondition
 
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from mt_quant.checkpoints.stored import StoredLinear, join_rows
     from mt_quant.checkpoints.writing import WRITERS, LayoutWriter
     from mt_quant.distillation import distillation_loss
-    from mt_quant.models.folding import InputSource, SharedInput, fold_scale, fold_scales
+    from mt_quant.models.folding import SharedInput, fold_scales
+    from mt_quant.models.input_scales import fold_input_scales
     from mt_quant.models.loading import load_quantized
     from mt_quant.models.sensitivity import (
         Costs,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         measure_costs,
         weight_bits,
     )
+    from mt_quant.models.sizes import ModelSizes
     from mt_quant.training.fake_quantization import FakeQuantizer, training_obstacle
 
 __all__ = [
@@ -65,12 +67,10 @@ __all__ = [
     "CalibrationError",
     "Costs",
     "Decision",
-    "Explanation",
     "FakeQuantizer",
     "FormatPlan",
     "Grid",
     "InputFormat",
-    "InputSource",
     "KVCalibrator",
     "KVFormat",
     "KVScales",
@@ -81,6 +81,7 @@ __all__ = [
     "Magnitudes",
     "Matmul",
     "Method",
+    "ModelSizes",
     "Operands",
     "Progress",
     "QuantizationConfig",
@@ -106,7 +107,7 @@ __all__ = [
     "encode",
     "find_grid",
     "find_range",
-    "fold_scale",
+    "fold_input_scales",
     "fold_scales",
     "gptq",
     "install",
@@ -144,8 +145,10 @@ __getattr__ = resolve_later(
         "checkpoints.stored": "StoredLinear join_rows",
         "checkpoints.writing": "WRITERS LayoutWriter",
         "distillation": "distillation_loss",
-        "models.folding": "InputSource SharedInput fold_scale fold_scales",
+        "models.folding": "SharedInput fold_scales",
+        "models.input_scales": "fold_input_scales",
         "models.loading": "load_quantized",
+        "models.sizes": "ModelSizes",
         "models.sensitivity": "Costs FormatPlan choose_formats measure_costs weight_bits",
         "training.fake_quantization": "FakeQuantizer training_obstacle",
     },

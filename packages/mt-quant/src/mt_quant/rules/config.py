@@ -15,37 +15,7 @@ from mt_quant.error import QuantizationError
 from mt_quant.layers.shape import LinearShape
 from mt_quant.rules.recipes import recipe
 from mt_quant.rules.rule import Decision, Rule
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """Which rule decides each module; printed as a table.
-
-    Attributes:
-        decisions: Of each linear layer, and of each module with a format of its keys and values.
-        rules: Of the configuration.
-    """
-
-    decisions: Mapping[str, Decision]
-    rules: tuple[Rule, ...]
-
-    def __str__(self) -> str:
-        rows = [["module", "weight", "input", "output", "kv cache", "method", "rule"]]
-        for name, decision in self.decisions.items():
-            formats = (decision.weight, decision.input, decision.output, decision.kv_cache)
-            cells = ["-" if value is None else str(value) for value in formats]
-            method = decision.method if decision.weight is not None else "-"
-            rows.append([name, *cells, method, self._rule(decision)])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = (
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
-        )
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _rule(self, decision: Decision) -> str:
-        if decision.rule is None:
-            return "none matches"
-        return f"{decision.rule}: {self.rules[decision.rule]}"
+from mt_quant.rules.table import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +119,17 @@ class QuantizationConfig:
             raise QuantizationError("\n".join(problems))
         return decisions
 
-    def explain(self, model: nn.Module) -> Explanation:
-        """Return each module's decision with its rule, as a value that prints as a table."""
-        return Explanation(decisions=self.decide(model), rules=self.rules)
+    def explain(self, model: nn.Module) -> str:
+        """Return a table of each module's decision and the rule that made it."""
+        rows = [["module", "weight", "input", "output", "kv cache", "method", "rule"]]
+        for name, decision in self.decide(model).items():
+            formats = (decision.weight, decision.input, decision.output, decision.kv_cache)
+            cells = ["-" if value is None else str(value) for value in formats]
+            method = decision.method if decision.weight is not None else "-"
+            index = decision.rule
+            rule = "none matches" if index is None else f"{index}: {self.rules[index]}"
+            rows.append([name, *cells, method, rule])
+        return table(rows)
 
 
 def _misfits(name: str, decision: Decision, shape: LinearShape | None) -> list[str]:
