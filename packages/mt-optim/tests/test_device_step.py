@@ -34,6 +34,11 @@ CASES = {
         "dtype": torch.float16,
         "loss_scale": LossScale(initial=2.0**18, growth_interval=3, hysteresis=1),
     },
+    "fp16 gradients": {
+        "dtype": torch.float16,
+        "grad_dtype": torch.float16,
+        "loss_scale": LossScale(initial=2.0**8, hysteresis=1),
+    },
     "remainder": {"dtype": torch.bfloat16, "masters": "remainder", "moments_dtype": "bf16"},
     "fp8 moments": {"moments_dtype": "fp8"},
     "clipped alone": {"norm_groups": NORMS, "max_value": 0.01, "statistics": "layer"},
@@ -41,11 +46,11 @@ CASES = {
 }
 
 
-def make(state, strategy="none", dtype=torch.float32, **options):
+def make(state, strategy="none", dtype=torch.float32, grad_dtype=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)).to(dtype)
     group = state.group("dp")
-    buffer = shard(model, strategy, group=group, bucket_size=100, prefetch=0)
+    buffer = shard(model, strategy, group=group, bucket_size=100, prefetch=0, grad_dtype=grad_dtype)
     config = OptimizerConfig(lr=0.02, **{"max_norm": 0.05, "weight_decay": 0.1} | options)
     optimizer = DistributedOptimizer(buffer, lambda pieces: build_optimizer(pieces, config, state))
     return model, buffer, optimizer

@@ -9,15 +9,16 @@ from mt_files import resolve_later
 if TYPE_CHECKING:
     from mt_optim.adamw import AdamW, AdamWRule, fused_obstacle
     from mt_optim.bad import BadGradient
-    from mt_optim.clip import NormGroup, clip_grad_norm, grad_norm
+    from mt_optim.clip import clip_grad_norm, grad_norm
     from mt_optim.config import OptimizerConfig
     from mt_optim.device_step import DeviceStep, device_step_obstacle
     from mt_optim.distributed import DistributedOptimizer
     from mt_optim.ema import EMA
     from mt_optim.factory import build_optimizer
     from mt_optim.group import DecayFilter, default_decay_filter
-    from mt_optim.guard import GradLimits, StepGuard
+    from mt_optim.guard import StepGuard
     from mt_optim.host import Traffic
+    from mt_optim.limits import GradLimits, NormGroup
     from mt_optim.lion import Lion, LionRule
     from mt_optim.matrix import is_hidden_matrix
     from mt_optim.muon import AdaptiveMuonRule, Muon, MuonRule
@@ -89,15 +90,16 @@ __getattr__ = resolve_later(
     __name__,
     adamw="AdamW AdamWRule fused_obstacle",
     bad="BadGradient",
-    clip="NormGroup clip_grad_norm grad_norm",
+    clip="clip_grad_norm grad_norm",
     config="OptimizerConfig",
     device_step="DeviceStep device_step_obstacle",
     distributed="DistributedOptimizer",
     ema="EMA",
     factory="build_optimizer",
     group="DecayFilter default_decay_filter",
-    guard="GradLimits StepGuard",
+    guard="StepGuard",
     host="Traffic",
+    limits="GradLimits NormGroup",
     lion="Lion LionRule",
     matrix="is_hidden_matrix",
     muon="AdaptiveMuonRule Muon MuonRule",

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mt_optim.clip import NormGroup
 from mt_optim.group import check_count, check_size
-from mt_optim.guard import GradLimits
+from mt_optim.limits import GradLimits, NormGroup
 from mt_optim.orthogonal import Orthogonalization
 from mt_optim.override import GroupOverride
 from mt_optim.rule import check_bool, check_fraction

@@ -27,8 +27,6 @@ def device_step_obstacle(optimizer: DistributedOptimizer) -> str | None:
         return "its GradBuffer releases or offloads memory, which has to stay where it is"
     if not buffer.waits:
         return "forwards wait for parameters one after the other; use no prefetch"
-    if any(grad.dtype == torch.float16 for grad in _gradients(optimizer).values()):
-        return "gradients of fp16 are too narrow to be unscaled in place; use a grad_dtype of fp32"
     return inner.device_obstacle()
 
 
@@ -117,24 +115,23 @@ class DeviceStep:
         """
         scale, *rates = numbers.unbind()
         pairs = zip(rates[::2], rates[1::2], strict=True)
-        sums = self._guard.sums(also)
-        skip = self._guard.restrain(sums, scale)
+        decision = self._guard.decide(scale, also)
+        self._guard.restrain(decision)
         groups = [dict(zip(_RATES, pair, strict=True)) for pair in pairs]
-        self._optimizer.inner.update_on_device(groups, skip)
+        self._optimizer.inner.update_on_device(groups, decision[0])
         self._optimizer.buffer.gather_params()
-        return torch.cat([skip.view(1), sums])
+        return decision
 
     def read(self, found: Tensor) -> tuple[list[float], StepResult]:
         """Wait for the device and return the sums of `also`, and what was done.
 
         It communicates only if the step was not taken, to name the gradients at fault.
         """
-        skipped, *values = found.tolist()
         self._optimizer.buffer.note_gathered()
         inner = self._optimizer.inner
-        others = self._guard.take(values)
-        result = self._guard.conclude(admitted=not skipped)
-        if skipped:
+        others = self._guard.read(found.tolist())
+        result = self._guard.conclude()
+        if not result.stepped:
             return others, replace(result, step=inner.step_count + 1)
         for group, new in zip(inner.param_groups, self._rates, strict=True):
             group.update(new)

@@ -1,11 +1,11 @@
-"""What happens between reduced gradients and the update: measure, decide, unscale, clip."""
+"""Between reduced gradients and the update: measure, decide, unscale and clip."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from mt_data_parallel import Piece, grad_of, pieces_of
@@ -14,7 +14,8 @@ from mt_parallel_state import ParallelState, share_json
 from torch import Tensor, nn
 
 from mt_optim.bad import find_bad
-from mt_optim.clip import REST, NormGroup, check_once, check_positive, clip_factor, norm_group_of
+from mt_optim.clip import check_once, clip_factor
+from mt_optim.limits import GradLimits
 from mt_optim.result import StepResult
 from mt_optim.scaler import GradScaler
 from mt_optim.scaling import clamp_, multiply_, root
@@ -23,63 +24,36 @@ from mt_optim.statistics import WORLD, GradMeter, GradStatistics, Measured, join
 _Key = tuple[str, str]  # norm group, group of the statistics
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradLimits:
-    """How large gradients may be.
+class _Verdict(NamedTuple):
+    """A decision as the host has read it: see `StepGuard.decide`."""
 
-    Attributes:
-        max_norm: Largest norm to let through, of what is in no group of its own; None never clips.
-        norm_groups: Parameters that are clipped alone.
-        max_value: Largest magnitude of a gradient's element, clipped after the norm; None for any.
-        skip_above: A step is skipped if the norm of the whole model is above; None skips only what
-            is not finite.
-
-    Raises:
-        ValueError: A threshold is not positive.
-        TypeError: A field is of another type.
-    """
-
-    max_norm: float | None = None
-    norm_groups: tuple[NormGroup, ...] = ()
-    max_value: float | None = None
-    skip_above: float | None = None
-
-    def __post_init__(self) -> None:
-        for what in ("max_norm", "max_value", "skip_above"):
-            limit = getattr(self, what)
-            if limit is not None:
-                check_positive(what, limit)
-        groups: object = self.norm_groups
-        if not isinstance(groups, tuple) or not all(isinstance(g, NormGroup) for g in groups):
-            raise TypeError(f"norm_groups must be NormGroups, got {self.norm_groups!r:.60}")
-        names = [REST, *map(str, self.norm_groups)]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ValueError(f"norm_groups has {twice[0]!r} twice, or that is the rest's name")
+    skipped: bool
+    factors: list[float]
+    measured: dict[_Key, Measured]
 
 
 class StepGuard:
-    """Decides, with one answer on all ranks, whether a step is applied, and clips gradients.
+    """Decides, with one answer on all ranks, whether a step is taken, and clips gradients.
 
-    The decision is taken from the norm of the whole model's gradient, which every rank gets with
-    the same bits: before anything changes, and for every optimizer alike. Only if a step is not
-    taken, gradients are looked at one by one, to name those at fault.
+    The decision depends on the norm of the whole model's gradient, of which every rank gets the
+    same bits. It is made on the device, before anything changes; the host reads it afterwards.
+    Gradients are looked at one by one only if a step is skipped, to name those at fault.
 
     Args:
-        named_params: This rank's names and parameters, or pieces.
+        named_params: This rank's names and parameters, or the shards that it steps.
         state: Process groups and this rank's place in them.
-        limits: How large gradients may be.
-        scaler: What the losses are multiplied with; gradients are divided by that.
+        limits: Limits on the size of gradients.
+        scaler: The scale of the losses, by which gradients are divided.
         zeros: Whether zeros are counted.
-        statistics: A function of a parameter's name that says with which others its gradient is
-            described, such as `by_layer`; None for no description.
+        statistics: A function from a parameter's name to the name of the group in which its
+            gradient is described, such as `by_layer`; None for no description.
 
     Attributes:
-        scaler: The scaler; None where there is none.
+        scaler: The scaler; None if there is none.
 
     Raises:
         ValueError: A parameter is listed twice, or is in several norm groups.
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
     """
 
     def __init__(
@@ -102,143 +76,153 @@ class StepGuard:
         self._pieces, self._state, self._limits = pieces_of(named_params), state, limits
         check_once(self._pieces)
         self.scaler, self._zeros, self._by = scaler, zeros, statistics
-        self._of: dict[str, list[Piece]] = {REST: [], **{str(g): [] for g in limits.norm_groups}}
+        self._of: dict[str, list[Piece]] = {name: [] for name in limits.max_norms}
         for piece in self._pieces:
-            if piece.param.numel():  # a rank may step nothing and have a parameter all the same
-                self._of[norm_group_of(piece, limits.norm_groups)].append(piece)
+            if piece.param.numel():  # a rank may have a parameter and step no element of it
+                self._of[limits.group_of(piece)].append(piece)
         self._meter: tuple[list[_Key], GradMeter] | None = None
-        self._measured: dict[_Key, Measured] | None = None
+        self._decision: Tensor | None = None
+        self._verdict: _Verdict | None = None
         self._wide: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
-    def measure(self, also: Tensor | None = None) -> list[float]:
-        """Measure the gradients for the next `admit`, which then neither communicates nor waits.
-
-        Args:
-            also: Numbers of this rank that are summed over all ranks in the same message, such as
-                losses; on the device, in any dtype that fp64 holds.
-
-        Returns:
-            The sums, with the same bits on all ranks.
-        """
-        return self.take(self.sums(also).tolist())
-
-    def sums(self, also: Tensor | None = None) -> Tensor:
-        """Measure as `measure` does, and leave the numbers on the device, for `restrain`.
-
-        Shape:
-            One dim of fp64, the sums of `also` in front.
-        """
-        self.prepare()
-        return self._agreed[1].sums(also)
+    @property
+    def scale(self) -> float:
+        """The loss scale, by which gradients are divided."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def prepare(self) -> None:
-        """Agree with all ranks on what is measured, the first time; it communicates then."""
+        """Agree with all ranks on what is measured; it communicates the first time only."""
         if self._meter is None:
             self._meter = self._make_meter()
 
     @torch.no_grad()
-    def restrain(self, sums: Tensor, scale: Tensor) -> Tensor:
-        """Decide on the device whether the step is taken, and unscale and clip if it is.
+    def decide(self, scale: Tensor, also: Tensor | None = None) -> Tensor:
+        """Measure the gradients and decide whether the step is taken, without waiting.
 
-        It is not where `admit` would not take it, or a sum of `also` is not finite. The gradients
-        of a step that is not taken are as they were. Nothing waits; `take` and `conclude` follow
-        where the host has the numbers.
+        The step is skipped if the norm of the whole model is not finite or too large, or if a sum
+        of `also` is not finite.
 
         Args:
-            sums: Of this step.
-            scale: What gradients are divided by, fp64 without dims.
+            scale: The loss scale, fp64 without dims.
+            also: Numbers of this rank, such as losses, that are summed over all ranks in the same
+                message; on the device, in any dtype that fp64 holds.
 
         Returns:
-            fp64 without dims: 1 where the step is not taken, else 0.
+            The decision, with the same bits on all ranks, for `restrain` and `read`.
+
+        Shape:
+            One dim of fp64: 1 if the step is skipped, else 0; the factor of each norm group; and
+            the sums of `GradMeter.sums`.
         """
+        self.prepare()
         keys, meter = self._agreed
+        sums = meter.sums(also)
         extra = sums.numel() - meter.width
         squares = dict(zip(keys, sums[extra : extra + len(keys)].unbind(), strict=True))
-        whole = _norm(squares.values(), scale)
+        whole = root(reduce(torch.add, squares.values())) / scale
         limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
         taken = torch.isfinite(whole) & (whole <= limit) & torch.isfinite(sums[:extra]).all()
-        for name, pieces in self._of.items():
+        one, factors = torch.ones_like(whole), list[Tensor]()
+        for name, most in self._limits.max_norms.items():
             own = [square for (group, _), square in squares.items() if group == name]
-            grads = [grad for piece in pieces if (grad := piece.grad) is not None]
-            most = self._most(name)
-            if grads and (most is not None or self.scaler is not None):
-                factor = torch.ones_like(whole) if most is None else _factor(own, scale, most)
-                multiply_(grads, torch.where(taken, factor / scale, torch.ones_like(whole)))
-            if self._limits.max_value is not None:
-                most = torch.full_like(whole, self._limits.max_value)
-                clamp_(grads, torch.where(taken, most, torch.full_like(whole, math.inf)))
-        return 1 - taken.double()
+            clipped = one
+            if own and most is not None:
+                clipped = clip_factor(root(reduce(torch.add, own)) / scale, most)
+            factors.append(torch.where(taken, clipped / scale, one))
+        return torch.cat([torch.stack([1 - taken.double(), *factors]), sums])
 
-    def take(self, found: Sequence[float]) -> list[float]:
-        """Take note of the numbers of `sums`, and return those of `also`."""
+    @torch.no_grad()
+    def restrain(self, decision: Tensor) -> None:
+        """Unscale and clip the gradients, or leave them alone if the step is skipped."""
+        skipped, *factors = decision[: 1 + len(self._of)].unbind()
+        for number, (pieces, factor) in enumerate(zip(self._of.values(), factors, strict=True)):
+            # The factor of a captured graph is another one in each replay. Where the host has
+            # read it, gradients that it leaves alone need no pass over memory.
+            known = 0.0 if self._verdict is None else self._verdict.factors[number]
+            grads = self._grads(pieces)
+            if known != 1:
+                multiply_(grads, factor)
+            if self._limits.max_value is not None:
+                most = torch.full_like(factor, self._limits.max_value)
+                clamp_(grads, torch.where(skipped > 0, torch.full_like(most, math.inf), most))
+
+    def read(self, found: Sequence[float]) -> list[float]:
+        """Take note of a decision that the host has read, and return the sums of `also`."""
         keys, meter = self._agreed
-        measured, others = meter.read(found)
-        self._measured = dict(zip(keys, measured, strict=True))
+        count = 1 + len(self._of)
+        measured, others = meter.read(found[count:])
+        of_key = dict(zip(keys, measured, strict=True))
+        self._verdict = _Verdict(bool(found[0]), list(found[1:count]), of_key)
         return others
 
-    @torch.no_grad()
-    def admit(self) -> StepResult:
-        """Measure the gradients and, if the step is taken, divide by the scale and clip.
+    def measure(self, also: Tensor | None = None) -> list[float]:
+        """Decide on the next step and wait for the decision; `admit` then does neither.
 
-        It communicates once, twice with statistics, and waits for the device once; not at all after
-        `measure`.
+        Args:
+            also: As for `decide`.
 
         Returns:
-            Whether to step, and what was measured. The gradients of a step that is not taken are as
-            they were; the scaler has taken note of it.
+            The sums of `also`, with the same bits on all ranks.
         """
-        scale = self.scale
-        if self._measured is None:
+        scale = torch.full((), self.scale, dtype=torch.float64, device=self._state.device)
+        self._decision = self.decide(scale, also)
+        return self.read(self._decision.tolist())
+
+    def admit(self) -> StepResult:
+        """Decide on a step and, if it is taken, unscale and clip the gradients.
+
+        It communicates once, twice with statistics, and waits for the device once; after `measure`
+        it does neither.
+
+        Returns:
+            Whether to step, and what was measured. If the step is skipped, the gradients are
+            unchanged. The scaler has been updated.
+        """
+        if self._decision is None:
             self.measure()
-        norm = joined((self._measured or {}).values(), scale=scale).norm
-        limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
-        admitted = math.isfinite(norm) and norm <= limit
-        if admitted:
-            self._apply(self._norms(scale), scale)
-        return self.conclude(admitted=admitted)
+        decision, self._decision = self._decision, None
+        if decision is not None and self._verdict is not None and not self._verdict.skipped:
+            self.restrain(decision)
+        return self.conclude()
 
-    @property
-    def scale(self) -> float:
-        """What gradients are divided by."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+    def conclude(self) -> StepResult:
+        """Return the result of the step whose decision was read, and update the scaler.
 
-    @torch.no_grad()
-    def conclude(self, *, admitted: bool) -> StepResult:
-        """Return what a step was whose numbers `measure` or `take` has; the scaler takes note.
-
-        It communicates only if the step was not taken, to name the gradients at fault.
+        It communicates only if the step was skipped, to name the gradients at fault.
         """
-        scale, norms = self.scale, self._norms(self.scale)
-        parts, self._measured = self._measured or {}, None
+        verdict, self._verdict = self._verdict, None
+        assert verdict is not None, "read() makes it"  # noqa: S101
+        scale, parts = self.scale, verdict.measured
         whole = joined(parts.values(), scale=scale)
+        norms = {name: self._joined(parts, 0, name, scale).norm for name in self._of}
         if self.scaler is not None:
             self.scaler.update(overflow=not math.isfinite(whole.norm))
         bad, num_bad = (), 0
-        if not admitted:
+        if verdict.skipped:
             bad, num_bad = find_bad(self._pieces, self._state, scale=scale)
+        described = [] if self._by is None else dict.fromkeys(name for _, name in parts)
         return StepResult(
-            stepped=admitted,
+            stepped=not verdict.skipped,
             grad_norm=whole.norm,
             norms=norms if len(norms) > 1 else {},
             zeros=whole.zeros if self._zeros else None,
             loss_scale=scale,
             bad=bad,
             num_bad=num_bad,
-            statistics=self._described(parts, scale),
+            statistics={name: self._joined(parts, 1, name, scale) for name in described},
         )
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient that a parameter is stepped with.
 
-        That of an fp16 parameter outside of a GradBuffer is fp16 too, too narrow for what is left
-        of it without the loss's scale: it was widened.
+        An fp16 parameter outside of a GradBuffer has an fp16 gradient, which would underflow when
+        it is unscaled; `restrain` has made an fp32 copy of it.
         """
         wide = self._wide.get(param)
         return grad_of(param) if wide is None else wide
 
     def forget(self) -> None:
-        """Free what was widened for a step."""
+        """Free the fp32 copies of gradients that were made for a step."""
         self._wide.clear()
 
     def _make_meter(self) -> tuple[list[_Key], GradMeter]:
@@ -248,13 +232,12 @@ class StepGuard:
         for group, pieces in self._of.items():
             for piece in pieces:
                 parts.setdefault((group, str(by(piece.name))), []).append(piece)
-        if self._by is None:
-            keys = [(group, "") for group in self._of]
-        else:
+        described = self._by is not None
+        keys = [(group, "") for group in self._of]
+        if described:
             group, device = self._state.group(WORLD), self._state.device
             every = share_json([list(key) for key in parts], group, device=device)
             keys = list(dict.fromkeys((group, name) for own in every for group, name in own))
-        described = self._by is not None
         meter = GradMeter(
             [parts.get(key, []) for key in keys],
             self._state,
@@ -268,43 +251,14 @@ class StepGuard:
         assert self._meter is not None, "prepare() makes it"  # noqa: S101
         return self._meter
 
-    def _norms(self, scale: float) -> dict[str, float]:
-        """Return the norm of each group, of gradients divided by `scale`."""
-        parts = self._measured or {}
-        return {
-            name: joined(
-                (part for (group, _), part in parts.items() if group == name), scale=scale
-            ).norm
-            for name in self._of
-        }
-
-    def _most(self, name: str) -> float | None:
-        """Return the largest norm of a group."""
-        most: dict[str, float | None] = {REST: self._limits.max_norm}
-        return (most | {str(group): group.max_norm for group in self._limits.norm_groups})[name]
-
-    def _described(self, parts: dict[_Key, Measured], scale: float) -> dict[str, GradStatistics]:
-        if self._by is None:
-            return {}
-        names = dict.fromkeys(name for _, name in parts)
-        return {
-            name: joined((part for (_, own), part in parts.items() if own == name), scale=scale)
-            for name in names
-        }
-
-    def _apply(self, norms: dict[str, float], scale: float) -> None:
-        """Divide gradients by the scale, and clip them by their group's norm and by value."""
-        for name, pieces in self._of.items():
-            factor = clip_factor(norms[name], self._most(name)) / scale
-            grads = self._grads(pieces)
-            if grads and factor != 1:
-                torch._foreach_mul_(grads, factor)
-            if grads and self._limits.max_value is not None:
-                torch._foreach_clamp_min_(grads, -self._limits.max_value)
-                torch._foreach_clamp_max_(grads, self._limits.max_value)
+    def _joined(
+        self, parts: dict[_Key, Measured], place: int, name: str, scale: float
+    ) -> GradStatistics:
+        """Join the parts whose key has a name at a place: 0 for norm groups, 1 for statistics."""
+        return joined((part for key, part in parts.items() if key[place] == name), scale=scale)
 
     def _grads(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Return the gradients to change, those that are too narrow for it as copies."""
+        """Return the gradients to change, those of fp16 as fp32 copies."""
         grads: list[Tensor] = []
         for piece in pieces:
             grad = piece.grad
@@ -312,14 +266,3 @@ class StepGuard:
                 grad = self._wide[piece.param] = grad.float()
             grads += [] if grad is None else [grad]
         return grads
-
-
-def _norm(squares: Iterable[Tensor], scale: Tensor) -> Tensor:
-    """Return on the device what `joined` does on the host."""
-    return root(reduce(torch.add, squares)) / scale
-
-
-def _factor(squares: Sequence[Tensor], scale: Tensor, max_norm: float) -> Tensor:
-    """Return on the device what `clip_factor` does on the host."""
-    norm = _norm(squares, scale)
-    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)

@@ -15,14 +15,15 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
     The bits are those of a factor that is a number of Python.
     """
-    for dtype in dict.fromkeys(x.dtype for x in tensors):
-        torch._foreach_mul_([x for x in tensors if x.dtype == dtype], factor.to(dtype))
+    for device, dtype in dict.fromkeys((x.device, x.dtype) for x in tensors):
+        alike = [x for x in tensors if (x.device, x.dtype) == (device, dtype)]
+        torch._foreach_mul_(alike, factor.to(device, dtype))
 
 
 def clamp_(tensors: Sequence[Tensor], most: Tensor) -> None:
     """Have no element of any tensor be of a greater magnitude, in place."""
     for x in tensors:
-        bound = most.to(x.dtype)
+        bound = most.to(x.device, x.dtype)
         x.clamp_(-bound, bound)
 
 

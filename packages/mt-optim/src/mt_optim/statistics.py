@@ -57,7 +57,7 @@ class Measured:
 def joined(parts: Iterable[Measured], *, scale: float = 1.0) -> GradStatistics:
     """Return what parts are together, of gradients divided by `scale`."""
     parts = list(parts)
-    # One after the other, as a device does in `StepGuard.restrain`; `sum` compensates.
+    # In order, as the device adds them in `StepGuard.decide`; Python's `sum` compensates.
     square = reduce(operator.add, (part.square for part in parts), 0.0)
     return GradStatistics(
         norm=math.sqrt(square) / scale,
@@ -108,20 +108,11 @@ class GradMeter:
         self._state, self._zeros, self._largest = state, zeros, largest
 
     @torch.no_grad()
-    def measure(self, also: Tensor | None = None) -> tuple[list[Measured], list[float]]:
-        """Measure each part; communicates once or twice and waits for the device once.
+    def sums(self, also: Tensor | None = None) -> Tensor:
+        """Measure each part; communicates once or twice, and does not wait for the device.
 
         Args:
             also: Numbers of this rank, on the device, that are summed over all ranks on the way.
-
-        Returns:
-            What each part is, and the sums.
-        """
-        return self.read(self.sums(also).tolist())
-
-    @torch.no_grad()
-    def sums(self, also: Tensor | None = None) -> Tensor:
-        """Measure as `measure` does, and leave the numbers on the device, `also` in front.
 
         Shape:
             One dim of fp64: the sums of `also`, the squares of each part, and then, where these

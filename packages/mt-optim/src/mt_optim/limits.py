@@ -1,0 +1,118 @@
+"""Limits on the size of gradients: of the whole model, and of groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mt_data_parallel import Piece
+from torch import Tensor
+
+from mt_optim.group import check_number
+
+REST = "rest"  # the parameters that are in no norm group
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormGroup:
+    """Parameters whose gradient is clipped by a norm of its own.
+
+    A parameter belongs to the group if both `names` and `where` match it, as far as they are given.
+
+    Attributes:
+        names: A glob over the parameter's name, such as `*.experts.*`; `*` matches dots too.
+        where: A predicate of name and parameter.
+        max_norm: The largest norm of their gradient.
+
+    Raises:
+        ValueError: Neither `names` nor `where` is given, or the norm is not positive.
+        TypeError: A field has the wrong type.
+    """
+
+    names: str | None = None
+    where: Callable[[str, Tensor], bool] | None = None
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.names, str | None):
+            raise TypeError(f"names must be a string, got {self.names!r:.60}")
+        if self.where is not None and not callable(self.where):
+            raise TypeError(f"where must be a function, got {self.where!r:.60}")
+        if self.names is None and self.where is None:
+            raise ValueError("a norm group needs names or where, to say which parameters it has")
+        check_positive("max_norm", self.max_norm)
+
+    def matches(self, name: str, param: Tensor) -> bool:
+        """Say whether a parameter belongs to the group."""
+        return (self.names is None or fnmatchcase(name, self.names)) and (
+            self.where is None or bool(self.where(name, param))
+        )
+
+    def __str__(self) -> str:
+        return self.names or getattr(self.where, "__name__", "where")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradLimits:
+    """Limits on the size of gradients.
+
+    Attributes:
+        max_norm: Largest norm of all parameters that are in no norm group; None never clips.
+        norm_groups: Groups of parameters that are clipped by norms of their own.
+        max_value: Largest magnitude of an element, clipped after the norm; None never clips.
+        skip_above: Skip a step if the norm of the whole model is larger; None skips a step only if
+            the norm is not finite.
+
+    Raises:
+        ValueError: A limit is not positive, or two groups have one name.
+        TypeError: A field has the wrong type.
+    """
+
+    max_norm: float | None = None
+    norm_groups: tuple[NormGroup, ...] = ()
+    max_value: float | None = None
+    skip_above: float | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("max_norm", "max_value", "skip_above"):
+            limit = getattr(self, what)
+            if limit is not None:
+                check_positive(what, limit)
+        groups: object = self.norm_groups
+        if not isinstance(groups, tuple) or not all(isinstance(g, NormGroup) for g in groups):
+            raise TypeError(f"norm_groups must be NormGroups, got {self.norm_groups!r:.60}")
+        names = [REST, *map(str, self.norm_groups)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"norm_groups has {twice[0]!r} twice, or that is the rest's name")
+
+    @property
+    def max_norms(self) -> dict[str, float | None]:
+        """The largest norm of each group by its name, `rest` first."""
+        return {REST: self.max_norm, **{str(group): group.max_norm for group in self.norm_groups}}
+
+    def group_of(self, piece: Piece) -> str:
+        """Return the name of a parameter's norm group, `rest` if it is in none.
+
+        Raises:
+            ValueError: Several groups match it.
+        """
+        found = [str(own) for own in self.norm_groups if own.matches(piece.name, piece.source)]
+        if len(found) > 1:
+            raise ValueError(
+                f"parameter {piece.name!r} is in the norm groups {' and '.join(found)}; let one of "
+                "them match it"
+            )
+        return found[0] if found else REST
+
+
+def check_positive(what: str, value: float) -> None:
+    """Check a limit.
+
+    Raises:
+        ValueError: It is not positive.
+        TypeError: It is not a number.
+    """
+    if not check_number(what, value) > 0:
+        raise ValueError(f"{what} must be positive (None for no limit), got {value}")
