@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,16 +22,15 @@ DEV = ["uv", "run", "--frozen"]
 OLDEST_TORCH = "2.11"
 QUICK = "not gpu and not campaign"
 REPORTS = ROOT / ".nox" / "reports"
-# Seconds of tests on two cores of the machine that tools/budget.py's probe was timed on; a slower
-# one has more. What is above belongs in the campaign, or is too slow. The same session was seen to
-# take half as long again on that machine, so what is written should stay well below. mt-model has
-# a row of tests for each of 28 families.
-BUDGET = {"": 240, "mt-model": 300, "integration": 1200}
+LANES_FILE = REPORTS / "lanes.json"
+# Seconds of everything, on two cores of the machine that tools/budget.py's probe was timed on; a
+# slower one has more. What does not fit belongs in the campaign, or is too slow.
+LIMIT_S = 14 * 60
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"  # `uv sync --exact` removes what does not belong in a reused one
-nox.options.sessions = ["lint", "typecheck", "packages", "integration", "wheels", "docs", "budget"]
+nox.options.sessions = ["check"]
 
 # Without .pyc files `import torch` takes twice as long; `UV_LOCKED` is for `uv run nox` itself.
 for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
@@ -42,6 +40,31 @@ for variable in ("PYTHONDONTWRITEBYTECODE", "UV_LOCKED"):
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+@nox.session(python=False)
+def check(session: nox.Session) -> None:
+    """Everything that CI runs, the longest first in two lanes; then its time, within a limit."""
+    packages = [f"tests({package})" for package in PACKAGES]
+    failed = queue(session, ["lint", "typecheck", *packages, "integration:2", "wheels", "docs"])
+    limits = ["--calibrate", "--limit", str(LIMIT_S), "--out", str(REPORTS / "budget.json")]
+    session.run(*DEV, "python", "tools/budget.py", str(LANES_FILE), str(REPORTS), *limits)
+    if failed:
+        session.error("a session failed; its output is above")
+
+
+@nox.session(python=False)
+def changed(session: nox.Session) -> None:
+    """What can fail of `check` by what differs from a commit: `-- BASE`, else from `main`.
+
+    Lint, types, the packages that differ or need one that does, and integration with any of them.
+    On `main` itself the commit before is the base.
+    """
+    tool = [*DEV, "python", "tools/changed.py", *session.posargs]
+    found = str(session.run(*tool, silent=True)).split()
+    wide = [f"{name}:2" if name == "integration" else name for name in found]
+    if queue(session, wide):
+        session.error("a session failed; its output is above")
 
 
 @nox.session(python=False)
@@ -83,29 +106,13 @@ def tests(session: nox.Session, package: str) -> None:
     pytest(session, package, f"packages/{package}/tests", "-m", QUICK)
 
 
-@nox.session(python=False)
-def packages(session: nox.Session) -> None:
-    """The tests of all packages, two packages at a time: much of each is one process."""
-    command = [sys.executable, "-m", "nox", "--session"]
-    with ThreadPoolExecutor(2) as lanes:
-        started = {
-            lanes.submit(session.run, *command, f"tests({package})", silent=True): package
-            for package in PACKAGES
-        }
-        for done in as_completed(started):
-            if done.exception() is None:  # else nox has printed it
-                print(done.result(), flush=True)
-    failed = [package for done, package in started.items() if done.exception() is not None]
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
-
-
 @nox.session
 def integration(session: nox.Session) -> None:
     """The tests that join packages."""
     sync(session, "mt-integration")
-    # Two at a time: much of each is waiting, for other ranks and for processes to start.
-    two = ["-n", "2", "--dist", "worksteal"]
+    # Two at a time, which take both lanes: a process for each half would import as much, and one
+    # of them would end first.
+    two = ["-n", os.environ.get("MT_LANES", "2"), "--dist", "worksteal"]
     pytest(session, "integration", "tests-integration/tests", "-m", QUICK, *two)
 
 
@@ -131,16 +138,6 @@ def wheels(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Run every fenced command and snippet of the READMEs and docs pages, and every example."""
     session.run(*DEV, "python", "tools/run_docs.py", *session.posargs)
-
-
-@nox.session(python=False)
-def budget(session: nox.Session) -> None:
-    """Time of each session's last run and the slowest tests; fails above the budget."""
-    reports = sorted(str(path) for path in REPORTS.glob("*.xml"))
-    if not reports:
-        session.skip("no session has run its tests yet")
-    limits = [f"--limit={name}={seconds}" for name, seconds in BUDGET.items()]
-    session.run(*DEV, "python", "tools/budget.py", "--calibrate", *limits, *reports)
 
 
 @nox.session
@@ -194,6 +191,18 @@ def attack(session: nox.Session) -> None:
     script = ["python", "tests-integration/attack/attack.py"]
     ledger = [] if set(session.posargs) & {"--row", "--sample"} else ["--out", "docs/attack.md"]
     session.run(*DEV, *script, *ledger, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+def queue(session: nox.Session, sessions: list[str]) -> bool:
+    """Run sessions in two lanes (`name:2` takes both); returns whether one failed."""
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    known = ["--known", "tools/durations.json"]
+    tool = [sys.executable, "tools/lanes.py", "--out", str(LANES_FILE), *known, *sessions]
+    try:
+        session.run(*tool)
+    except CommandFailed:
+        return True
+    return False
 
 
 def test_folders() -> list[str]:

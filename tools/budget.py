@@ -1,20 +1,24 @@
-"""Say how long each session's tests took and which were the slowest; fail above a budget.
+"""Say where the time of a check went, lane by lane; fail above a limit of the whole.
 
-    python tools/budget.py --limit 100 --limit mt-pipeline=120 --calibrate .nox/reports/*.xml
+    python tools/budget.py LANES_FILE REPORTS [--limit 840 --calibrate] [--out FILE]
 
-A file is a session. Its time is that of the tests, with collection, as pytest wrote it. Machines
-of the same size differ by more than two, so limits are seconds of one of them: where a fixed piece
-of work takes longer than it did there, `--calibrate` raises all limits by as much.
+The file of `tools/lanes.py` has what each session took; the JUnit files in REPORTS, one a session,
+what of that were tests. Machines of the same size differ by more than two, so the limit is seconds
+of one of them: where a fixed piece of work takes longer than it did there, `--calibrate` raises
+the limit by as much.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from lanes import LANES
 from ledger import read_cases
 
 SLOWEST = 10
@@ -27,35 +31,87 @@ for _ in range(100_000):
     x = (x @ x).tanh()
 sum(i * i for i in range(3_000_000))
 """
-PROBE_SECONDS = 1.9  # on the machine that limits are of
+PROBE_SECONDS = 1.9  # on the machine that the limit is of
 
 
-def session_seconds(path: Path) -> float:
-    """Return the wall time of a session's tests."""
-    suites = ElementTree.parse(path).iter("testsuite")  # noqa: S314 - pytest wrote it
-    return sum(float(suite.get("time", "0")) for suite in suites)
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Where the seconds of one session went.
 
-
-def report(paths: Sequence[Path], limits: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Return the lines to print, and the sessions that are above their limit.
-
-    Args:
-        paths: One JUnit file a session, named after it.
-        limits: Seconds by session; the key "" holds for those without their own.
+    Attributes:
+        name: The session's name.
+        seconds: Seconds times lanes, from its start to its end.
+        setup: What came before and after pytest: the environment, or all of it without tests.
+        collection: What pytest did beside tests: imports, collection, its report.
+        tests: What the tests took, with their fixtures.
+        cpu: CPU seconds of all its processes.
     """
-    lines, late = ["seconds  session"], []
-    for path in sorted(paths, key=session_seconds, reverse=True):
-        seconds, limit = session_seconds(path), limits.get(path.stem, limits.get("", float("inf")))
-        lines.append(f"{seconds:7.0f}  {path.stem}")
-        if seconds > limit:
-            late.append(f"{path.stem}: {seconds:.0f} s of at most {limit:.0f}")
-    cases = [case for path in paths for case in read_cases(path)]
-    cases.sort(key=lambda case: case.seconds, reverse=True)
-    lines += ["", "seconds  test"]
+
+    name: str
+    seconds: float
+    setup: float
+    collection: float
+    tests: float
+    cpu: float
+
+
+def share(done: dict[str, float | str], reports: Path) -> Share:
+    """Divide the time of a session that `tools/lanes.py` wrote down."""
+    name, lanes = str(done["name"]), int(done["lanes"])
+    whole = float(done["seconds"]) * lanes
+    path = reports / f"{report_name(name)}.xml"
+    if not path.is_file():
+        return Share(
+            name=name, seconds=whole, setup=whole, collection=0, tests=0, cpu=float(done["cpu"])
+        )
+    suites = ElementTree.parse(path).iter("testsuite")  # noqa: S314 - pytest wrote it
+    suite = lanes * sum(float(each.get("time", "0")) for each in suites)
+    tests = sum(case.seconds for case in read_cases(path))
+    return Share(
+        name=name,
+        seconds=whole,
+        setup=max(0.0, whole - suite),
+        collection=max(0.0, suite - tests),
+        tests=tests,
+        cpu=float(done["cpu"]),
+    )
+
+
+def report_name(session: str) -> str:
+    """Return the name of a session's JUnit file: of `tests(mt-x)` it is mt-x."""
+    return session.partition("(")[2].rstrip(")") or session
+
+
+def summary(shares: Sequence[Share], wall: float) -> dict[str, float]:
+    """Return the sums over all sessions, and the lanes' idle seconds."""
+    names = ("seconds", "setup", "collection", "tests", "cpu")
+    sums = {name: sum(getattr(each, name) for each in shares) for name in names}
+    return {"wall": wall, **sums, "idle": max(0.0, LANES * wall - sums["seconds"])}
+
+
+def table(shares: Sequence[Share], total: dict[str, float]) -> list[str]:
+    """Return the lines of the table, the longest session first."""
+    lines = ["seconds  set-up  collection  tests     cpu  session (seconds times lanes)"]
+    rows = sorted(shares, key=lambda each: each.seconds, reverse=True)
+    for row in [*(asdict(each) for each in rows), {**total, "name": "all"}]:
+        numbers = [row[name] for name in ("seconds", "setup", "collection", "tests", "cpu")]
+        lines.append(
+            "{:7.0f}  {:6.0f}  {:10.0f}  {:5.0f}  {:6.0f}  ".format(*numbers) + row["name"]
+        )
+    lines.append(f"wall {total['wall']:.0f} s, lanes idle for {total['idle']:.0f} s")
+    return lines
+
+
+def slowest(paths: Sequence[Path]) -> list[str]:
+    """Return the lines of the slowest tests."""
+    cases = sorted(
+        (case for path in paths for case in read_cases(path)), key=lambda case: -case.seconds
+    )
+    lines = ["seconds  test"]
     for case in cases[:SLOWEST]:
         parameters = f"[{case.parameters}]" if case.parameters else ""
         lines.append(f"{case.seconds:7.1f}  {case.function}{parameters}")
-    return lines, late
+    return lines
 
 
 def slowdown() -> float:
@@ -71,28 +127,33 @@ def slowdown() -> float:
     return max(1.0, min(seconds() for _ in range(3)) / PROBE_SECONDS)
 
 
-def _limit(text: str) -> tuple[str, float]:
-    session, _, seconds = text.rpartition("=")
-    return session, float(seconds)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; the exit status is 1 if a session is above its limit."""
+    """Print the report; the exit status is 1 if the whole is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("files", nargs="+", type=Path, help="JUnit files that pytest wrote")
-    parser.add_argument("--limit", type=_limit, action="append", default=[], metavar="[NAME=]SEC")
-    text = "raise the limits on a machine that is slower than the one they are of"
+    parser.add_argument("lanes", type=Path, help="what tools/lanes.py wrote")
+    parser.add_argument("reports", type=Path, help="the folder of JUnit files that pytest wrote")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=float("inf"))
+    text = "raise the limit on a machine that is slower than the one it is of"
     parser.add_argument("--calibrate", action="store_true", help=text)
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     options = parser.parse_args(arguments)
+    done = json.loads(options.lanes.read_text())
+    shares = [share(each, options.reports) for each in done]
+    wall = max((each["start"] + each["seconds"] for each in done), default=0.0)
+    total = summary(shares, wall)
+    reports = [options.reports / f"{report_name(each.name)}.xml" for each in shares]
+    print("\n".join(table(shares, total)), end="\n\n")
+    print("\n".join(slowest([path for path in reports if path.is_file()])))
     slower = slowdown() if options.calibrate else 1.0
-    limits = {name: seconds * slower for name, seconds in options.limit}
-    lines, late = report(options.files, limits)
-    print("\n".join(lines))
-    if options.calibrate:
-        print(f"limits times {slower:.2f}, as slow as this machine is")
-    for line in late:
-        print(f"over budget: {line}; move what is exhaustive to the campaign, or speed it up")
-    return 1 if late else 0
+    limit = options.limit * slower
+    if options.out:
+        written = {"sessions": [asdict(each) for each in shares], **total, "slowdown": slower}
+        options.out.write_text(json.dumps(written, indent=1) + "\n")
+    print(f"\n{wall:.0f} s of at most {limit:.0f}, on a machine that is {slower:.2f} times as slow")
+    if wall > limit:
+        print("over budget: move what is exhaustive to the campaign, or speed it up")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

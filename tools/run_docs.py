@@ -4,7 +4,7 @@
 
 Each page has a scratch copy of the repository as its working folder, in which its blocks run in
 order, every python block in a fresh interpreter. A block under `<!-- not-run: reason -->` is not
-run and its reason is printed. Pages run side by side, one on each core.
+run and its reason is printed. Pages run side by side, one on each core or in each of `MT_LANES`.
 """
 
 import os
@@ -112,7 +112,8 @@ def main(arguments: list[str]) -> int:
     if unknown := set(wanted) - set(pages) - set(examples):
         print(f"no page or example: {', '.join(sorted(map(str, unknown)))}", file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    lanes = int(os.environ.get("MT_LANES", os.cpu_count() or 1))
+    with ThreadPoolExecutor(max_workers=lanes) as pool:
         chosen = [path for path in [*pages, *examples] if not wanted or path in wanted]
         results = [
             pool.submit(run_page if path.suffix == ".md" else run_example, path) for path in chosen
