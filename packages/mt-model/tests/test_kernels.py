@@ -416,7 +416,7 @@ def test_matmul_attention_is_an_operator_that_torch_checks(has, name, monkeypatc
     bias = rand(4, 21).requires_grad_() if biased else None
     causal, window, documents = PAIRS[name]
     given = rand(2, 11, 2, 4, 8).requires_grad_(), table, *weights, bias, documents
-    call = torch.ops.mt_model.attention.matmul_attention.default
+    call = torch.ops.mt_model.matmul_attention.default
     torch.library.opcheck(call, (*given, 1e-5, 0.3, False, causal, window))
 
 
