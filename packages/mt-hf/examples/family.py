@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_hf import Family, Link
-from mt_model import ModelConfig, RopeConfig, gpt, gpt_arguments
+from mt_model import ModelConfig, RopeConfig, gpt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,13 @@ def read(given: PhiFields) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> PhiFields:
-    found = gpt_arguments(config)
-    if found.get("rope_theta") is None:
+    mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
+    if len(set(config.layers)) > 1 or mixer.rope is None:
         raise ValueError("its layers differ, or do not turn their heads")
+    found = {**vars(mlp), **vars(mixer), **vars(config), "num_layers": config.num_layers}
+    found |= {"norm_eps": config.norm.eps, "attention_dropout": mixer.dropout}
     sizes = {theirs: found[ours] for ours, theirs in SIZES.items()}
-    fraction = (found["rope"] or {}).get("fraction", 1.0)
-    turns = {"rope_theta": found["rope_theta"], "partial_rotary_factor": fraction}
+    turns = {"rope_theta": mixer.rope.theta, "partial_rotary_factor": mixer.rope.fraction}
     return PhiFields(**sizes, **turns, embd_pdrop=config.dropout)
 
 

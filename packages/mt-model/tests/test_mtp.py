@@ -16,7 +16,6 @@ from mt_model import (
     RecomputeRule,
     expected_bytes,
     gpt,
-    gpt_arguments,
 )
 from routed import RoutedConfig
 
@@ -170,7 +169,7 @@ def test_parameters_and_operations_are_counted_and_shown():
             params = GPT(config, device="meta").parameters()
             assert config.num_parameters == sum(param.numel() for param in params)
             assert ModelConfig.from_dict(config.to_dict()) == config
-            assert gpt(**gpt_arguments(config)) == config
+            assert gpt(**config.to_dict()) == config
     plain, config = gpt(**TINY), gpt(**TINY, mtp=MTPConfig(depths=2))
     layer = plain.layers[0]
     of_layer = sum(e.flops_per_token(16, 12) for e in layer.entries)

@@ -17,7 +17,6 @@ from mt_model import (
     RopeConfig,
     YarnScaling,
     gpt,
-    gpt_arguments,
     preset,
 )
 from mt_model.rope.config import Rotary
@@ -173,8 +172,8 @@ def test_a_scaling_survives_json_and_the_arguments_of_gpt(kind):
     config = gpt(**TINY, head_dim=HEAD_DIM, rope=rope)
     assert config.layers[0].mixer.rope == rope
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    arguments = json.loads(json.dumps(gpt_arguments(config)))
-    assert arguments["rope"]["scaling"]["type"] == kind
+    arguments = json.loads(json.dumps(config.to_dict()))
+    assert arguments["layers"][0]["mixer"]["rope"]["scaling"]["type"] == kind
     assert gpt(**arguments) == config
 
 
@@ -224,9 +223,10 @@ def test_the_short_and_the_long_form_must_agree():
     assert gpt(**TINY, rope={"theta": 5.0}) == gpt(**TINY, rope_theta=5.0)
     same = gpt(**TINY, rope_theta=5.0, rope=RopeConfig(theta=5.0, fraction=0.5))
     assert same.layers[0].mixer.rope == RopeConfig(theta=5.0, fraction=0.5)
+    assert gpt(**TINY, rope_theta=5.0, rope={"fraction": 0.5}) == same
     with pytest.raises(ValueError, match="its theta is 10000"):
-        gpt(**TINY, rope_theta=5.0, rope={"fraction": 0.5})
-    with pytest.raises(ValueError, match="rope: does not go with positions='learned'"):
+        gpt(**TINY, rope_theta=5.0, rope=RopeConfig(fraction=0.5))
+    with pytest.raises(ValueError, match="positions: 'learned'"):
         gpt(**TINY, positions="learned", rope={})
 
 

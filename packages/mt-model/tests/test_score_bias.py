@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mt_model import GPT, AlibiConfig, ModelConfig, RelativeConfig, gpt, gpt_arguments
+from mt_model import GPT, AlibiConfig, ModelConfig, RelativeConfig, gpt
 from mt_model.attend.distance import (
     add_in_order,
     bias_by_distance,
@@ -93,7 +93,7 @@ def test_a_biased_model_counts_its_parameters_and_survives_json(bias):
     model = GPT(config)
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert gpt(**json.loads(json.dumps(gpt_arguments(config)))) == config
+    assert gpt(**json.loads(json.dumps(config.to_dict()))) == config
     names = [name for name, _ in model.named_parameters() if "score_table" in name]
     own = [f"layers.{i}.mixer.score_table.weight" for i in range(3)]
     expected = {None: own, "relative": ["score_tables.relative.weight"]}

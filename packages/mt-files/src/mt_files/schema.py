@@ -103,7 +103,8 @@ def build(cls: type[T], value: object, path: str = "") -> T:
             unions of them. Of several dataclasses, or of the kinds of a base class, the key `type`
             names the one; a base class may have a `default_kind`. The key of a field is its name,
             without an underscore at the end (`from_`).
-        value: A mapping, as YAML or JSON gives it.
+        value: A mapping, as YAML or JSON gives it; dataclasses in it stay as they are. A class with
+            `keeps_other_keys = "name"` keeps keys that are no fields in that field, a mapping.
         path: Prefix of the paths in messages.
 
     Raises:
@@ -139,7 +140,9 @@ def _plain(hint: Any, value: Any) -> Any:
         name = next((name for name, cls in kinds.items() if cls is type(value)), None)
         alone = len(kinds) == 1 and type(value) in options_of(hint)
         tag = {} if name is None or alone else {"type": name}
-        return tag | {_key(name): _plain(hints[name], getattr(value, name)) for name in hints}
+        plain = {_key(name): _plain(hints[name], getattr(value, name)) for name in hints}
+        others = plain.pop(getattr(type(value), "keeps_other_keys", ""), {})
+        return tag | plain | others
     if isinstance(value, tuple | list):
         inner = [typing.get_args(o) for o in options_of(hint) if typing.get_origin(o) is tuple]
         return [_plain(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
@@ -203,7 +206,7 @@ class _Binder:
                 return None
             if dataclasses.is_dataclass(hint):
                 value = {}  # a section without entries
-        if hint is Any:
+        if hint is Any or _is_built(options, value):
             return value
         for option in options:
             origin = typing.get_origin(option)
@@ -243,12 +246,16 @@ class _Binder:
     def _dataclass(self, cls: type, given: Mapping[Any, Any], path: str) -> Any:
         hints, before = hints_of(cls), self.count
         prefix = f"{path}." if path else ""
-        names = {_key(name): name for name in hints}
+        keeps = getattr(cls, "keeps_other_keys", None)
+        names = {_key(name): name for name in hints if name != keeps}
         values: dict[Any, Any] = {}
+        rest = None if keeps is None else values.setdefault(keeps, {})
         listed = ""  # once for each mapping
         for key, child in given.items():
             if key in names:
                 values[names[key]] = self.bind(hints[names[key]], child, f"{prefix}{key}")
+            elif rest is not None:
+                rest[str(key)] = child
             elif len(self.problems) < MAX_PROBLEMS:
                 hint = did_you_mean(str(key), names, path)
                 text = "unknown key" if hint == listed else f"unknown key. {hint}"
@@ -296,6 +303,12 @@ class _Binder:
                 return None
         prefix = f"{path}." if path else ""
         return {k: self.bind(hint, v, f"{prefix}{_short_key(k)}") for k, v in value.items()}
+
+
+def _is_built(options: Sequence[Any], value: object) -> bool:
+    """Tell whether a value is a dataclass already, of a type that its field takes."""
+    kinds = tuple(option for option in options if isinstance(option, type))
+    return dataclasses.is_dataclass(value) and isinstance(value, kinds)
 
 
 def _scalar(hint: Any, value: str | float) -> Any:

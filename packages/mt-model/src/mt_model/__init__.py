@@ -31,7 +31,7 @@ from mt_model.language.config import VOCABULARY, ModelConfig
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
 from mt_model.presets.encoder_decoders import encoder_decoder_layers
-from mt_model.presets.gpt import gpt, gpt_arguments
+from mt_model.presets.gpt import FIELDS, gpt, model_of
 from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
 from mt_model.presets.shapes import PRESETS, preset
 from mt_model.recompute.plan import OffloadConfig, RecomputePlan, RecomputeRule
@@ -91,6 +91,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BIAS_RATE",
     "DTYPES",
+    "FIELDS",
     "GPT",
     "MAX_LAYERS",
     "PRESETS",
@@ -164,13 +165,13 @@ __all__ = [
     "expected_bytes",
     "expert_loads",
     "gpt",
-    "gpt_arguments",
     "graph_stage",
     "initializer",
     "is_buffer",
     "keep_freed_memory",
     "kept_by_module",
     "kv_formats",
+    "model_of",
     "preset",
     "saved_buffers",
     "saved_tensors",

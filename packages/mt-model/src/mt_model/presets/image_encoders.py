@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -168,16 +168,16 @@ def vision_preset(name: str, **overrides: Any) -> VisionConfig:
         FieldError: The name or an override is unknown, or sizes do not fit; the message suggests
             the nearest.
     """
-    return vit(**preset_arguments(name, _PRESETS, vit, overrides))
+    return vit(**preset_arguments(name, _PRESETS, inspect.signature(vit).parameters, overrides))
 
 
 def preset_arguments(
     name: str,
     presets: Mapping[str, Mapping[str, Any]],
-    build: Callable[..., object],
+    known: Collection[str],
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Give the arguments of `build` for a preset, with some of them replaced.
+    """Give the arguments for a preset, with some of them replaced.
 
     Raises:
         FieldError: The name or an override is unknown; the message suggests the nearest.
@@ -185,9 +185,8 @@ def preset_arguments(
     if name not in presets:
         text = f"{shorten(name)} is not known. {did_you_mean(name, tuple(presets))}"
         raise FieldError({"preset": text})
-    known = sorted(inspect.signature(build).parameters)
     for key in overrides:
         if key not in known:
-            text = f"unknown override of preset {name!r}. {did_you_mean(key, known)}"
+            text = f"unknown override of preset {name!r}. {did_you_mean(key, sorted(known))}"
             raise FieldError({key: text})
     return {**presets[name], **overrides}
