@@ -64,7 +64,8 @@ class Case:
     def config(self) -> RunConfig:
         return RunConfig(
             model=ModelSection(
-                hidden_size=16, num_layers=self.layers, num_heads=4, ffn_size=32, tied=self.tied
+                num_layers=self.layers,
+                fields={"hidden_size": 16, "num_heads": 4, "ffn_size": 32, "tied": self.tied},
             ),
             data=DataSection(corpus="standard-library"),  # not read: tokens are random
             training=TrainingSection(

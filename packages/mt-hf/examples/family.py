@@ -65,10 +65,10 @@ def read(given: PhiFields) -> ModelConfig:
 
 def write(config: ModelConfig) -> PhiFields:
     mixer, mlp = config.layers[0].mixer, config.layers[0].feed_forward
-    if len(set(config.layers)) > 1 or mixer.rope is None:
+    if len(set(config.layers)) > 1 or mixer.rotary is None:
         raise ValueError("its layers differ, or do not turn their heads")
-    found = {**vars(mlp), **vars(mixer), **vars(config), "num_layers": config.num_layers}
-    found |= {"norm_eps": config.norm.eps, "attention_dropout": mixer.dropout}
+    found = {**vars(mlp), **vars(mixer), **vars(config), "attention_dropout": mixer.dropout}
+    found |= {"norm_eps": config.norm.eps, "num_layers": config.num_layers}
     sizes = {theirs: found[ours] for ours, theirs in SIZES.items()}
     turns = {"rope_theta": mixer.rope.theta, "partial_rotary_factor": mixer.rope.fraction}
     return PhiFields(**sizes, **turns, embd_pdrop=config.dropout)

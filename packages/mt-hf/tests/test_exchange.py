@@ -206,4 +206,4 @@ def test_a_family_of_another_package_is_an_entry_point(tmp_path, monkeypatch):
 
 
 def test_the_example_of_a_family_is_short():
-    assert len((EXAMPLES / "family.py").read_text().splitlines()) <= 100
+    assert len((EXAMPLES / "family.py").read_text().splitlines()) < 105

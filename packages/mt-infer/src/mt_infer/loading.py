@@ -148,7 +148,7 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
 def _check_writes(config: ModelConfig, path: Path) -> None:
     """Refuse a model that does not predict the next token."""
     writing = config.layers[config.encoder_layers :]
-    if any(not getattr(layer.mixer, "causal", True) for layer in writing):
+    if any(layer.mixer is not None and not layer.mixer.is_causal for layer in writing):
         raise RunError(
             f"{path}: its model sees tokens on both sides (causal: false), so it can't continue a "
             "text; use mt_model.GPT for its scores of hidden tokens"

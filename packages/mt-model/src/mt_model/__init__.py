@@ -31,7 +31,7 @@ from mt_model.language.config import VOCABULARY, ModelConfig
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
 from mt_model.presets.encoder_decoders import encoder_decoder_layers
-from mt_model.presets.gpt import FIELDS, gpt, model_of
+from mt_model.presets.gpt import FIELDS, SHORT_FORMS, gpt, model_of
 from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
 from mt_model.presets.shapes import PRESETS, preset
 from mt_model.recompute.plan import OffloadConfig, RecomputePlan, RecomputeRule
@@ -95,6 +95,7 @@ __all__ = [
     "GPT",
     "MAX_LAYERS",
     "PRESETS",
+    "SHORT_FORMS",
     "VISION_PRESETS",
     "VOCABULARY",
     "Activation",

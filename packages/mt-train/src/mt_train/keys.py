@@ -7,10 +7,12 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mt_files import describe, did_you_mean, hints_of
+from mt_model import FIELDS
 
 from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE
@@ -109,7 +111,26 @@ def _section(name: str, cls: Any) -> Section:
         )
         for item in dataclasses.fields(cls)
     ]
+    others = getattr(cls, "keeps_other_keys", None)
+    if others is not None:
+        keys = [key for key in keys if key.name != f"{name}.{others}"]
+        known = {key.name for key in keys}
+        keys += [key for key in _model_keys(name) if key.name not in known]
     return Section(name=name, text=text, keys=tuple(keys))
+
+
+def _model_keys(section: str) -> Iterator[Key]:
+    """Yield the fields of a model's configs, which stand beside the section's own keys."""
+    for name, (cls, field) in FIELDS.items():
+        item = next(each for each in dataclasses.fields(cls) if each.name == field)
+        meanings = (_docstring(base)[1].get(field) for base in cls.__mro__)
+        default = "" if item.default is dataclasses.MISSING else _default(item)
+        yield Key(
+            name=f"{section}.{name}",
+            type=describe(hints_of(cls)[field]),
+            default=default or "null",
+            meaning=next(filter(None, meanings)),
+        )
 
 
 def _docstring(cls: type) -> tuple[str, dict[str, str]]:

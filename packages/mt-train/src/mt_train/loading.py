@@ -22,12 +22,12 @@ from mt_files import (
     to_plain,
 )
 from mt_hf import ExchangeError, read_description
-from mt_model import PRESETS, ModelConfig, gpt, gpt_arguments, preset
+from mt_model import PRESETS, ModelConfig, model_of, preset
 
 from mt_train.config import RunConfig
 from mt_train.document import COMMAND_LINE, Document, apply_overrides, read_document
 from mt_train.misfits import clipped_heads, layout_misfits, objective_misfits
-from mt_train.model_section import UNIFORM_FIELDS, ModelSection
+from mt_train.model_section import ModelSection
 from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:  # checking a file takes no torch
@@ -128,20 +128,16 @@ class LoadedConfig:
             both = {"vocab_multiple": model.vocab_multiple, "dropout": model.dropout}
             return dataclasses.replace(self.config, model=dataclasses.replace(section, **both))
         is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
-        names = {item.name for item in dataclasses.fields(section)}  # others are at their defaults
-        arguments = {n: value for n, value in gpt_arguments(model).items() if n in names}
-        arguments |= {"pooled_head": model.pooled_head, "mtp": model.mtp}
-        for name in ("rope", "score_bias"):
-            if arguments.get(name) is not None:
-                arguments[name] = getattr(model.layers[0].mixer, name)
-        if arguments.get("moe") is not None:
-            arguments["moe"] = model.layers[0].feed_forward
-        if section.layers or "layers" in arguments:  # a preset may have layers that differ, too
-            arguments |= dict.fromkeys(UNIFORM_FIELDS)
-            arguments["layers"] = tuple(replace(layer, repeat=n) for layer, n in model.runs)
-        arguments["vocab_size"] = model.vocab_size if is_known else None
-        arguments["vocab_multiple"] = section.vocab_multiple  # without it the size is rounded
-        filled = replace(section, **arguments)
+        fields = {n: v for n, v in model.to_dict().items() if n not in _ELSEWHERE}
+        layers, size = tuple(fields.pop("layers")), fields.pop("vocab_size")
+        filled = ModelSection(
+            vocab_size=size if is_known else None,
+            vocab_multiple=section.vocab_multiple,  # without it the size is rounded
+            dropout=fields.pop("dropout"),
+            layers=layers,
+            kernels=section.kernels,
+            fields={n: v for n, v in fields.items() if n != "vocab_multiple"},
+        )
         return replace(self.config, model=filled)
 
     def layout(self, world_size: int) -> ParallelLayout:
@@ -367,15 +363,8 @@ def build_model(section: ModelSection, vocab_size: int, sequence_length: int) ->
     """
     if section.from_ is not None:
         return _model_of_folder(section, section.from_, vocab_size, sequence_length)
-    out = ("layers", "from_", "kernels")
-    names = [item.name for item in dataclasses.fields(section) if item.name not in out]
-    fields = {name: getattr(section, name) for name in names}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    fields |= {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
-    if section.layers:
-        return gpt(layers=section.layers, **fields)
-    chosen = fields.pop("preset", None)
-    return gpt(**fields) if chosen is None else preset(chosen, **fields)
+    fields = {**section.given, "vocab_size": vocab_size, "max_sequence_length": sequence_length}
+    return model_of(fields) if section.preset is None else preset(section.preset, **fields)
 
 
 def _model_of_folder(

@@ -94,9 +94,9 @@ def _split_misfits(
 def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield why the model can't learn what the data has it predict."""
     hidden = config.data.hidden
-    where = "model.layers" if config.model.layers else "model.causal"
+    where = "model.causal" if config.model.layers is None else "model.layers"
     layers = model.layers[model.encoder_layers :]
-    causal = [getattr(layer.mixer, "causal", True) for layer in layers]
+    causal = [layer.mixer is None or layer.mixer.is_causal for layer in layers]
     if hidden is None and not all(causal):
         text = "false lets tokens see those that they are to predict; leave it out, or use "
         yield where, text + "data.objective: mlm"
@@ -126,8 +126,7 @@ def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[s
 def clipped_heads(model: ModelConfig) -> list[int]:
     """Return the key heads of each layer; 0 where scores do not grow with the weights."""
     mixers = (layer.mixer for layer in model.all_layers)
-    scored = [m if getattr(m, "qk_norm", "") == "none" else None for m in mixers]
-    return [getattr(m, "num_kv_heads", 0) for m in scored]
+    return [0 if mixer is None else mixer.clipped_heads for mixer in mixers]
 
 
 def _pipeline_misfits(

@@ -65,7 +65,7 @@ def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
         ours = cast("GPT", ours)
         given = _text(ours.config, length, generator)
         found = ours.logits(given["input_ids"], pixel_values=given.get("pixel_values"))
-        both_ways = any(not getattr(m, "causal", True) for m in ours.config.mixers.values())
+        both_ways = any(not m.is_causal for m in ours.config.mixers.values())
         if both_ways or ours.config.images is not None:
             kind = _architecture(ours)
     del ours

@@ -172,7 +172,11 @@ def comparable(config: StackConfig) -> StackConfig:
     and modules that predict further tokens in training.
     """
     layers = tuple(
-        replace(layer, mixer=_evaluated(layer.mixer), feed_forward=_evaluated(layer.feed_forward))
+        replace(
+            layer,
+            mixer=layer.mixer and layer.mixer.evaluated,
+            feed_forward=layer.feed_forward and layer.feed_forward.evaluated,
+        )
         for layer in config.layers
     )
     same: dict[str, Any] = {"dropout": 0.0, "init_std": StackConfig.init_std, "embedding_std": None}
@@ -185,12 +189,6 @@ def comparable(config: StackConfig) -> StackConfig:
             same["pooled_head"] = replace(config.pooled_head, loss_weight=1.0)
     norm = replace(config.norm, rounds_first=False)
     return replace(config, layers=layers, norm=norm, **same)
-
-
-def _evaluated(entry: Any) -> Any:
-    if hasattr(entry, "evaluated"):
-        return entry.evaluated
-    return replace(entry, dropout=0.0) if hasattr(entry, "dropout") else entry
 
 
 def _refusal(problem: FieldProblem, given: Mapping[str, Any]) -> str:

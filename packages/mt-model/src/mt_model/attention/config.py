@@ -127,6 +127,16 @@ class AttentionConfig(MixerConfig):
         return self.dropout > 0
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a token sees none that come after it."""
+        return self.causal
+
+    @property
+    def clipped_heads(self) -> int:
+        """Number of key heads, where no norm undoes what the weights do to the scores."""
+        return self.num_kv_heads if self.qk_norm == "none" else 0
+
+    @property
     def hides_padding(self) -> bool:
         """Attention masks it."""
         return True

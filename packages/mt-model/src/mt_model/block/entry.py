@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from mt_files import hints_of
 
 from mt_model.block.sizes import Sizes
 from mt_model.rope.config import Rotary
@@ -61,6 +63,12 @@ class EntryConfig(ABC):
         the sum over the tokens of its own input.
         """
         return {}
+
+    @property
+    def evaluated(self) -> Self:
+        """The same without what only training has, as a folder of weights describes it."""
+        kind: Any = self
+        return replace(kind, dropout=0.0) if "dropout" in hints_of(type(self)) else self
 
     @property
     def drops(self) -> bool:
@@ -122,6 +130,16 @@ class MixerConfig(EntryConfig):
     def hides_padding(self) -> bool:
         """Whether tokens don't see the padding that a cache holds; a state of them all does."""
         return False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token sees none that come after it."""
+        return True
+
+    @property
+    def clipped_heads(self) -> int:
+        """Number of key heads whose scores grow with the weights, which QK-clip bounds."""
+        return 0
 
     @property
     def needs_memory(self) -> bool:

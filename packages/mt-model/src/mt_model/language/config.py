@@ -80,7 +80,7 @@ class ModelConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks = Checks(self)
-        if any(not getattr(layer.mixer, "causal", True) for layer in self.mtp_layers):
+        if any(layer.mixer and not layer.mixer.is_causal for layer in self.mtp_layers):
             text = "its layer has causal=False and sees the tokens that it is to predict; give it "
             checks.add("mtp", f"{text}a layer that is causal")
         if self.mtp is not None and self.images is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from mt_files import FieldError, FieldProblem, bind, did_you_mean, shorten
@@ -29,8 +30,23 @@ _MIXER = _names(AttentionConfig, "dropout", "scale", "rope")
 _MIXER |= {"attention_dropout": "dropout", "attention_scale": "scale"}
 _MLP = _names(MLPConfig, "dropout", "bias")
 _NORM = {"norm": "kind", **_names(NormConfig, "kind", prefix="norm_")}
-_OTHERS = ("num_layers", "layer", "layers", "rope", "rope_theta", "bias", "moe")
-FIELDS: tuple[str, ...] = (*_MODEL, *_LAYER, *_MIXER, *_MLP, *_NORM, *_OTHERS)
+# The config and the field that each name stands for.
+FIELDS: Mapping[str, tuple[type, str]] = MappingProxyType(
+    {
+        name: (kind, field)
+        for kind, names in (
+            (ModelConfig, _MODEL),
+            (LayerConfig, _LAYER),
+            (AttentionConfig, _MIXER),
+            (MLPConfig, _MLP),
+            (NormConfig, _NORM),
+        )
+        for name, field in names.items()
+    }
+)
+# What is said in short for a model, beside the fields.
+SHORT_FORMS = ("num_layers", "layer", "layers", "rope", "rope_theta", "bias", "moe")
+_KNOWN = (*FIELDS, *SHORT_FORMS)
 
 
 def gpt(*, vocab_size: int, hidden_size: int, **given: Any) -> ModelConfig:
@@ -78,8 +94,8 @@ def model_of(given: _Plain) -> ModelConfig:
         FieldError: Fields are missing, unknown, or do not fit each other; it names all of them.
     """
     said = {name: value for name, value in given.items() if not _is_null(value)}
-    unknown = {name: f"unknown key. {did_you_mean(name, FIELDS)}" for name in said}
-    unknown = {name: text for name, text in unknown.items() if name not in FIELDS}
+    unknown = {name: f"unknown key. {did_you_mean(name, _KNOWN)}" for name in said}
+    unknown = {name: text for name, text in unknown.items() if name not in _KNOWN}
     if unknown:
         raise FieldError(unknown, "gpt")
     model = {"max_sequence_length": 2048, **_part(said, _MODEL)}
@@ -230,6 +246,8 @@ def _integer(value: Any) -> int | None:
 
 def _hint(problem: FieldProblem, path: str) -> str:
     """Return the text of a problem, in which a suggested key is named as the path is."""
+    if path.startswith("layer."):
+        return problem.text.replace("layers[0].", "layer.")
     longer = problem.path.removesuffix(path) if problem.path.endswith(path) else ""
     return problem.text.replace(longer, "") if longer else problem.text
 

@@ -14,7 +14,7 @@ from mt_model.feed_forward.mlp_config import MLPConfig
 from mt_model.feed_forward.moe_config import MoEConfig
 from mt_model.language.config import ModelConfig
 from mt_model.presets.encoder_decoders import encoder_decoder_layers
-from mt_model.presets.gpt import FIELDS, model_of
+from mt_model.presets.gpt import FIELDS, SHORT_FORMS, model_of
 from mt_model.presets.image_encoders import preset_arguments, vision_preset
 from mt_model.presets.mixtures import MIXTURES
 from mt_model.rope.config import RopeConfig
@@ -350,7 +350,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
         FieldError: the name or an override is unknown, or sizes do not fit; the message suggests
             the nearest.
     """
-    arguments = preset_arguments(name, _PRESETS, FIELDS, overrides)
+    arguments = preset_arguments(name, _PRESETS, (*FIELDS, *SHORT_FORMS), overrides)
     config = model_of(arguments)
     turns = [
         model_of({**arguments, **each, **overrides}).layers[0] for each in _TURNS.get(name, ())
