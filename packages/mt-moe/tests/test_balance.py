@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from mt_moe import Router, RouterOptions, balance_loss, count_choices, shares_of, z_loss
+from mt_moe import Router, RouterOptions
+from mt_moe.routing.balance import balance_loss, count_choices, normalized, z_loss
 from mt_tensor_parallel import recompute
 from plain import F64, drawn
 
@@ -134,7 +135,7 @@ def test_a_loss_that_nobody_adds_changes_no_gradient():
 
 def test_the_functions_stand_alone():
     logits = drawn(2, 9, EXPERTS)
-    shares = shares_of(logits.sigmoid())
+    shares = normalized(logits.sigmoid())
     torch.testing.assert_close(shares.sum(-1), torch.ones(2, 9, dtype=F64))
     experts = shares.topk(2).indices
     valid = torch.rand(2, 9) < 0.5

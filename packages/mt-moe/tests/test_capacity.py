@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from mt_moe import Capacity, kept_choices
+from mt_moe import Capacity
 from mt_moe.padding import pad_rows, padded_counts, padded_places, padded_size, unpad_rows
+from mt_moe.routing.capacity import kept_choices
 from plain import F64, drawn
 from torch import distributed as dist
 
@@ -85,19 +86,19 @@ def test_no_cut_of_the_tokens_changes_what_is_kept(ranks, world, policy):
     ranks(world, body)
 
 
-@pytest.mark.parametrize(("multiple", "slots"), [(1, None), (8, None), (16, None), (1, 11)])
+@pytest.mark.parametrize(("multiple", "capacity"), [(1, None), (8, None), (16, None), (1, 11)])
 @pytest.mark.parametrize("counts", [(4, 0, 9, 3), (0, 0, 11, 0), (0, 0, 0, 0)], ids=str)
 def test_padding_puts_rows_of_each_expert_behind_each_other_and_zeros_between(
-    counts, multiple, slots
+    counts, multiple, capacity
 ):
     number = sum(counts)
     rows, own = drawn(number + 2, 3).requires_grad_(), torch.tensor(counts)  # two of no expert
-    filled = padded_counts(own, multiple=multiple, slots=slots)
-    size = padded_size(number + 2, 4, multiple=multiple, slots=slots)
+    filled = padded_counts(own, multiple=multiple, capacity=capacity)
+    size = padded_size(number + 2, 4, multiple=multiple, capacity=capacity)
     places = padded_places(own, filled, number + 2, size)
     padded = pad_rows(rows, places, size)
     assert len(padded) == size >= int(filled.sum())
-    wanted = [slots if slots else -(-count // multiple) * multiple for count in counts]
+    wanted = [capacity if capacity else -(-count // multiple) * multiple for count in counts]
     assert filled.tolist() == wanted
     parts, at = rows[:number].split(counts), 0
     for part, count, room in zip(parts, counts, wanted, strict=True):

@@ -5,18 +5,10 @@ import sys
 import elastic
 import pytest
 import torch
-from mt_moe import (
-    DISPATCHERS,
-    AllToAllDispatcher,
-    DeepEPDispatcher,
-    ExpertGroups,
-    MoELayer,
-    MoEOptions,
-    RouterOptions,
-    RoutingError,
-    make_dispatcher,
-)
-from mt_moe.deep_ep import PACKAGE, deep_ep_obstacle
+from mt_moe import ExpertGroups, MoELayer, MoEOptions, RouterOptions, RoutingError, make_dispatcher
+from mt_moe.dispatch.all_to_all import AllToAllDispatcher
+from mt_moe.dispatch.choice import DISPATCHERS
+from mt_moe.dispatch.deep_ep import PACKAGE, DeepEPDispatcher, deep_ep_obstacle
 from plain import drawn
 from torch import distributed as dist
 
@@ -118,7 +110,7 @@ def test_what_deepep_cannot_send_is_an_error_that_says_so(ranks):
 
 
 def test_it_is_never_chosen_unasked_and_says_what_it_needs(ranks):
-    assert DISPATCHERS[-1].name == "deepep"
+    assert DISPATCHERS.names[-1] == "deepep"
     with pytest.raises(ValueError, match=r"deepep.*one rank has all experts"):
         make_dispatcher("deepep", EXPERTS, ExpertGroups())
 

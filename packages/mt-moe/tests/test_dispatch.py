@@ -5,18 +5,18 @@ import itertools
 import pytest
 import torch
 from mt_moe import (
-    DISPATCHERS,
-    AllGatherDispatcher,
-    AllToAllDispatcher,
     Capacity,
     ExpertGroups,
     ExpertOptions,
-    LocalDispatcher,
     MoELayer,
     MoEOptions,
     RouterOptions,
     make_dispatcher,
 )
+from mt_moe.dispatch.all_gather import AllGatherDispatcher
+from mt_moe.dispatch.all_to_all import AllToAllDispatcher
+from mt_moe.dispatch.choice import DISPATCHERS
+from mt_moe.dispatch.local import LocalDispatcher
 from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
 from mt_testing import HostSyncs, pairwise
 from plain import F64, assert_same, drawn
@@ -333,7 +333,7 @@ def test_the_host_waits_as_often_as_the_table_says(kind, waits):
 
 def test_auto_is_local_on_one_rank_and_a_name_that_cannot_serve_says_why(ranks):
     assert isinstance(make_dispatcher("auto", EXPERTS, ExpertGroups()), LocalDispatcher)
-    assert [kind.name for kind in DISPATCHERS] == ["local", "all_to_all", "all_gather", "deepep"]
+    assert DISPATCHERS.names == ("auto", "local", "all_to_all", "all_gather", "deepep")
 
     def body():
         groups = ExpertGroups(experts=dist.group.WORLD)
@@ -341,7 +341,7 @@ def test_auto_is_local_on_one_rank_and_a_name_that_cannot_serve_says_why(ranks):
         with pytest.raises(ValueError, match="it is for one rank, and 2 share the experts"):
             make_dispatcher("local", EXPERTS, groups)
         for kind in DISTRIBUTED:
-            with pytest.raises(ValueError, match="num_experts=7 can't be dealt evenly to ep=2"):
+            with pytest.raises(ValueError, match="num_experts=7 can't be divided evenly over ep=2"):
                 kind(7, groups)
 
     ranks(2, body)

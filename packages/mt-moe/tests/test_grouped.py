@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from mt_moe import ExpertGroups, GroupedLinear, grouped_obstacles
+from mt_kernels import Registry, Selector
+from mt_moe import ExpertGroups, GroupedLinear
+from mt_moe.experts.kernels import GROUPED_KERNELS
 from mt_parallel_state import WgradStore
 from mt_tensor_parallel import TorchGemm, choose_gemms, defer_weight_gradients, sum_weight_gradients
 from plain import F64, assert_same, drawn, gradients
@@ -34,7 +36,7 @@ def plain(x, layer, counts):
 def test_every_kernel_matches_a_product_per_expert(kernel, dtype, counts):
     if (dtype is F64 and kernel != "loop") or (kernel, dtype) == ("triton", torch.bfloat16):
         if dtype is F64:  # what they refuse, the registry says
-            assert grouped_obstacles(drawn(1, 16), drawn(4, 16, 16))[kernel] is not None
+            assert GROUPED_KERNELS.obstacles(drawn(1, 16), drawn(4, 16, 16), ())[kernel] is not None
         return  # Triton's interpreter does not round bf16
     layer, number = layer_of(kernel, dtype), sum(counts)
     x = drawn(number, 16, dtype=dtype).requires_grad_()
@@ -142,9 +144,22 @@ def test_any_strategy_multiplies_expert_by_expert_and_is_chosen_by_name():
     choose_gemms(holder, lambda name: names.append(name) or Halves())
     assert names == ["up.0", "up.1", "up.2", "up.3"]
     assert_same(gradients(layer(x, counts), grad, layer, x), expected)
-    layer.kernel = "grouped_mm"
-    with pytest.raises(ValueError, match="'auto' or 'loop'"):
+    layer.selector = Selector(GROUPED_KERNELS, "grouped_mm")
+    with pytest.raises(ValueError, match="use auto, loop"):
         layer(x, counts)
+
+
+def test_a_layer_chooses_its_kernel_once_for_a_device_and_dtype(monkeypatch):
+    layer, counts = layer_of("auto", torch.float32), torch.tensor([4, 0, 9, 3])
+    x, searches = drawn(16, 16, dtype=torch.float32), []
+    find = Registry.find
+    monkeypatch.setattr(Registry, "find", lambda *a: searches.append(a[2].dtype) or find(*a))
+    for _ in range(3):
+        layer(x, counts)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, counts)
+        layer(x, counts)
+    assert searches == [torch.float32, torch.bfloat16]
 
 
 def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_parameters():
@@ -158,10 +173,10 @@ def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_parameter
 
 
 def test_obstacles_name_the_reason():
-    found = grouped_obstacles(torch.ones(2, 5), torch.ones(3, 7, 5))
+    found = GROUPED_KERNELS.obstacles(torch.ones(2, 5), torch.ones(3, 7, 5), ())
     assert "multiples of 4" in found["grouped_mm"]
     assert found["loop"] is None
-    assert "float64" in grouped_obstacles(drawn(2, 8), drawn(3, 8, 8))["triton"]
+    assert "float64" in GROUPED_KERNELS.obstacles(drawn(2, 8), drawn(3, 8, 8), ())["triton"]
 
 
 class _Wide(TorchGemm):

@@ -113,11 +113,11 @@ def test_errors_name_what_does_not_fit():
     model = Model()
     with recorded_routes(model) as routes:
         model(BATCHES[0])
-    few = pytest.raises(RoutingError, match="forward 2 has no recorded choice: there are 1")
+    few = pytest.raises(RoutingError, match="forward 2 has no recorded choice")
     with few, replayed_routes(model, routes):
         train(model)
     assert model.layers[0].router.record is None
-    with pytest.raises(ValueError, match="those of other tokens"), replayed_routes(model, routes):
+    with pytest.raises(ValueError, match="other tokens"), replayed_routes(model, routes):
         model(BATCHES[0][:1])
     with pytest.raises(RoutingError, match="routers are"), replayed_routes(model, {}):
         pass

@@ -211,7 +211,7 @@ def test_errors_say_what_is_wrong():
         route(torch.ones(4, 8, dtype=torch.int64), RouterOptions())
     with pytest.raises(ValueError, match="top_k=9 is more than the 8 experts"):
         route(torch.ones(4, 8), RouterOptions(top_k=9))
-    with pytest.raises(ValueError, match="those of other tokens"):
+    with pytest.raises(ValueError, match="other tokens"):
         route(torch.ones(4, 8), RouterOptions(), experts=torch.zeros(3, 2, dtype=torch.int64))
 
 
@@ -229,9 +229,9 @@ def test_errors_say_what_is_wrong():
         ({"top_k": 1, "normalize": False, "score": "softmax_of_chosen"}, ValueError, "no gradient"),
         ({"sinkhorn": 3, "num_groups": 2}, ValueError, "sinkhorn=3 decides the choice alone"),
         ({"sinkhorn": -1}, ValueError, "sinkhorn must be at least 0"),
-        ({"num_groups": 2, "top_groups": 3}, ValueError, "choose at most all"),
+        ({"num_groups": 2, "top_groups": 3}, ValueError, "is more than num_groups=2"),
         ({"num_groups": 4, "top_groups": 4}, ValueError, "set group_top"),
-        ({"losses": {"auxiliary": 0.1}}, ValueError, "there are aux, sequence_aux"),
+        ({"losses": {"auxiliary": 0.1}}, ValueError, "aux, sequence_aux"),
         ({"losses": {"z": math.inf}}, ValueError, "not finite"),
     ],
     ids=str,

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from mt_kernels import Selector
 from mt_moe import ExpertGroups, ExpertOptions
-from mt_moe.experts import Experts
+from mt_moe.experts.experts import Experts
+from mt_moe.experts.kernels import GROUPED_KERNELS
 from mt_parallel_state import WgradStore
 from mt_tensor_parallel import TorchGemm, choose_gemms, defer_weight_gradients, sum_weight_gradients
 from plain import F64, assert_same, drawn, gradients
@@ -26,7 +28,7 @@ def made(options, dtype=F64):
 def separate(options, dtype=F64):
     """The same experts by products that are layers of their own."""
     experts = made(options, dtype)
-    experts.up.kernel = experts.down.kernel = "loop"
+    experts.up.selector = experts.down.selector = Selector(GROUPED_KERNELS, "loop")
     return experts
 
 

@@ -1,7 +1,7 @@
-"""What routing can raise."""
+"""The error of routing."""
 
 from __future__ import annotations
 
 
 class RoutingError(ValueError):
-    """Tokens can't be sent: a router made NaN, or ranks of a group differ in their experts."""
+    """Tokens can't be sent: a router's weights are not finite, or ranks of a group disagree."""

@@ -13,19 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGroups:
-    """Which ranks share experts, tokens and dense weights; None is one rank everywhere.
+    """The ranks that share experts, tokens and dense weights; a group of None is one rank.
 
     Attributes:
-        experts: The ranks that together have all experts, once: tokens are sent within it.
-        etp: Of how many ranks each expert is split over.
-        places: For each rank of `experts`, which part of the experts it has and which part of
-            each of these. None is `(rank // etp, rank % etp)`.
-        tp: Ranks that split dense weights: of the shared expert, and of tokens under sequence
-            parallelism.
-        tokens: Ranks that have the tokens of the same sequences and micro-batch: for balancing
-            losses, Sinkhorn and capacity.
-        step: Ranks that have tokens of the same step and layers: for `global_aux`.
-        buffers: Of communication, by their sizes, which layers with these groups share.
+        experts: Ranks that together have every expert once; tokens are sent within this group.
+        etp: Number of ranks over which each expert is sharded.
+        places: For each rank of `experts`, its index along ep and along etp; None is
+            `(rank // etp, rank % etp)`.
+        tp: Ranks that shard the shared expert, and under sequence parallelism the tokens.
+        tokens: Ranks with tokens of the same sequences and micro-batch, for balancing losses,
+            Sinkhorn and capacity.
+        step: Ranks with tokens of the same step and layers, for `global_aux`.
+        buffers: Communication buffers by size, shared by the layers with these groups.
+
+    Raises:
+        ValueError: The places or `etp` don't fit the group.
     """
 
     experts: Group = None
@@ -53,11 +55,11 @@ class ExpertGroups:
 
     @classmethod
     def of(cls, state: ParallelState, *, tokens: str = "tp-cp") -> ExpertGroups:
-        """Take the groups of a `ParallelState`, whose layout has `ep` and `etp`.
+        """Return the groups of a `ParallelState`, whose layout has `ep` and `etp`.
 
         Args:
-            state: Of this rank.
-            tokens: The axes over which sequences are split.
+            state: State of this rank.
+            tokens: Axes over which sequences are split.
         """
         layout = state.layout
         axes = [layout.coordinates(rank) for rank in state.ranks("etp-ep")]
@@ -72,12 +74,12 @@ class ExpertGroups:
 
     @property
     def ep(self) -> int:
-        """How many parts the experts are dealt to."""
+        """The number of parts into which the experts are divided."""
         return group_size(self.experts) // self.etp
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's part of the experts, and of each of them."""
+        """This rank's index along ep and along etp."""
         return self.all_places[group_rank(self.experts)]
 
     @property
@@ -86,3 +88,16 @@ class ExpertGroups:
         if self.places is not None:
             return self.places
         return tuple(divmod(rank, self.etp) for rank in range(group_size(self.experts)))
+
+    def local_experts(self, num_experts: int) -> int:
+        """Return the number of experts on each rank.
+
+        Raises:
+            ValueError: The experts don't divide evenly.
+        """
+        if num_experts % self.ep or num_experts < 1:
+            raise ValueError(
+                f"num_experts={num_experts} can't be divided evenly over ep={self.ep} ranks; use a "
+                f"multiple of {self.ep}"
+            )
+        return num_experts // self.ep

@@ -1,4 +1,4 @@
-"""Initial values that no layout changes: a function of one drawn number and the global index."""
+"""Initial values that are the same for every layout."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def filled(
 ) -> nn.Parameter:
     """Draw this rank's box of a parameter, normal with mean 0; on `"meta"` draw nothing.
 
-    One number comes from torch's generator of the CPU, so one `torch.manual_seed` gives one logical
-    parameter for every layout, and no rank makes more than its own part.
+    Values are a function of their global index and of one number from torch's CPU generator, so a
+    `torch.manual_seed` gives the same parameter for every layout. A rank draws only its own part.
 
     Args:
-        shape: Of the whole.
+        shape: Shape of the whole parameter.
         std: Standard deviation.
-        local: Of the box; None is the whole.
-        offsets: Where the box begins.
-        dtype: None is torch's default.
-        device: None is torch's default.
+        local: Shape of the box; None is the whole.
+        offsets: First index of the box in each dim.
+        dtype: Dtype of the parameter; None is torch's default.
+        device: Device of the parameter; None is torch's default.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     own = shape if local is None else local

@@ -20,30 +20,30 @@ from mt_parallel_state import (
 from mt_tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
-from mt_moe.agreement import Agreement
-from mt_moe.balance import LossSum, count_choices
-from mt_moe.capacity import Capacity, kept_choices
-from mt_moe.dispatch import Sent, finite
-from mt_moe.dispatchers import make_dispatcher
-from mt_moe.experts import Experts
-from mt_moe.flight import Travelling
+from mt_moe.dispatch.agreement import Agreement
+from mt_moe.dispatch.choice import make_dispatcher
+from mt_moe.dispatch.dispatcher import DispatchOutput
+from mt_moe.dispatch.finite import finite
+from mt_moe.dispatch.in_flight import InFlight
+from mt_moe.experts.experts import Experts
 from mt_moe.groups import ExpertGroups
-from mt_moe.moe_options import MoEOptions
-from mt_moe.router import Routed, Router
-from mt_moe.shared import SharedExpert
+from mt_moe.options import MoEOptions
+from mt_moe.routing.balance import LossSum, count_choices
+from mt_moe.routing.capacity import Capacity, kept_choices
+from mt_moe.routing.router import Router, RouterOutput
+from mt_moe.shared_expert import SharedExpert
 
 SEQUENCE_DIM = 1
 
 
 class MoEOutput(NamedTuple):
-    """What a layer returns.
+    """The output of a layer.
 
     Attributes:
-        hidden: Of the shape of the input.
-        losses: Balancing losses by name, sums over this rank's tokens with their counts.
-        load: How many of this rank's tokens chose each expert, int64 [E], of which some may be
-            dropped.
-        dropped: How many of these choices no expert took, int64; None where no capacity drops any.
+        hidden: Hidden states, in the shape of the input.
+        losses: Balancing losses by name, as sums over this rank's tokens with their counts.
+        load: Number of this rank's tokens that chose each expert, int64 [E], dropped ones included.
+        dropped: Number of choices that were dropped, int64; None without a capacity.
     """
 
     hidden: Tensor
@@ -52,13 +52,25 @@ class MoEOutput(NamedTuple):
     dropped: Tensor | None
 
 
-class _End(NamedTuple):
-    """What the end of a pass needs of its beginning: a nest of tensors, as `Travelling`."""
+class _Context(NamedTuple):
+    """What later parts of a forward need from `begin`: a nest of tensors, as `InFlight` is.
 
-    shape: torch.Size  # of the input
-    own: torch.Size  # of it, what this rank routes: [B, S]
+    Attributes:
+        shape: Shape of the input.
+        routed: Shape [B, S] of the tokens that this rank routes.
+        dtype: Dtype of the input.
+        group_tokens: Number of tokens in the group that shares the balancing losses.
+        drops: Whether some choices may mean no expert.
+        losses: Balancing losses by name, sum and count.
+        load: Number of choices of each expert.
+        dropped: Number of dropped choices.
+        shared: Output of the shared expert.
+    """
+
+    shape: torch.Size
+    routed: torch.Size
     dtype: torch.dtype
-    together: int  # tokens that the group has
+    group_tokens: int
     drops: bool
     losses: dict[str, tuple[Tensor, Tensor]]
     load: Tensor
@@ -69,31 +81,31 @@ class _End(NamedTuple):
 class MoELayer(nn.Module):
     """Route each token to some experts, and sum their results with the router's weights.
 
-    Tokens are split over tp along dim 1 under sequence parallelism. Without it every rank of tp has
-    all of them: each routes a part, backward gathers gradients, and the results are gathered, so no
-    expert computes a token twice. What a dispatcher sends is said there.
+    Under sequence parallelism tokens are split over tp along dim 1. Without it every rank of tp has
+    all tokens: each rank routes a part of them, the results are gathered, and backward gathers the
+    gradients, so that no expert computes a token twice. See the dispatchers for their collectives.
 
-    Router, latent projections and the gate of the shared expert are whole on each rank; their
-    gradients are partial sums over tp, which their records say.
+    Router, latent projections and the gate of the shared expert are replicated; their gradients are
+    partial sums over tp, as their sharding records say.
 
     Args:
-        hidden_size: Of tokens.
+        hidden_size: Size of the tokens.
         ffn_size: Width of each expert.
-        num_experts: How many there are in all.
+        num_experts: Number of experts on all ranks together.
         options: See `MoEOptions`.
-        groups: Who has which experts and tokens; None is one rank.
+        groups: The ranks that share experts and tokens; None is one rank.
         sequence_parallel: Whether the input is a sequence shard.
-        seed: Of the router's jitter.
-        name: Of the layer, likewise.
-        dtype: Of the parameters.
-        device: Likewise; `"meta"` draws no values.
+        seed: Seed of the router's jitter.
+        name: Name of the layer, a key of the jitter.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters; `"meta"` draws no values.
 
     Shape:
         forward: [B, S, hidden] (S / tp under sequence parallelism) or [T, hidden] -> the same.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: Sizes do not fit each other or the groups.
+        ValueError: The sizes don't fit each other or the groups.
     """
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, all but three by keyword
@@ -126,14 +138,16 @@ class MoELayer(nn.Module):
         self.options, self.groups, self.num_experts = options, groups, num_experts
         self.sequence_parallel = sequence_parallel and group_size(groups.tp) > 1
         partial = ("tp",) if group_size(groups.tp) > 1 else ()
-        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(
             *(hidden_size, num_experts, options.router),
             **{"group": groups.tokens, "step_group": groups.step, "partial_grad": partial},
-            **{"seed": seed, "name": name, **how},
+            **{"seed": seed, "name": name, **factory},
         )
         inner = hidden_size if options.latent_size is None else options.latent_size
-        self.experts = Experts(inner, ffn_size, num_experts, options.experts, groups=groups, **how)
+        self.experts = Experts(
+            inner, ffn_size, num_experts, options.experts, groups=groups, **factory
+        )
         self.shared: SharedExpert | None = None
         if options.shared_size:
             self.shared = SharedExpert(
@@ -141,17 +155,19 @@ class MoELayer(nn.Module):
                 gated_output=options.shared_gate,
                 tp=groups.tp,
                 sequence_parallel=self.sequence_parallel,
-                **how,
+                **factory,
             )
         self.to_latent: ColumnParallelLinear | None = None
         self.from_latent: ColumnParallelLinear | None = None
         if options.latent_size is not None:
-            self.to_latent = _whole_linear(hidden_size, inner, partial, how)
-            self.from_latent = _whole_linear(inner, hidden_size, partial, how)
+            self.to_latent = _whole_linear(hidden_size, inner, partial, factory)
+            self.from_latent = _whole_linear(inner, hidden_size, partial, factory)
         self.dispatcher = make_dispatcher(options.dispatcher, num_experts, groups)
         self._agreement = Agreement(groups.experts, groups.tokens)
-        told = set(_ranks(groups.tokens)) <= set(_ranks(groups.experts))  # by the dispatcher
-        self._tells = group_size(groups.tokens) > 1 and not told
+        # The dispatcher tells the ranks of its group of NaN; other ranks with the tokens of the
+        # same sequences would wait for ever in their next collective.
+        reached = set(_ranks(groups.tokens)) <= set(_ranks(groups.experts))
+        self._shares_nan = group_size(groups.tokens) > 1 and not reached
 
     def forward(
         self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
@@ -160,107 +176,113 @@ class MoELayer(nn.Module):
 
         Args:
             x: Hidden states.
-            valid: True for real tokens; others are sent nowhere and count nowhere, and get the
-                shared expert's result alone. None is all.
-            token_index: A number for each token that it has in no other layout or micro-batch, for
-                jitter and for which token comes first at an expert that is full.
+            valid: True for real tokens. Others are neither sent nor counted, and get the shared
+                expert's result alone. None means that all are real.
+            token_index: A number for each token, unique within a step and the same for every
+                layout. Jitter depends on it, and which tokens a full expert drops.
 
         Shape:
-            x: see the class; valid, token_index: x without its last dim.
+            x: see the class; valid, token_index: the shape of x without its last dim.
 
         Raises:
-            TypeError: `x` is no floating tensor.
-            ValueError: Shapes do not fit.
+            TypeError: `x` is not a floating tensor.
+            ValueError: The shapes don't fit.
             RoutingError: A router's weights are not finite.
         """
         if not torch.compiler.is_compiling():
             begun = self.begin(x, valid=valid, token_index=token_index)
             return self.finish(self.compute(begun))
-        tokens, end = self._route(x, valid, token_index)
-        sent = self.dispatcher.dispatch(*tokens, drops=end.drops)
-        end = end._replace(shared=None if self.shared is None else self.shared(x))
-        y = self.dispatcher.combine(self._computed(sent, end), sent.handle)
-        return self._ended(y, end)
+        # A compiled graph breaks around the dispatcher's collectives, so nothing overlaps.
+        tokens, context = self._route(x, valid, token_index)
+        dispatched = self.dispatcher.dispatch(*tokens, drops=context.drops)
+        context = context._replace(shared=None if self.shared is None else self.shared(x))
+        y = self.dispatcher.combine(self._apply_experts(dispatched, context), dispatched.handle)
+        return self._output(y, context)
 
     def begin(
         self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
-    ) -> tuple[Travelling, Any]:
+    ) -> tuple[InFlight, Any]:
         """Route tokens and start to send them; the shared expert computes meanwhile.
 
-        `begin`, `compute` and `finish` are `forward` in three parts. What one returns the next is
-        given; gradients flow between them through the tensors in it alone. Work done between two of
-        them is done while tokens travel.
+        `begin`, `compute` and `finish` are the three parts of `forward`. Each gets what the one
+        before it returned, and gradients flow between them through the tensors in that value alone.
+        Work between two parts overlaps with the communication.
         """
-        tokens, end = self._route(x, valid, token_index)
-        travelling = self.dispatcher.start_dispatch(*tokens, drops=end.drops)
+        tokens, context = self._route(x, valid, token_index)
+        in_flight = self.dispatcher.start_dispatch(*tokens, drops=context.drops)
+        # Between start and finish: the shared expert overlaps with the dispatch.
         shared = None if self.shared is None else self.shared(x)
-        return travelling, end._replace(shared=shared)
+        return in_flight, context._replace(shared=shared)
 
-    def compute(self, begun: tuple[Travelling, Any]) -> tuple[Travelling, Any]:
-        """Wait for this rank's experts' tokens, compute, and start to send the results back."""
-        travelling, end = begun
-        sent = self.dispatcher.finish_dispatch(travelling)
-        return self.dispatcher.start_combine(self._computed(sent, end), sent.handle), end
+    def compute(self, begun: tuple[InFlight, Any]) -> tuple[InFlight, Any]:
+        """Wait for the tokens, apply this rank's experts, and start to send the results back."""
+        in_flight, context = begun
+        dispatched = self.dispatcher.finish_dispatch(in_flight)
+        y = self._apply_experts(dispatched, context)
+        return self.dispatcher.start_combine(y, dispatched.handle), context
 
-    def finish(self, computed: tuple[Travelling, Any]) -> MoEOutput:
-        """Wait for the results."""
-        travelling, end = computed
-        return self._ended(self.dispatcher.finish_combine(travelling), end)
+    def finish(self, computed: tuple[InFlight, Any]) -> MoEOutput:
+        """Wait for the results and return the output."""
+        in_flight, context = computed
+        return self._output(self.dispatcher.finish_combine(in_flight), context)
 
     def _route(
         self, x: Tensor, valid: Tensor | None, token_index: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], _End]:
-        """Return this rank's tokens, their experts and weights, and what is needed in the end."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], _Context]:
+        """Return the tokens that this rank routes, with their experts and weights."""
         _check_input(x, valid, token_index)
         self._agree(x)
-        alone = self.groups.tp is None or self.sequence_parallel
-        ranks, sharing = group_size(self.groups.tokens), 1 if alone else group_size(self.groups.tp)
-        together = -(-x.shape[:-1].numel() * ranks // sharing)
+        replicated = self.groups.tp is not None and not self.sequence_parallel
+        tp = group_size(self.groups.tp) if replicated else 1
+        group_tokens = -(-x.shape[:-1].numel() * group_size(self.groups.tokens) // tp)
         own = x if x.dim() == SEQUENCE_DIM + 2 else x.unsqueeze(0)
         valid, token_index = (
             None if each is None else each.reshape(own.shape[:2]) for each in (valid, token_index)
         )
-        if not alone:
-            own, valid, token_index = _share(own, valid, token_index, group=self.groups.tp)
+        if replicated:
+            own, valid, token_index = _scatter(own, valid, token_index, group=self.groups.tp)
         routed = self.router(own, valid=valid, token_index=token_index)
-        weights, chosen, dropped = self._limit(routed, token_index, together)
-        if self._tells:
-            weights = outside_graph(_told)(weights, self.groups.tokens)
+        weights, chosen, dropped = self._limit(routed, token_index, group_tokens)
+        if self._shares_nan:
+            weights = outside_graph(_share_nan)(weights, self.groups.tokens)
         inner = own if self.to_latent is None else self.to_latent(own)
         tokens = inner.flatten(0, 1), chosen, weights
-        end = _End(
+        context = _Context(
             shape=x.shape,
-            own=own.shape[:2],
+            routed=own.shape[:2],
             dtype=x.dtype,
-            together=together,
+            group_tokens=group_tokens,
             drops=valid is not None or self._capacity is not None,
             losses={name: (loss.sum, loss.count) for name, loss in routed.losses.items()},
-            load=count_choices(routed.experts, self.num_experts + 1)[:-1],  # the last is none
+            load=count_choices(routed.experts, self.num_experts + 1)[
+                :-1
+            ],  # the last means no expert
             dropped=dropped,
         )
-        return _scaled(*tokens) if self.options.scale_input else tokens, end
+        return _scaled(*tokens) if self.options.scale_input else tokens, context
 
-    def _computed(self, sent: Sent, end: _End) -> Tensor:
-        """Apply this rank's experts to what arrived."""
-        slots = self._slots(end.together, sent.most)
-        return self.experts(sent.rows, sent.counts, exact=sent.exact, slots=slots)
+    def _apply_experts(self, dispatched: DispatchOutput, context: _Context) -> Tensor:
+        """Apply this rank's experts to the rows that arrived."""
+        rows, counts, _, exact, max_count = dispatched
+        capacity = self._padded_capacity(context.group_tokens, max_count)
+        return self.experts(rows, counts, exact=exact, capacity=capacity)
 
-    def _ended(self, y: Tensor, end: _End) -> MoEOutput:
-        """Return the layer's output, from the sums over each token's experts."""
+    def _output(self, y: Tensor, context: _Context) -> MoEOutput:
+        """Return the layer's output, given the sums over each token's experts."""
         if self.options.scale_input:
             y = y.unflatten(0, (-1, self.options.router.top_k)).sum(1)
-        y = y.unflatten(0, end.own)
-        y = (y if self.from_latent is None else self.from_latent(y)).to(end.dtype)
+        y = y.unflatten(0, context.routed)
+        y = (y if self.from_latent is None else self.from_latent(y)).to(context.dtype)
         if self.groups.tp is not None and not self.sequence_parallel:
             y = gather_from_group(y, self.groups.tp, dim=SEQUENCE_DIM)
-            y = y.narrow(SEQUENCE_DIM, 0, end.shape[-2])
-        y = y.reshape(end.shape)
-        hidden = y if end.shared is None else y + end.shared
-        losses = {name: LossSum(*each) for name, each in end.losses.items()}
-        return MoEOutput(hidden, losses, end.load, end.dropped)
+            y = y.narrow(SEQUENCE_DIM, 0, context.shape[-2])
+        y = y.reshape(context.shape)
+        hidden = y if context.shared is None else y + context.shared
+        losses = {name: LossSum(*each) for name, each in context.losses.items()}
+        return MoEOutput(hidden, losses, context.load, context.dropped)
 
     def _agree(self, x: Tensor) -> None:
-        """Have the ranks compare their settings, once."""
+        """Compare the settings of all ranks, once."""
         if not self._agreement.reached:
             outside_graph(self._agreement.check)(
                 x.device,
@@ -273,13 +295,13 @@ class MoELayer(nn.Module):
 
     @property
     def _capacity(self) -> Capacity | None:
-        """That of a step of training: what a token becomes must not hang on other requests."""
+        """The capacity in training; in evaluation a token must not depend on other requests."""
         return self.options.capacity if self.training else None
 
     def _limit(
-        self, routed: Routed, token_index: Tensor | None, together: int
+        self, routed: RouterOutput, token_index: Tensor | None, group_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Take away the choices that are beyond the experts' capacity."""
+        """Drop the choices beyond the experts' capacity."""
         weights, experts, _ = routed
         if self._capacity is None:
             return weights, experts, None
@@ -287,7 +309,7 @@ class MoELayer(nn.Module):
             *(weights, experts, self.num_experts, self._capacity),
             group=self.groups.tokens,
             token_index=token_index,
-            together=together,
+            group_tokens=group_tokens,
         )
         dropped = (~kept & (experts < self.num_experts)).sum()
         return (
@@ -296,26 +318,27 @@ class MoELayer(nn.Module):
             dropped,
         )
 
-    def _slots(self, together: int, most: int) -> int | None:
-        """Rows of each expert with a padded capacity: of all groups of tokens that send to it.
+    def _padded_capacity(self, group_tokens: int, max_count: int) -> int | None:
+        """Return the number of rows to pad each expert to, over all groups that send to it.
 
-        Where a group has more tokens than this rank's, its experts can have more: `most`.
+        A group with more tokens than this rank's may send more rows than its capacity suggests;
+        `max_count` then decides.
         """
         capacity = self._capacity
         if capacity is None or not capacity.pad:
             return None
-        own = capacity.of(together, self.options.router.top_k, self.num_experts)
-        return max(most, own * self._senders(group_size(self.groups.tokens)))
+        own = capacity.of(group_tokens, self.options.router.top_k, self.num_experts)
+        return max(max_count, own * self._senders(group_size(self.groups.tokens)))
 
-    def _senders(self, together: int) -> int:
-        """How many groups of tokens send to this rank's experts, each up to its own capacity."""
+    def _senders(self, size: int) -> int:
+        """Return how many token groups of a size send rows here, each up to its own capacity."""
         ranks = set(_ranks(self.groups.experts))
         if self.groups.tokens is None:
             return len(ranks)
         tokens = set(_ranks(self.groups.tokens))
         if tokens >= ranks:
             return 1
-        return -(-len(ranks) // together) if tokens <= ranks else len(ranks)
+        return -(-len(ranks) // size) if tokens <= ranks else len(ranks)
 
 
 def _check_input(x: Tensor, valid: Tensor | None, token_index: Tensor | None) -> None:
@@ -333,9 +356,9 @@ def _check_input(x: Tensor, valid: Tensor | None, token_index: Tensor | None) ->
 
 
 def _scaled(x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make each choice of a token one of its own, which its weight has multiplied.
+    """Return a token for each choice, multiplied by the choice's weight.
 
-    The weights that are left are 1, and NaN where they are not finite, which dispatchers look for.
+    The remaining weights are 1, or NaN for weights that are not finite, which dispatchers look for.
 
     Shape:
         x: [T, H]; experts, weights: [T, k]. Returns [T * k, H], [T * k, 1] twice.
@@ -345,8 +368,8 @@ def _scaled(x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor
     return rows, experts.reshape(-1, 1), ones.reshape(-1, 1)
 
 
-def _told(weights: Tensor, group: Group) -> Tensor:
-    """Make the weights NaN on all ranks of a group if they are so on one: all raise, none waits."""
+def _share_nan(weights: Tensor, group: Group) -> Tensor:
+    """Make the weights NaN on all ranks of a group if one rank's are not finite: all raise."""
     good = finite(weights).int()
     torch.distributed.all_reduce(good, op=torch.distributed.ReduceOp.MIN, group=group)
     return torch.where(good.bool(), weights, torch.nan)
@@ -357,18 +380,18 @@ def _ranks(group: Group) -> list[int]:
 
 
 def _whole_linear(
-    size: int, out: int, partial: tuple[str, ...], how: dict[str, Any]
+    size: int, out: int, partial: tuple[str, ...], factory: dict[str, Any]
 ) -> ColumnParallelLinear:
-    """A linear layer that is whole on each rank, for tokens that are split over tp."""
-    linear = ColumnParallelLinear(size, out, bias=False, **how)
+    """Return a linear layer that is replicated over tp, for tokens that are split over it."""
+    linear = ColumnParallelLinear(size, out, bias=False, **factory)
     shard_param(linear.weight, PartitionSpec(), partial_grad=partial)
     return linear
 
 
-def _share(
+def _scatter(
     x: Tensor, valid: Tensor | None, token_index: Tensor | None, *, group: Group
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Keep this rank's part of tokens that all ranks have; fill up with tokens that are none."""
+    """Return this rank's part of replicated tokens, padded with tokens that aren't valid."""
     missing = -x.shape[SEQUENCE_DIM] % group_size(group)
     if missing:
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)

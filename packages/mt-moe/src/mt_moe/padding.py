@@ -1,4 +1,4 @@
-"""Rows of each expert filled up with zeros: to a multiple for low precision, or to its capacity."""
+"""Rows of each expert padded with zeros, to a multiple or to a capacity."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 
-def padded_counts(counts: Tensor, *, multiple: int = 1, slots: int | None = None) -> Tensor:
-    """Return how many rows each expert has after padding; one without rows stays so.
+def padded_counts(counts: Tensor, *, multiple: int = 1, capacity: int | None = None) -> Tensor:
+    """Return the number of rows of each expert after padding; an idle expert stays without rows.
 
     Shape:
-        counts: [E]. Returns the same: multiples of `multiple`, or `slots` everywhere.
+        counts: [E]. Returns [E]: multiples of `multiple`, or `capacity` everywhere.
     """
-    if slots is not None:
-        return torch.full_like(counts, slots)
+    if capacity is not None:
+        return torch.full_like(counts, capacity)
     return (counts + multiple - 1).div(multiple, rounding_mode="floor") * multiple
 
 
 def padded_places(counts: Tensor, padded: Tensor, rows: int, size: int) -> Tensor:
-    """Return where each row goes; rows of no expert go to `size`, behind all.
+    """Return the index of each row after padding; rows without an expert get the index `size`.
 
     Shape:
         counts, padded: [E]. Returns [rows].
@@ -32,7 +32,7 @@ def padded_places(counts: Tensor, padded: Tensor, rows: int, size: int) -> Tenso
 
 
 def pad_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
-    """Put rows at their places among zeros.
+    """Copy rows to their places among zeros.
 
     Shape:
         rows: [N, H]; places: [N]. Returns [size, H].
@@ -41,7 +41,7 @@ def pad_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
 
 
 def unpad_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Take the rows back from their places; those of no expert are zeros.
+    """Return the rows at their places; rows without an expert are zero.
 
     Shape:
         rows: [size, H]; places: [N]. Returns [N, H].
@@ -50,8 +50,22 @@ def unpad_rows(rows: Tensor, places: Tensor) -> Tensor:
     return torch.cat([rows, none]).index_select(0, places)
 
 
-def padded_size(rows: int, num_experts: int, *, multiple: int = 1, slots: int | None = None) -> int:
-    """Return how many rows there are after padding at the most; no host has to ask for counts."""
-    if slots is not None:
-        return slots * num_experts
+def padded_size(
+    rows: int, num_experts: int, *, multiple: int = 1, capacity: int | None = None
+) -> int:
+    """Return an upper bound of the number of rows after padding, without asking for counts."""
+    if capacity is not None:
+        return capacity * num_experts
     return -(-(rows + num_experts * (multiple - 1)) // multiple) * multiple
+
+
+def only_first(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """Set all rows after the first `kept` to zero, and their gradients; None keeps all.
+
+    Shape:
+        rows: [N, H]; kept: [].
+    """
+    if kept is None:
+        return rows
+    none = torch.arange(len(rows), device=rows.device) >= kept
+    return rows.masked_fill(none.unsqueeze(1), 0)

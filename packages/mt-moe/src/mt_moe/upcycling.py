@@ -1,4 +1,4 @@
-"""Experts made of a dense feed-forward, as pure functions of its weights."""
+"""Upcycling: the weights of experts from those of a dense feed-forward."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch import Tensor
 def upcycle(
     up: Tensor, down: Tensor, num_experts: int, *, granularity: int = 1, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cut a dense feed-forward into shards of its width, and copy these to experts.
+    """Cut a dense feed-forward into shards along its width, and copy the shards to experts.
 
-    Expert `e` holds shard `e % granularity`, so `granularity` neighbours hold the whole: a copy
-    (He et al., 2024, "virtual groups"). A token that chooses whole copies, with weights that sum to
-    1, gets what the dense layer gave it, whatever copies it chooses; `upcycle_router` makes all
-    tokens choose so.
+    Expert `e` holds shard `e % granularity`, so `granularity` neighbours together are a copy of the
+    dense layer (He et al., 2024, "virtual groups"). A token that chooses whole copies, with weights
+    that sum to 1, gets the dense layer's result; `upcycle_router` makes all tokens choose so.
 
     Args:
-        up: Of the dense layer.
-        down: Likewise.
-        num_experts: How many to make, a multiple of the granularity.
-        granularity: How many shards make a copy.
-        scale: Multiplies `down`; None is the granularity, for weights that sum to 1. Where they are
-            softmax over all experts and not divided by their sum, a router that prefers none needs
-            `granularity * num_experts / top_k`.
+        up: Weight of the dense layer's first projection.
+        down: Weight of its second projection.
+        num_experts: Number of experts to make, a multiple of the granularity.
+        granularity: Number of shards that make a copy.
+        scale: Factor of `down`; None is the granularity, for weights that sum to 1. If weights are
+            a softmax over all experts that is not normalised again, use
+            `granularity * num_experts / top_k`, which is exact for a router without preferences.
 
     Shape:
         up: [2, ffn, hidden] with a gate (gate first), [ffn, hidden] without; down: [hidden, ffn].
@@ -33,7 +32,7 @@ def upcycle(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: Shapes do not fit each other, or the granularity does not divide them.
+        ValueError: The shapes don't fit each other, or the granularity does not divide them.
     """
     for name, value, kind in (
         ("up", up, Tensor),
@@ -56,20 +55,20 @@ def upcycle(
 
 
 def upcycle_router(weight: Tensor, num_experts: int) -> Tensor:
-    """Give all shards of a copy one row, so that a token chooses whole copies.
+    """Give all shards of a copy the same router row, so that a token chooses whole copies.
 
-    That holds with `top_k` a multiple of the granularity, and until training tells rows apart.
+    That holds if `top_k` is a multiple of the granularity, and until training separates the rows.
 
     Args:
-        weight: A row for each copy, drawn as a router's is.
-        num_experts: How many experts there are; the granularity is that over the number of rows.
+        weight: Initial router weight with a row for each copy.
+        num_experts: Number of experts; divided by the number of rows it is the granularity.
 
     Shape:
         weight: [copies, hidden]. Returns [E, hidden].
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The rows do not divide the experts.
+        ValueError: The number of rows does not divide the number of experts.
     """
     check_type("weight", weight, Tensor)
     check_type("num_experts", num_experts, int)

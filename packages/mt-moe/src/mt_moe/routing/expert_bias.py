@@ -1,4 +1,4 @@
-"""A bias that balances experts without a loss: set once per optimizer step, never by autograd."""
+"""The expert bias, which balances load without a loss; it is set once per optimizer step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Kind = Literal["sign", "quantile"]
 
 @dataclass(frozen=True, kw_only=True)
 class BiasOptions:
-    """How the bias of the choice follows the experts' load.
+    """The options of an expert bias.
 
     Attributes:
-        kind: `sign` adds `rate` to the bias of each expert with less than the mean load and takes
-            it from the others (Wang et al., 2024; DeepSeek-V3). `quantile` moves it towards the
-            value with which each expert would be above the same bar for its fair share of tokens.
-        rate: Step of `sign`; share of the new value in the running mean of `quantile`.
-        bins: How finely `quantile` tells scores apart.
+        kind: `sign` adds `rate` to the bias of each expert with less than the mean load and
+            subtracts it from the others (Wang et al., 2024; DeepSeek-V3). `quantile` moves the bias
+            towards the value with which each expert passes a common threshold for its fair share of
+            the tokens.
+        rate: Step of `sign`; weight of the new value in the running mean of `quantile`.
+        bins: Number of bins of the histogram of scores, for `quantile`.
 
     Raises:
         ValueError: A field is out of range.
@@ -45,21 +46,21 @@ class BiasOptions:
 
 
 class ExpertBias(nn.Module):
-    """The bias of each expert, and what was seen since it was last set.
+    """The bias of each expert, and the load since it was last set.
 
-    It stays fp32 whatever dtype the model is converted to.
+    The bias stays fp32 when the model is converted to another dtype.
 
     Args:
-        num_experts: How many experts.
-        top_k: Experts per token.
+        num_experts: Number of experts.
+        top_k: Number of experts per token.
         options: See `BiasOptions`.
         bounded: Whether scores are below 1, as those of softmax and sigmoid are.
-        device: Of the buffers.
+        device: Device of the buffers.
 
     Attributes:
         value: The bias, a buffer of the state dict.
-        seen: Choices of each expert, or for `quantile` how many tokens had a score in each bin;
-            integers, so that their sum is the same for every layout.
+        seen: Number of choices of each expert, or for `quantile` a histogram of each expert's
+            scores. Integers, so that their sum is the same for every layout.
 
     Shape:
         value: [E]; seen: [E] or [E, bins].
@@ -89,13 +90,13 @@ class ExpertBias(nn.Module):
         """Count a micro-batch.
 
         Shape:
-            counts: [E], of this rank's choices; scores: [T, E]; valid: [T], True for real tokens.
+            counts: [E], the choices of this rank; scores: [T, E]; valid: [T], True for real tokens.
         """
         if self.options.kind == "sign":
             self.seen += counts
             return
         bins = self.options.bins
-        # Scores below 1 keep their place; sqrtsoftplus, which has no upper end, is bent into it.
+        # Scores of sqrtsoftplus, which are not bounded, are mapped to [0, 1).
         place = scores if self.bounded else scores / (1 + scores)
         place = place.float().mul(bins).long().clamp_(0, bins - 1)
         place += torch.arange(len(counts), device=place.device) * bins
@@ -106,7 +107,7 @@ class ExpertBias(nn.Module):
 
     @torch.no_grad()
     def apply_(self, seen: Tensor) -> None:
-        """Set the bias from what all ranks have seen, and begin to count anew."""
+        """Set the bias from the load on all ranks, and start counting again."""
         if self.options.kind == "sign":
             load = seen.double()
             self.value += self.options.rate * torch.sign(load.mean() - load).to(self.value)
@@ -118,7 +119,7 @@ class ExpertBias(nn.Module):
         self.seen.zero_()
 
     def _quantiles(self, seen: Tensor) -> Tensor:
-        """The score that an expert exceeds for its share of all tokens, linear within a bin."""
+        """Return the score that each expert exceeds for its fair share of tokens."""
         ends = seen.double().cumsum(1)
         wanted = (1 - self.share) * ends[:, -1:]
         index = torch.searchsorted(ends, wanted).clamp_(max=seen.shape[1] - 1)
@@ -138,19 +139,18 @@ class ExpertBias(nn.Module):
 
 
 def update_expert_biases(modules: nn.Module | Iterable[nn.Module], *groups: Group) -> None:
-    """Set the expert biases of all routers inside modules; call it once per optimizer step.
+    """Set the expert biases of all routers in modules; call it once per optimizer step.
 
-    The loads of all routers are summed over each group in one all-reduce of integers. No host
-    waits.
+    The loads of all routers are summed over each group in one all-reduce of integers. The host does
+    not wait.
 
     Args:
-        modules: The model or this stage of it; or several in an order that all ranks have.
-        *groups: All ranks that have tokens of these layers: `tp-cp-dp`, where each rank routes its
-            own tokens, and where pipelines run in both directions the ranks with the same stages.
-            None is one rank.
+        modules: The model or this rank's stage; or several, in the same order on all ranks.
+        *groups: Groups that together are all ranks with tokens of these layers: `tp-cp-dp`, and for
+            pipelines in both directions the ranks with the same stages. None is one rank.
 
     Raises:
-        TypeError: They are none.
+        TypeError: An argument is not a module.
     """
     if isinstance(modules, nn.Module):
         modules = [modules]

@@ -13,18 +13,25 @@ from mt_parallel_state import group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_moe.agreement import Agreement
-from mt_moe.all_to_all import local_experts_of
-from mt_moe.dispatch import Dispatcher, Sent, check_finite
+from mt_moe.dispatch.agreement import Agreement
+from mt_moe.dispatch.dispatcher import Dispatcher, DispatchOutput
+from mt_moe.dispatch.finite import check_finite
+from mt_moe.dispatch.in_flight import InFlight, arrived
 from mt_moe.error import RoutingError
-from mt_moe.flight import Travelling, at_once
 from mt_moe.groups import ExpertGroups
 
 PACKAGE, CAPABILITY = "deep_ep", (9, 0)
 
 
-class _Way(NamedTuple):
-    """How tokens went: what `combine` needs to bring them back."""
+class _Handle(NamedTuple):
+    """What brings the results back.
+
+    Attributes:
+        buffer: DeepEP's buffer.
+        handle: DeepEP's handle of the dispatch.
+        places: Where `permute` put each choice of the rows that arrived.
+        weights: Weight of each choice, 0 for experts of other ranks.
+    """
 
     buffer: Any
     handle: Any
@@ -35,34 +42,34 @@ class _Way(NamedTuple):
 class DeepEPDispatcher(Dispatcher):
     """Sends each token once to each rank that has some of its experts, through DeepEP's buffers.
 
-    Forward: `H` numbers in bf16 per token and rank, and `k` weights and choices; each rank sums a
-    token's results with its weights before it sends that sum back. Backward does both again, the
-    other way. The host waits once, for the counts. Sums over ranks are rounded to bf16, which the
-    other dispatchers do once per token.
+    Forward sends `H` numbers in bf16 per token and rank, and `k` weights and choices; each rank
+    sums a token's results with its weights before it sends that sum back. Backward repeats both in
+    the other direction. The host waits once, for the counts. Each rank's sum is rounded to bf16;
+    the other dispatchers round once per token.
 
-    The buffer has room for as many tokens as the rank with most has in the first pass.
+    The buffer is sized by the largest number of tokens of a rank in the first pass.
 
     Args:
-        num_experts: How many there are in all.
-        groups: The ranks that share them, in their order, each expert on one.
+        num_experts: Number of experts on all ranks together.
+        groups: The ranks that share them, in order, with each expert on one rank.
 
     Raises:
-        ValueError: The ranks can't share the experts evenly.
+        ValueError: The experts don't divide evenly.
     """
 
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
         self.groups, self.num_experts = groups, num_experts
-        self.local_experts = local_experts_of(num_experts, groups)
-        self._agreement, self._room = Agreement(groups.experts), 0
+        self.local_experts = groups.local_experts(num_experts)
+        self._agreement, self._max_tokens = Agreement(groups.experts), 0
 
     def start_dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
-    ) -> Travelling:
-        """See `Dispatcher`. It waits at once: nothing else runs beside it.
+    ) -> InFlight:
+        """See `Dispatcher`. It waits for the result: nothing overlaps with it.
 
         Raises:
             TypeError: Tokens are not bf16.
-            RoutingError: There are more tokens than in the first pass, or ranks differ.
+            RoutingError: There are more tokens than the buffer holds, or ranks differ.
         """
         del drops
         if x.dtype != torch.bfloat16:
@@ -71,7 +78,7 @@ class DeepEPDispatcher(Dispatcher):
                 "or use the dispatcher all_to_all"
             )
         buffer = self._buffer_for(x, top_k=experts.shape[1])
-        none = -1  # in DeepEP's words
+        none = -1  # DeepEP's index for no expert
         chosen = experts.masked_fill(experts == self.num_experts, none)
         rows, shares, own, handle = _Dispatch.apply(  # pyright: ignore[reportGeneralTypeIssues]
             x, weights.float(), chosen, buffer, self.num_experts
@@ -81,49 +88,49 @@ class DeepEPDispatcher(Dispatcher):
         check_finite(weights)
         check_finite(shares)
         own = own.masked_fill(absent, self.local_experts)
-        arrived, places, counts = permute(rows, own, self.local_experts + 1)
+        local, places, counts = permute(rows, own, self.local_experts + 1)
         number = sum(handle.num_recv_tokens_per_expert_list)
-        way = _Way(buffer, handle, places, shares)
+        made = _Handle(buffer, handle, places, shares)
         most = max(handle.num_recv_tokens_per_expert_list)
-        return at_once(arrived[:number], (way, counts[:-1], most))
+        return arrived(local[:number], (made, counts[:-1], most))
 
-    def finish_dispatch(self, travelling: Travelling) -> Sent:
+    def finish_dispatch(self, in_flight: InFlight) -> DispatchOutput:
         """See `Dispatcher`."""
-        way, counts, most = travelling.way
-        return Sent(travelling.edge, counts, way, most=most)
+        handle, counts, most = in_flight.handle
+        return DispatchOutput(in_flight.edge, counts, handle, max_count=most)
 
-    def start_combine(self, rows: Tensor, handle: _Way) -> Travelling:
-        """See `Dispatcher`. It waits at once, too."""
-        others = handle.places.numel() - len(rows)  # choices of experts that other ranks have
+    def start_combine(self, rows: Tensor, handle: _Handle) -> InFlight:
+        """See `Dispatcher`. It waits for the result, too."""
+        others = handle.places.numel() - len(rows)  # choices of experts on other ranks
         rows = torch.cat([rows, rows.new_zeros(others, rows.shape[1])])
         summed = unpermute(rows, handle.places, handle.weights).to(torch.bfloat16)
         summed = cast("Tensor", _Combine.apply(summed, handle.buffer, handle.handle))
-        return at_once(summed, None)
+        return arrived(summed, None)
 
-    def finish_combine(self, travelling: Travelling) -> Tensor:
+    def finish_combine(self, in_flight: InFlight) -> Tensor:
         """See `Dispatcher`."""
-        return travelling.edge
+        return in_flight.edge
 
     def _buffer_for(self, x: Tensor, top_k: int) -> Any:
-        """Return the buffer that all layers with these groups have in common."""
+        """Return the buffer that all layers with these groups share."""
         self._agreement.check(
             x.device, num_experts=self.num_experts, hidden_size=x.shape[1], top_k=top_k
         )
-        if not self._room:
+        if not self._max_tokens:
             most = torch.tensor(len(x), device=x.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.experts)
-            self._room = int(most)
-        if len(x) > self._room:
+            self._max_tokens = int(most)
+        if len(x) > self._max_tokens:
             raise RoutingError(
-                f"{len(x)} tokens, and DeepEP's buffer has room for {self._room} of a rank, the "
-                "most of its first pass; begin with the largest batch, or use the dispatcher "
-                "all_to_all"
+                f"{len(x)} tokens, and DeepEP's buffer has room for {self._max_tokens} of a rank, "
+                "the largest number in its first pass; start with the largest batch, or use the "
+                "dispatcher all_to_all"
             )
-        sizes = self._room, x.shape[1], top_k
+        sizes = self._max_tokens, x.shape[1], top_k
         if sizes not in self.groups.buffers:
             self.groups.buffers[sizes] = import_module(PACKAGE).ElasticBuffer(
                 self.groups.experts,
-                num_max_tokens_per_rank=self._room,
+                num_max_tokens_per_rank=self._max_tokens,
                 hidden=x.shape[1],
                 num_topk=top_k,
             )
@@ -134,7 +141,7 @@ class DeepEPDispatcher(Dispatcher):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens and weights to the ranks of their experts; backward sums over these ranks."""
+    """Send tokens and weights to the ranks of their experts; backward sums over these ranks."""
 
     @staticmethod
     def forward(
@@ -155,9 +162,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, of_weights, *_ = grads
+        grad, weights_grad, *_ = grads
         grad_x, grad_weights, _ = ctx.buffer.combine(
-            grad.contiguous(), ctx.handle, topk_weights=of_weights.contiguous()
+            grad.contiguous(), ctx.handle, topk_weights=weights_grad.contiguous()
         )
         return grad_x, grad_weights, None, None, None
 
@@ -177,10 +184,10 @@ class _Combine(torch.autograd.Function):
 
 
 def deep_ep_obstacle(num_experts: int, groups: ExpertGroups) -> str | None:
-    """Say why DeepEP can't serve these groups; None where it serves."""
+    """Return why DeepEP can't serve these groups, or None where it can."""
     del num_experts
     if groups.etp > 1 or groups.all_places != tuple((r, 0) for r in range(groups.ep)):
-        return "it needs each expert whole on one rank (etp=1), dealt in the order of the ranks"
+        return "it needs each expert whole on one rank (etp=1), in the order of the ranks"
     if group_size(groups.experts) == 1:
         return "one rank has all experts"
     if find_spec(PACKAGE) is None:

@@ -1,37 +1,42 @@
-"""The router: logits, choice, weights and balancing losses of each token."""
+"""The router: logits, chosen experts, weights and balancing losses."""
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
 from math import sqrt
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from mt_files import check_type
 from mt_parallel_state import Group, PartitionSpec, hash_key, random_uniform, shard_param
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from mt_moe.backward import in_backward
-from mt_moe.balance import LossSum, balance_loss, count_choices, shares_of, sum_counts, z_loss
-from mt_moe.expert_bias import ExpertBias
 from mt_moe.initial import filled
-from mt_moe.record import RoutingRecord
-from mt_moe.routing import RouterOptions, Routing, route
-from mt_moe.rules import check_number
-from mt_moe.sinkhorn_scaling import sinkhorn_bias
+from mt_moe.recomputation import in_backward
+from mt_moe.routing.balance import (
+    LossSum,
+    balance_loss,
+    count_choices,
+    normalized,
+    sum_counts,
+    z_loss,
+)
+from mt_moe.routing.choice import RouterOptions, Routing, route
+from mt_moe.routing.expert_bias import ExpertBias
+from mt_moe.routing.record import RoutingRecord
+from mt_moe.routing.rules import check_number
+from mt_moe.routing.sinkhorn import sinkhorn_bias
+from mt_moe.wide_linear import wide_linear
 
 
-class Routed(NamedTuple):
-    """What a router returns.
+class RouterOutput(NamedTuple):
+    """The output of a router.
 
     Attributes:
-        weights: Share of each choice; 0 for tokens that are none.
-        experts: The choices; the number of experts, which stands for none, for tokens that are
-            none.
-        losses: Balancing losses by name, with their coefficients.
+        weights: Weight of each choice; 0 for tokens that aren't valid.
+        experts: Chosen experts; the number of experts, which means no expert, for tokens that
+            aren't valid.
+        losses: Balancing losses by name, times their coefficients.
 
     Shape:
         weights, experts: [tokens, k].
@@ -45,33 +50,33 @@ class Routed(NamedTuple):
 class Router(nn.Module):
     """Choose the experts of each token.
 
-    Logits are `x @ weight.T` in the options' dtype (or that of x, where it is wider) under any
-    autocast; what is kept for backward has the dtype of x. Forward sends nothing but the counts of
-    balancing losses, an all-reduce of integers over `group` for each of them, and Sinkhorn's sums.
+    Logits are `x @ weight.T` in the options' dtype, or in the dtype of x if that is wider, whatever
+    autocast says; backward keeps x in its own dtype. Balancing losses need an all-reduce of integer
+    counts over `group` each, and Sinkhorn the sums of its iterations; nothing else is communicated.
 
     Args:
-        hidden_size: Of the tokens.
-        num_experts: How many there are to choose from.
+        hidden_size: Size of the tokens.
+        num_experts: Number of experts to choose from.
         options: See `RouterOptions`.
-        group: The ranks that have the other tokens of the same sequences and micro-batch; None is
-            none. A balancing loss is the same however it cuts the tokens.
-        step_group: All ranks that have tokens of a step, for `global_aux`; None is `group`.
-        partial_grad: Axes over which the gradients are partial sums: `("tp",)` where tokens are
-            split over tp.
-        seed: Of the jitter.
-        name: Of the router in the model, likewise.
-        dtype: Of weight and bias.
-        device: Likewise.
+        group: The ranks with the other tokens of the same sequences and micro-batch; None is this
+            rank alone. Balancing losses don't depend on how tokens are split over it.
+        step_group: All ranks with tokens of the same step, for `global_aux`; None is `group`.
+        partial_grad: Axes over which the gradients are partial sums: `("tp",)` if tokens are split
+            over tp.
+        seed: Seed of the jitter.
+        name: Name of the router in the model, a key of the jitter.
+        dtype: Dtype of weight and bias.
+        device: Device of weight and bias.
 
     Attributes:
-        weight: [E, hidden].
-        bias: [E], or None.
+        weight: Weight, [E, hidden].
+        bias: Bias of the logits, [E], or None.
         expert_bias: See `ExpertBias`, or None.
         record: Records or replays choices; see `recorded_routes`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The options do not fit the number of experts.
+        ValueError: The options don't fit the number of experts.
     """
 
     bias: nn.Parameter | None
@@ -116,18 +121,18 @@ class Router(nn.Module):
         if "global_aux" in options.losses:
             so_far = torch.zeros(1, num_experts + 1, dtype=torch.int64, device=device)
             self.register_buffer("so_far", so_far, persistent=False)
-        self._fractions: deque[tuple[Tensor, Tensor]] = deque()
+        self._loads: deque[tuple[Tensor, Tensor]] = deque()
 
     def forward(
         self, x: Tensor, *, valid: Tensor | None = None, token_index: Tensor | None = None
-    ) -> Routed:
+    ) -> RouterOutput:
         """Route each token.
 
         Args:
-            x: Hidden states. Each of B is a sequence of its own for `sequence_aux`.
-            valid: True for real tokens; None is all.
-            token_index: A number for each token that it has in no other layout or micro-batch;
-                needed for jitter.
+            x: Hidden states. Each of the B rows is one sequence for `sequence_aux`.
+            valid: True for real tokens; None means that all are.
+            token_index: A number for each token, unique within a step and the same for every
+                layout; needed for jitter.
 
         Shape:
             x: [B, S, hidden] or [T, hidden], one sequence; valid, token_index: [B, S] or [T].
@@ -144,13 +149,13 @@ class Router(nn.Module):
             none = ~valid.reshape(-1, 1)
             weights = weights.masked_fill(none, 0)
             experts = experts.masked_fill(none, self.num_experts)
-        return Routed(weights, experts, losses)
+        return RouterOutput(weights, experts, losses)
 
     def logits(self, x: Tensor, token_index: Tensor | None = None) -> Tensor:
-        """Return the logits, of jittered tokens in training.
+        """Return the logits; in training the tokens are jittered first, if the options say so.
 
         Raises:
-            ValueError: The tokens need an index, or their size is not the router's.
+            ValueError: Jitter lacks token indices, or the tokens have another size.
         """
         check_type("x", x, Tensor)
         if x.dim() not in (2, 3) or x.shape[-1] != self.weight.shape[1]:
@@ -160,19 +165,19 @@ class Router(nn.Module):
             )
         if self.training and self.options.jitter:
             x = self._jittered(x, token_index)
-        return gate(x, self.weight, self.bias, self.options.dtype)
+        return wide_linear(x, self.weight, self.bias, self.options.dtype)
 
     def end_step(self) -> None:
-        """Forget the micro-batches of `global_aux`: the next one begins a step."""
+        """Forget the micro-batches that `global_aux` has counted; call it after each step."""
         if "global_aux" in self.options.losses:
             cast("Tensor", self.so_far).zero_()
-            self._fractions.clear()
+            self._loads.clear()
 
     def _jittered(self, x: Tensor, token_index: Tensor | None) -> Tensor:
         if token_index is None:
             raise ValueError(
                 f"jitter={self.options.jitter} needs token_index in training: noise is a function "
-                "of it, so that no layout changes it"
+                "of it, so that it is the same for every layout"
             )
         columns = torch.arange(x.shape[-1], device=x.device)
         index = token_index.to(x.device).unsqueeze(-1) * x.shape[-1] + columns
@@ -192,7 +197,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _observe(self, routing: Routing, valid: Tensor | None) -> None:
-        """Count choices, in training and once: neither in evaluation nor when made again."""
+        """Count choices for the expert bias, in training and not in recomputations."""
         if self.expert_bias is None or not self.training or in_backward():
             return
         flat = None if valid is None else valid.flatten()
@@ -210,8 +215,8 @@ class Router(nn.Module):
     def _balance_losses(
         self, shape: torch.Size, routing: Routing, valid: Tensor | None
     ) -> dict[str, LossSum]:
-        """The published formulas: choices by the scores alone, of all tokens."""
-        k, shares = self.options.top_k, shares_of(routing.scores).view(shape)
+        """Return the balancing losses; as published, they count choices by the scores alone."""
+        k, shares = self.options.top_k, normalized(routing.scores).view(shape)
         with torch.no_grad():
             chosen = routing.scores.topk(k, -1).indices.view(*shape[:-1], k)
             counts = count_choices(chosen, self.num_experts, valid)
@@ -229,55 +234,19 @@ class Router(nn.Module):
         }
 
     def _step_load(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What all ranks chose in this step so far; a recomputation sees what its forward saw."""
-        if in_backward() and self._fractions:
-            return self._fractions.popleft()
+        """Return the choices of all ranks in this step so far, and the number of their tokens."""
+        # A recomputation has to see the load that its forward saw, which has grown since. Backwards
+        # come in the order of their forwards.
+        if in_backward() and self._loads:
+            return self._loads.popleft()
         so_far = cast("Tensor", self.so_far)
         total = so_far + torch.cat([counts, tokens.unsqueeze(1)], 1)
         so_far.copy_(total)
         load = sum_counts(total[:, :-1], total[:, -1], self.step_group)
         if not in_backward():
-            self._fractions.append(load)
+            self._loads.append(load)
         return load
 
     def extra_repr(self) -> str:
-        """The sizes and options that torch prints."""
+        """Return the number of experts and the options, for `repr`."""
         return f"experts={self.num_experts}, {self.options!r}"
-
-
-def gate(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `x @ weight.T + bias` in a wide dtype, keeping `x` and `weight` as they are.
-
-    Shape:
-        x: [..., H]; weight: [E, H]; bias: [E]. Returns [..., E].
-    """
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), dtype)
-    if x.dtype == weight.dtype == wide:
-        with _no_autocast(x):
-            return F.linear(x, weight, bias)
-    logits = cast("Tensor", _Gate.apply(x, weight, wide))
-    return logits if bias is None else logits + bias.to(wide)
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False)
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with _no_autocast(x):
-            return F.linear(x.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.matmul(weight.to(grad.dtype)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            rows = x.flatten(0, -2).to(grad.dtype)
-            grad_w = grad.flatten(0, -2).t().mm(rows).to(weight.dtype)
-        return grad_x, grad_w, None

@@ -1,4 +1,4 @@
-"""The expert that serves every token."""
+"""The shared expert, which serves every token."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from mt_parallel_state import Group, PartitionSpec, group_size, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_moe.activation import activate, gated
-from mt_moe.expert_options import ExpertOptions
+from mt_moe.experts.activation import activate, gated
+from mt_moe.experts.options import ExpertOptions
 from mt_moe.initial import filled
-from mt_moe.router import gate
+from mt_moe.wide_linear import wide_linear
 
 
 class SharedExpert(nn.Module):
-    """A dense feed-forward, split over tp like any other, optionally times `sigmoid(x @ gate)`.
+    """A dense feed-forward that is sharded over tp, optionally times `sigmoid(x @ gate)`.
 
     Args:
-        hidden_size: Of tokens.
-        ffn_size: Its width, split over tp.
-        options: What it computes, as an expert.
-        gated_output: Whether a sigmoid of the token scales the result (Qwen2-MoE).
-        tp: The ranks that split it; None is one.
+        hidden_size: Size of the tokens.
+        ffn_size: Width, sharded over tp.
+        options: Activation, gate and biases, as of the other experts.
+        gated_output: Scale the result by a sigmoid of the token (Qwen2-MoE).
+        tp: The ranks that shard it; None is one.
         sequence_parallel: Whether tokens are split over tp, along dim 1.
-        dtype: Of the parameters.
-        device: Likewise.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
 
     Shape:
-        [B, S, hidden] -> the same.
+        [B, S, hidden] -> [B, S, hidden].
     """
 
     def __init__(  # noqa: PLR0913 - sizes and options of a layer
@@ -62,7 +62,7 @@ class SharedExpert(nn.Module):
             self.gate = shard_param(own, PartitionSpec(), partial_grad=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it to each token."""
+        """Apply the expert to each token."""
         up = self.up(x)
         if self.options.gated:
             value, other = up.unbind(-2)
@@ -72,4 +72,4 @@ class SharedExpert(nn.Module):
         y = self.down(hidden)
         if self.gate is None:
             return y
-        return y * gate(x, self.gate, None, torch.float32).sigmoid().to(y.dtype)
+        return y * wide_linear(x, self.gate, None, torch.float32).sigmoid().to(y.dtype)

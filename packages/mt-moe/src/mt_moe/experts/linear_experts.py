@@ -1,4 +1,4 @@
-"""Experts as linear layers of their own, for what works on such layers, as quantisation does."""
+"""Experts as separate linear layers, for code that works on such layers, as quantisation does."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mt_parallel_state import (
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_moe.dispatch import only_first
-from mt_moe.experts import GroupedLinear
+from mt_moe.experts.experts import GroupedLinear
+from mt_moe.padding import only_first
 
 
 class LinearExperts(nn.ModuleDict):
-    """A `GroupedLinear` whose experts are linear layers, by their numbers among all.
+    """A `GroupedLinear` as a linear layer for each expert, named by the expert's index.
 
-    They multiply one after the other, and whatever takes the place of one is called for its rows.
-    The host waits for the numbers of rows.
+    The layers multiply one after the other. A module that replaces one of them is called with that
+    expert's rows. The host waits for the counts.
 
     Args:
-        layer: Whose weights they share; it is of no use after that.
-        group: The ranks that cut an expert (etp).
+        layer: The layer whose weights the new ones share. Do not use it afterwards.
+        group: The ranks over which each expert is sharded (etp).
 
     Raises:
-        ValueError: Experts that ranks cut have biases, which would be added on each.
+        ValueError: Sharded experts have biases, which each rank would add.
 
     Shape:
-        As `GroupedLinear`.
+        See `GroupedLinear`.
     """
 
     is_plain = False
@@ -45,14 +45,13 @@ class LinearExperts(nn.ModuleDict):
         self._width = layer.weight[0].shape[:-1].numel()
         if layer.bias is not None and layer.split == "in" and group_size(group) > 1:
             raise ValueError(
-                "experts with biases can't be linear layers of their own where ranks cut them; "
-                "use etp=1"
+                "experts with biases can't be separate linear layers if etp shards them; use etp=1"
             )
         for number in range(len(layer.weight)):
             self[str(layer.gemms.first + number)] = _linear(layer, number, group)
 
     def forward(self, x: Tensor, counts: Tensor, *, exact: bool = True) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Multiply each row with its expert's weight; see `GroupedLinear`."""
+        """Multiply each row by the weight of its expert; see `GroupedLinear`."""
         sizes = counts.tolist()
         rows = x.split([*sizes, len(x) - sum(sizes)])
         pairs = zip(self.values(), rows[:-1], strict=True)
@@ -62,18 +61,18 @@ class LinearExperts(nn.ModuleDict):
 
 
 def _linear(layer: GroupedLinear, number: int, group: Group) -> nn.Module:
-    """Return one expert of a layer; it has the memory of its weight."""
+    """Return one expert as a layer that shares the memory of its weight."""
     weight = layer.weight[number].detach()
     *outputs, features = weight.shape
     ranks, is_out = group_size(group), layer.split == "out"
-    # On one rank nothing is left to the caller, and a bias may be had.
-    how: dict[str, Any] = {"group": group, "axis": "etp", "communicate": ranks == 1}
-    how |= {"bias": layer.bias is not None, "dtype": weight.dtype, "device": "meta"}
+    # A rank that has the whole expert needs no collective, and may have a bias.
+    settings: dict[str, Any] = {"group": group, "axis": "etp", "communicate": ranks == 1}
+    settings |= {"bias": layer.bias is not None, "dtype": weight.dtype, "device": "meta"}
     if is_out:
         sizes = (*outputs[:-1], outputs[-1] * ranks)
-        made = ColumnParallelLinear(features, sizes, shard_dim=len(sizes) - 1, **how)
+        made = ColumnParallelLinear(features, sizes, shard_dim=len(sizes) - 1, **settings)
     else:
-        made = RowParallelLinear(features * ranks, outputs[0], **how)
+        made = RowParallelLinear(features * ranks, outputs[0], **settings)
     dim = len(outputs) - 1 if is_out else 1
     spec = PartitionSpec() if ranks == 1 else PartitionSpec(*(None,) * dim, "etp")
     made.weight = shard_param(_param(weight, layer.weight), spec)
@@ -89,17 +88,19 @@ def _param(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def unfuse_experts(model: nn.Module, *, group: Group = None) -> list[str]:
-    """Make the experts of a model linear layers of their own, `experts.up.3` the fourth one's.
+    """Replace the grouped linear layers of a model by one linear layer for each expert.
+
+    The layer of the fourth expert of `experts.up` is then `experts.up.3`.
 
     Args:
-        model: Changed in place; weights stay where they are.
-        group: The ranks that cut an expert (etp).
+        model: Changed in place; the weights keep their memory.
+        group: The ranks over which each expert is sharded (etp).
 
     Returns:
-        The names of what was one layer of several experts before.
+        The names of the grouped layers that were replaced.
 
     Raises:
-        ValueError: Experts that ranks cut have biases.
+        ValueError: Sharded experts have biases.
     """
     found = {n: m for n, m in model.named_modules() if isinstance(m, GroupedLinear)}
     for name, layer in found.items():

@@ -1,4 +1,4 @@
-"""Losses that keep experts balanced and logits small, as sums with counts."""
+"""Balancing losses of experts and the z-loss of logits, as sums with counts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum over tokens, and the number of these.
+    """A loss as a sum over tokens, and the number of tokens.
 
-    Both add up over ranks and micro-batches; the loss is the quotient of the two totals.
+    Both add up over ranks and micro-batches; the loss is the quotient of the totals.
 
     Attributes:
-        sum: With the coefficient, fp32 or fp64; this has the gradient.
-        count: Tokens of this rank, int64.
+        sum: Sum over this rank's tokens, times the coefficient, fp32 or fp64. It has the gradient.
+        count: Number of this rank's tokens, int64.
     """
 
     sum: Tensor
@@ -26,21 +26,21 @@ class LossSum:
 
     @property
     def mean(self) -> Tensor:
-        """The loss of these tokens alone."""
+        """The loss of this rank's tokens."""
         return self.sum / self.count
 
 
-def shares_of(scores: Tensor) -> Tensor:
-    """Scores divided by their sum: the probabilities of a balancing loss.
+def normalized(scores: Tensor) -> Tensor:
+    """Return scores divided by their sum, the probabilities of a balancing loss.
 
     Shape:
-        scores: [..., E]. Returns the same.
+        scores: [..., E]. Returns [..., E].
     """
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def count_choices(experts: Tensor, num_experts: int, valid: Tensor | None = None) -> Tensor:
-    """Count how often each expert is chosen.
+    """Return how often each expert is chosen.
 
     Shape:
         experts: [..., T, k]; valid: [..., T], True for real tokens. Returns [..., E], int64.
@@ -55,27 +55,32 @@ def count_choices(experts: Tensor, num_experts: int, valid: Tensor | None = None
 
 
 def balance_loss(
-    shares: Tensor, counts: Tensor, tokens: Tensor, *, top_k: int, valid: Tensor | None = None
+    probabilities: Tensor,
+    counts: Tensor,
+    tokens: Tensor,
+    *,
+    top_k: int,
+    valid: Tensor | None = None,
 ) -> LossSum:
     """Return the auxiliary loss `E / (k T^2) sum_e (sum_t P_te) c_e` (Fedus et al., 2022).
 
-    The sum is over this rank's tokens and the counts are everybody's, so the sums of all ranks add
-    up to `T` times the loss; with perfect balance that is 1.
+    The sum is over this rank's tokens with the counts of all ranks, so the sums of all ranks add up
+    to `T` times the loss. The loss is 1 for perfect balance.
 
     Args:
-        shares: Probabilities of this rank's tokens.
-        counts: Choices of each expert, of all ranks that share the sum.
-        tokens: How many tokens made them.
-        top_k: Experts per token.
-        valid: True for real tokens; None is all.
+        probabilities: Probabilities of this rank's tokens.
+        counts: Number of choices of each expert on all ranks.
+        tokens: Number of tokens that made them.
+        top_k: Number of experts per token.
+        valid: True for real tokens; None means that all are.
 
     Shape:
-        shares: [B, S, E]; counts: [B, E] or [1, E]; tokens: [B] or [1]; valid: [B, S].
+        probabilities: [B, S, E]; counts: [B, E] or [1, E]; tokens: [B] or [1]; valid: [B, S].
     """
-    own = shares if valid is None else shares * valid.unsqueeze(-1)
+    own = probabilities if valid is None else probabilities * valid.unsqueeze(-1)
     load = counts.to(own.dtype) / (tokens.to(own.dtype) * top_k).clamp(min=1).unsqueeze(-1)
-    each = (own.sum(1) * load).sum() * shares.shape[-1]
-    return LossSum(each, _number(shares, valid))
+    each = (own.sum(1) * load).sum() * probabilities.shape[-1]
+    return LossSum(each, _num_tokens(probabilities, valid))
 
 
 def z_loss(logits: Tensor, valid: Tensor | None = None) -> LossSum:
@@ -86,14 +91,14 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> LossSum:
     """
     each = torch.logsumexp(logits, -1).square()
     total = each.sum() if valid is None else (each * valid).sum()
-    return LossSum(total, _number(logits, valid))
+    return LossSum(total, _num_tokens(logits, valid))
 
 
 def sum_counts(counts: Tensor, tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Sum choices and tokens over the ranks that share them, in one all-reduce.
+    """Sum choices and numbers of tokens over a group, in one all-reduce.
 
     Shape:
-        counts: [B, E]; tokens: [B]. Returns the same, int64.
+        counts: [B, E]; tokens: [B]. Returns [B, E] and [B], int64.
     """
     if group is None:
         return counts, tokens
@@ -102,7 +107,7 @@ def sum_counts(counts: Tensor, tokens: Tensor, group: Group) -> tuple[Tensor, Te
     return both[:, :-1], both[:, -1]
 
 
-def _number(x: Tensor, valid: Tensor | None) -> Tensor:
+def _num_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None:
         return valid.sum()
     return torch.full((), x.shape[:-1].numel(), device=x.device)

@@ -1,14 +1,15 @@
-"""What an expert computes, as a value."""
+"""The options of an expert."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from mt_files import AUTO, check_type
+from mt_files import check_type
+from mt_kernels import AUTO
 
-from mt_moe.grouped import GROUPED_KERNELS, LOOP
-from mt_moe.rules import Activation, check_form
+from mt_moe.experts.form import Activation, check_form
+from mt_moe.experts.kernels import GROUPED_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,14 @@ class ExpertOptions:
     """What an expert computes: `down(act(up x))`, or with a gate `down(act(gate x) * (up x))`.
 
     Attributes:
-        activation: Its name.
-        gated: Whether there is a gate.
-        bias: Whether both products have a bias.
-        clamp: Before, the gate is cut to at most this, and `up` to between it and its negative.
-        up_offset: Added to `up` after the cut. GPT-OSS has `gelu_quick`, 7 and 1.
-        multiple: Rows of each expert are filled up to a multiple of it, for low precision.
-        kernel: Of the products: "auto", "grouped_mm", "triton" or "loop".
+        activation: Name of the activation.
+        gated: Multiply the activation by a second projection.
+        bias: Give both projections a bias.
+        clamp: Largest value of the gate, and largest magnitude of `up`; None does not clamp.
+        up_offset: Added to `up` after clamping. GPT-OSS has `gelu_quick`, 7 and 1.
+        multiple: Pad each expert's rows with zeros to a multiple of this, for low precision.
+        kernel: Kernel of the products: "auto", "grouped_mm", "triton", "loop" or the name of
+            another package's (entry point `mt.kernels`, `grouped_linear.<name>`).
 
     Raises:
         ValueError: A field is out of range.
@@ -38,14 +40,13 @@ class ExpertOptions:
 
     def __post_init__(self) -> None:
         check_type("multiple", self.multiple, int)
-        kernels = (AUTO, *(kernel.name for kernel in GROUPED_KERNELS), LOOP)
         form: dict[str, Any] = {
             "gated": self.gated,
             "clamp": self.clamp,
             "up_offset": self.up_offset,
         }
         check_form(self.activation, **form)
-        if self.kernel not in kernels:
-            raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {self.kernel!r}")
+        if self.kernel != AUTO:
+            GROUPED_KERNELS.get(self.kernel)  # raises for an unknown name
         if self.multiple < 1:
             raise ValueError(f"multiple must be at least 1, got {self.multiple}")

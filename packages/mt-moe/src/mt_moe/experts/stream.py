@@ -1,4 +1,4 @@
-"""Experts one after the other: each through its whole feed-forward while its rows are in cache."""
+"""Experts one after the other, each through its whole feed-forward while its rows are in cache."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feed:
-    """What lies between an expert's two products, and where their gradients go.
+class StreamContext:
+    """The settings of one call of `stream`.
 
     Attributes:
-        hidden: Of the first product [n, wide], returns what the second multiplies, [n, ffn].
-        sinks: Of the two weights' gradients; None for autograd.
-        keeps: Whether first products are kept for backward.
+        hidden: The activation, from the first product [n, wide] to the second's input [n, ffn].
+        sinks: Buffers that sum the gradients of the two weights; None leaves one to autograd.
+        needs_backward: Keep first products for backward.
     """
 
     hidden: Callable[[Tensor], Tensor]
     sinks: tuple[GradSink | None, GradSink | None]
-    keeps: bool
+    needs_backward: bool
 
 
-def stream(rows: Tensor, up: Tensor, down: Tensor, counts: Tensor, feed: Feed) -> Tensor:
+def stream(
+    rows: Tensor, up: Tensor, down: Tensor, counts: Tensor, context: StreamContext
+) -> Tensor:
     """Apply each expert to its rows: `hidden(x @ up[e].T) @ down[e].T`, by torch's products.
 
-    Nothing as long as all rows is made but the result and the first products for backward, which
-    computes `hidden` again. The host waits for the counts. Rows behind those of all experts give
-    zeros.
+    Of the tensors with a row for each token only the result exists, and the first products for
+    backward, which computes `hidden` again. The host waits for the counts. Rows after the last
+    expert's give zeros.
 
     Shape:
         rows: [N, H], sorted by expert; up: [E, wide, H]; down: [E, H, ffn]; counts: [E].
         Returns [N, H].
     """
-    return cast("Tensor", _Stream.apply(rows, up, down, counts, feed))
+    return cast("Tensor", _Stream.apply(rows, up, down, counts, context))
 
 
-class _Weight:
-    """Where the gradient of a weight is written, expert by expert."""
+class _WeightGrad:
+    """The gradient of a weight, written expert by expert into a new tensor or a sink."""
 
     def __init__(self, weight: Tensor, sink: GradSink | None, served: Sequence[int]) -> None:
         self.sink, self.accumulate = sink, False
@@ -57,11 +59,11 @@ class _Weight:
             self.out[idle] = 0
 
     def add(self, expert: int, grad: Tensor, x: Tensor) -> None:
-        """Write that of an expert with rows."""
+        """Write the gradient of an expert that has rows."""
         TorchGemm().wgrad_into(grad, x, self.out[expert], accumulate=self.accumulate)
 
     def end(self) -> Tensor | None:
-        """Return the gradient, or None where the sink has it."""
+        """Return the gradient, or None if it went to the sink."""
         if self.sink is None:
             return self.out
         self.sink.end()
@@ -71,17 +73,17 @@ class _Weight:
 class _Stream(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, counts: Tensor, feed: Feed
+        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, counts: Tensor, context: StreamContext
     ) -> Tensor:
         sizes: list[int] = counts.tolist()
         y, kept = rows.new_empty(len(rows), down.shape[1]), list[Tensor]()
         for expert, own in _served(sizes):
             wide = rows[own] @ up[expert].t()
-            torch.mm(feed.hidden(wide), down[expert].t(), out=y[own])
-            if feed.keeps:
+            torch.mm(context.hidden(wide), down[expert].t(), out=y[own])
+            if context.needs_backward:
                 kept.append(wide)
         y[sum(sizes) :] = 0
-        ctx.sizes, ctx.feed = sizes, feed
+        ctx.sizes, ctx.context = sizes, context
         ctx.save_for_backward(rows, up, down, *kept)
         return y
 
@@ -92,12 +94,12 @@ class _Stream(torch.autograd.Function):
         grad, places = grads[0], list(_served(ctx.sizes))
         needs, served = ctx.needs_input_grad, [expert for expert, _ in places]
         grad_x = torch.empty_like(rows) if needs[0] else None
-        pairs = zip((up, down), ctx.feed.sinks, needs[1:3], strict=True)
-        to_up, to_down = (_Weight(w, sink, served) if need else None for w, sink, need in pairs)
+        pairs = zip((up, down), ctx.context.sinks, needs[1:3], strict=True)
+        to_up, to_down = (_WeightGrad(w, sink, served) if need else None for w, sink, need in pairs)
         for (expert, own), wide in zip(places, kept, strict=True):
-            with torch.enable_grad():
+            with torch.enable_grad():  # a small graph of the activation alone
                 leaf = wide.detach().requires_grad_()
-                hidden = ctx.feed.hidden(leaf)
+                hidden = ctx.context.hidden(leaf)
             if to_down is not None:
                 to_down.add(expert, grad[own], hidden.detach())
             (grad_wide,) = torch.autograd.grad(hidden, leaf, grad[own] @ down[expert])
@@ -111,7 +113,7 @@ class _Stream(torch.autograd.Function):
 
 
 def _served(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and where they are."""
+    """Yield each expert that has rows, with the slice of its rows."""
     end = 0
     for expert, size in enumerate(sizes):
         end += size

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer has beside its sizes."""
+"""The options of a mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from dataclasses import dataclass, field
 
 from mt_files import check_type
 
-from mt_moe.capacity import Capacity
-from mt_moe.expert_options import ExpertOptions
-from mt_moe.routing import RouterOptions
+from mt_moe.experts.options import ExpertOptions
+from mt_moe.routing.capacity import Capacity
+from mt_moe.routing.choice import RouterOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOptions:
-    """What a mixture-of-experts layer has beside its sizes.
+    """The options of a mixture-of-experts layer; its sizes are arguments.
 
     Attributes:
-        router: How tokens choose.
-        experts: What experts compute, the shared one too.
-        capacity: The most tokens of an expert in training; None drops none.
-        shared_size: Width of an expert that serves every token; 0 is none.
-        shared_gate: Whether a sigmoid of the token scales that one.
-        scale_input: Whether a choice's weight multiplies what its expert is given, and not what it
-            gives (Llama 4).
-        latent_size: Size to which tokens are projected before the experts, and back after; None is
-            their own. The router and the shared expert see the whole.
-        dispatcher: "auto", "local", "all_to_all", "all_gather" or "deepep".
+        router: Options of the router.
+        experts: Options of the experts, including the shared one.
+        capacity: Limit of each expert's tokens in training; None drops none.
+        shared_size: Width of a shared expert that serves every token; 0 is none.
+        shared_gate: Scale the shared expert by a sigmoid of the token.
+        scale_input: Multiply an expert's input by the weight of the choice, not its output
+            (Llama 4).
+        latent_size: Size to which tokens are projected for the experts; None does not project. The
+            router and the shared expert see the whole token.
+        dispatcher: "auto", "local", "all_to_all", "all_gather", "deepep" or the name of another
+            package's (entry point `mt.kernels`, `dispatcher.<name>`).
     """
 
     router: RouterOptions = field(default_factory=RouterOptions)

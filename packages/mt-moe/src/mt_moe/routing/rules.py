@@ -1,25 +1,23 @@
-"""What options of routers and experts exclude each other; read without torch."""
+"""Which options of a router exclude each other, checked without importing torch."""
 
 from __future__ import annotations
 
 from typing import Literal, Protocol, TypeAlias, get_args
 
 Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrtsoftplus"]
-Gate: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick"]
-Activation: TypeAlias = Literal[Gate, "relu", "relu2"]
 
 
 class Choice(Protocol):
-    """How tokens choose, with the fields of `RouterOptions` that are meant here."""
+    """The fields of a router's options that are checked here."""
 
     @property
     def top_k(self) -> int:
-        """Experts per token."""
+        """Number of experts per token."""
         ...
 
     @property
     def score(self) -> Score:
-        """What becomes of the logits."""
+        """Function from logits to scores."""
         ...
 
     @property
@@ -29,39 +27,39 @@ class Choice(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """Groups of experts."""
+        """Number of groups of experts."""
         ...
 
     @property
     def top_groups(self) -> int:
-        """Groups that a token may use."""
+        """Number of groups that a token may use."""
         ...
 
     @property
     def group_top(self) -> int | None:
-        """Scores that decide how high a group is."""
+        """Number of scores that are summed to a group's score."""
         ...
 
     @property
     def sinkhorn(self) -> int:
-        """Iterations of a Sinkhorn normalisation."""
+        """Number of Sinkhorn iterations."""
         ...
 
 
 def scores_per_group(choice: Choice) -> int:
-    """How many scores decide how high a group of experts is."""
+    """Return the number of scores that are summed to a group's score."""
     return choice.top_k // choice.top_groups if choice.group_top is None else choice.group_top
 
 
 def check_choice(choice: Choice, *, bias: str | None) -> None:
-    """Check fields against each other.
+    """Check the fields of a router's options against each other.
 
     Args:
-        choice: How tokens choose.
-        bias: What kind of bias decides with the scores; None is none.
+        choice: The options.
+        bias: Kind of the expert bias; None is no bias.
 
     Raises:
-        ValueError: Two exclude each other.
+        ValueError: Two fields exclude each other.
     """
     if choice.score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {choice.score!r}")
@@ -80,52 +78,35 @@ def check_choice(choice: Choice, *, bias: str | None) -> None:
     if choice.sinkhorn and (choice.num_groups > 1 or bias is not None):
         raise ValueError(
             f"sinkhorn={choice.sinkhorn} decides the choice alone; use it without num_groups and "
-            "without a bias of the choice"
+            "without an expert bias"
         )
     if choice.top_groups > choice.num_groups:
         raise ValueError(
-            f"top_groups={choice.top_groups} of num_groups={choice.num_groups}: choose at most all"
+            f"top_groups={choice.top_groups} is more than num_groups={choice.num_groups}"
         )
     if choice.num_groups > 1 and scores_per_group(choice) < 1:
         raise ValueError(
             f"group_top={choice.group_top} with top_k={choice.top_k} and top_groups="
-            f"{choice.top_groups}: a group is judged by at least 1 of its scores; set group_top"
+            f"{choice.top_groups}: a group's score needs at least 1 expert; set group_top"
         )
 
 
 def check_number(choice: Choice, num_experts: int) -> None:
-    """Check that so many experts can serve a choice.
+    """Check a router's options against the number of experts.
 
     Raises:
-        ValueError: They can't.
+        ValueError: They don't fit.
     """
     if choice.top_k > num_experts:
-        raise ValueError(
-            f"top_k={choice.top_k} is more than the {num_experts} experts; use at most these"
-        )
+        raise ValueError(f"top_k={choice.top_k} is more than the {num_experts} experts")
     size, rest = divmod(num_experts, choice.num_groups)
     if rest:
         raise ValueError(
             f"num_groups={choice.num_groups} does not divide the {num_experts} experts"
         )
-    judges = scores_per_group(choice)
-    if choice.num_groups > 1 and (choice.top_groups * size < choice.top_k or judges > size):
+    summed = scores_per_group(choice)
+    if choice.num_groups > 1 and (choice.top_groups * size < choice.top_k or summed > size):
         raise ValueError(
-            f"top_groups={choice.top_groups} of {size} experts each, judged by {judges} scores, "
+            f"top_groups={choice.top_groups} of {size} experts each, group scores of {summed}, "
             f"can't give each token top_k={choice.top_k}; raise top_groups or lower group_top"
         )
-
-
-def check_form(activation: str, *, gated: bool, clamp: float | None, up_offset: float) -> None:
-    """Check what an expert computes.
-
-    Raises:
-        ValueError: There is no such activation, or a gate's fields are given without one.
-    """
-    known = get_args(Gate if gated else Activation)
-    if activation not in known:
-        raise ValueError(
-            f"activation must be one of {', '.join(known)} with gated={gated}, got {activation!r}"
-        )
-    if not gated and (clamp is not None or up_offset):
-        raise ValueError("clamp and up_offset are those of a gate; use gated=True")

@@ -1,4 +1,4 @@
-"""How many tokens an expert takes at most, and which ones it leaves."""
+"""Capacity: how many tokens an expert takes at most, and which ones it drops."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Policy = Literal["probability", "position"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The most tokens that an expert takes: `ceil(T k / E x factor)` (Fedus et al., 2022).
+    """The largest number of tokens of an expert: `ceil(T k / E x factor)` (Fedus et al., 2022).
 
-    T is the number of tokens of all ranks that share a micro-batch's sequences, and the choice is
-    made among all of them, so that no cut of the tokens changes it.
+    T is the number of tokens on all ranks that share a micro-batch's sequences. Tokens of all these
+    ranks compete, so the result does not depend on how they are split.
 
     Attributes:
-        factor: 1 is a fair share. No token is dropped from `E / k` on.
-        policy: `probability` keeps the choices with the highest weights; `position` those that
-            come first.
-        pad: Whether experts compute on exactly so many rows, zeros included: shapes that depend on
-            no choice.
+        factor: Multiple of a fair share. With `E / k` or more no token is dropped.
+        policy: `probability` keeps the choices with the highest weights; `position` keeps those
+            that come first.
+        pad: Pad the rows of each expert with zeros to its capacity, so that shapes don't depend on
+            the choices.
 
     Raises:
         ValueError: A field is out of range.
@@ -39,13 +39,13 @@ class Capacity:
         if not 0 < self.factor < math.inf:
             raise ValueError(
                 f"factor must be finite and above 0, got {self.factor}: with a capacity of 0 "
-                "experts would take no token; leave the capacity away for none"
+                "experts would take no token; use no capacity to drop none"
             )
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {get_args(Policy)}, got {self.policy!r}")
 
     def of(self, tokens: int, top_k: int, num_experts: int) -> int:
-        """Return the most rows of an expert."""
+        """Return the largest number of rows of an expert."""
         return math.ceil(tokens * top_k / num_experts * self.factor)
 
 
@@ -58,30 +58,30 @@ def kept_choices(
     *,
     group: Group = None,
     token_index: Tensor | None = None,
-    together: int | None = None,
+    group_tokens: int | None = None,
 ) -> Tensor:
-    """Say which choices their experts take.
+    """Return which choices are kept.
 
-    With a group each rank gathers everybody's choices (12 bytes each, or 20 with an index), and
-    all decide alike. No host waits.
+    With a group each rank gathers all choices (12 bytes each, or 20 with an index), and all ranks
+    decide alike. The host does not wait.
 
     Args:
-        weights: Of the choices.
-        experts: Their experts; `num_experts` stands for none.
-        num_experts: How many there are.
+        weights: Weights of the choices.
+        experts: Chosen experts; `num_experts` means no expert.
+        num_experts: Number of experts.
         capacity: See `Capacity`.
-        group: The ranks that have the other tokens, each as many as this one.
-        token_index: A number for each token, which decides which comes first; `None` is their
-            order in the group. It also decides between equal weights.
-        together: How many tokens the group has; None is this rank's for each rank, which is too
-            many where some are none.
+        group: The ranks with the other tokens; each has as many as this one.
+        token_index: A number for each token; lower ones come first, also among equal weights. None
+            is the order in the group.
+        group_tokens: Number of the group's tokens; None is this rank's number for each rank, which
+            counts padding too.
 
     Shape:
         weights, experts: [T, k]; token_index: [T]. Returns [T, k], bool.
     """
     tokens, k = experts.shape
     ranks = group_size(group)
-    limit = capacity.of(tokens * ranks if together is None else together, k, num_experts)
+    limit = capacity.of(tokens * ranks if group_tokens is None else group_tokens, k, num_experts)
     ids = all_gather(experts, group, dim=0).flatten()
     order = torch.arange(len(ids), device=ids.device)
     if token_index is not None:

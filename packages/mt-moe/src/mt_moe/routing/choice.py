@@ -1,4 +1,4 @@
-"""Which experts serve a token, and with what weights: a pure function of the router's logits."""
+"""The choice of experts and weights, as a pure function of the router's logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from mt_files import check_type
 from torch import Tensor
 
-from mt_moe.expert_bias import BiasOptions
-from mt_moe.rules import Score, check_choice, check_number, scores_per_group
+from mt_moe.routing.expert_bias import BiasOptions
+from mt_moe.routing.rules import Score, check_choice, check_number, scores_per_group
 
 LOSSES = ("aux", "sequence_aux", "global_aux", "z")
 _TINY = 1e-20  # DeepSeek-V3's guard of the sum
@@ -21,33 +21,33 @@ _TINY = 1e-20  # DeepSeek-V3's guard of the sum
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """How tokens choose their experts.
+    """The options of a router.
 
     Attributes:
-        top_k: Experts per token.
-        score: What becomes of the logits. `softmax` of all experts, before the choice (Mixtral,
-            Qwen); `softmax_of_chosen`, of the k highest logits (GPT-OSS); `sigmoid` (DeepSeek-V3);
-            `sqrtsoftplus`, `sqrt(softplus(z))`.
-        normalize: Whether the k weights are divided by their sum.
-        scale: Multiplies the weights, after that.
-        dtype: Of the scores, float32 or float64; the logits' product is in it too, or in the
-            dtype of the hidden states where that is wider.
-        num_groups: The experts lie in as many groups of neighbours, ...
-        top_groups: ... of which a token may use this many, the highest ones.
-        group_top: A group is as high as the sum of its so many highest scores; None is
+        top_k: Number of experts per token.
+        score: Function from logits to scores: `softmax` over all experts (Mixtral, Qwen),
+            `softmax_of_chosen` over the k highest logits (GPT-OSS), `sigmoid` (DeepSeek-V3) or
+            `sqrtsoftplus`, which is `sqrt(softplus(z))`.
+        normalize: Divide the k weights by their sum.
+        scale: Factor of the weights, after normalisation.
+        dtype: Dtype of the scores, float32 or float64. Logits have it too, or the dtype of the
+            hidden states if that is wider.
+        num_groups: Number of groups into which neighbouring experts are divided.
+        top_groups: Number of groups that a token may use, those with the highest group scores.
+        group_top: Number of highest scores that are summed to the score of a group; None is
             `top_k // top_groups`. DeepSeek-V3 has 2, DeepSeek-V2 1.
-        sinkhorn: Iterations of a Sinkhorn normalisation that decides the choice in training; 0 is
-            none. The weights remain those of the scores.
-        jitter: In training the router's input is multiplied by 1 plus or minus up to this.
-        linear_bias: Whether the logits have a trained bias (GPT-OSS).
-        expert_bias: A bias that decides the choice only, and is set without gradients; None is
-            none.
-        losses: Balancing losses by name, with their coefficients: `aux` over a micro-batch,
-            `sequence_aux` over each sequence, `global_aux` over the step so far, and `z`.
+        sinkhorn: Number of iterations of a Sinkhorn normalisation that decides the choice in
+            training; 0 is none. Weights are still those of the scores.
+        jitter: Largest relative change of the router's input in training.
+        linear_bias: Give the logits a trained bias (GPT-OSS).
+        expert_bias: Options of a bias that only affects the choice and has no gradient; None is no
+            such bias.
+        losses: Coefficients of balancing losses by name: `aux` over a micro-batch, `sequence_aux`
+            over each sequence, `global_aux` over the step so far, and `z`.
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: A field is out of range, or two exclude each other.
+        ValueError: A field is out of range, or two fields exclude each other.
     """
 
     top_k: int = 2
@@ -83,18 +83,18 @@ class RouterOptions:
         check_type("losses", self.losses, Mapping)
         for name, coefficient in self.losses.items():
             if name not in LOSSES:
-                raise ValueError(f"losses has {name!r}; there are {', '.join(LOSSES)}")
+                raise ValueError(f"losses has {name!r}; the known ones are {', '.join(LOSSES)}")
             if not math.isfinite(coefficient):
                 raise ValueError(f"the coefficient of loss {name!r} is {coefficient}, not finite")
 
 
 class Routing(NamedTuple):
-    """What tokens chose.
+    """The experts that tokens chose.
 
     Attributes:
-        weights: Share of each chosen expert, in the dtype of the scores.
-        experts: The chosen ones.
-        scores: Of every expert; for `softmax_of_chosen` the softmax over all.
+        weights: Weight of each chosen expert, in the dtype of the scores.
+        experts: Indices of the chosen experts.
+        scores: Scores of all experts; for `softmax_of_chosen` the softmax over all.
 
     Shape:
         weights, experts: [T, k]; scores: [T, E].
@@ -114,21 +114,21 @@ def route(
 ) -> Routing:
     """Choose experts and weights for each token.
 
-    Ties go to whichever expert `torch.topk` takes. A bias decides the choice and is neither in the
-    weights nor in their gradients. An expert outside of the chosen groups is never taken.
+    Ties are broken as `torch.topk` does. The bias affects the choice, but neither the weights nor
+    their gradients. An expert outside the chosen groups is never taken.
 
     Args:
-        logits: Of the router.
+        logits: Logits of the router.
         options: See `RouterOptions`.
-        bias: Added to the scores (to the logits for `softmax_of_chosen`) for the choice.
-        experts: The choice, where it was made before (replay); the weights are still of `logits`.
+        bias: Added to the scores (for `softmax_of_chosen`, to the logits) for the choice.
+        experts: Experts to use instead of choosing (replay); weights still come from `logits`.
 
     Shape:
         logits: [T, E]; bias: [E]; experts: [T, k].
 
     Raises:
-        TypeError: The logits are no floating tensor.
-        ValueError: Shapes do not fit the options.
+        TypeError: The logits are not a floating [T, E] tensor.
+        ValueError: The shapes don't fit the options.
     """
     check_type("logits", logits, Tensor)
     if not logits.is_floating_point() or logits.dim() != 2:
@@ -141,8 +141,8 @@ def route(
         experts = _choose(logits.detach(), scores.detach(), options, bias)
     elif experts.shape != (logits.shape[0], options.top_k):
         raise ValueError(
-            f"experts {tuple(experts.shape)} must be [{logits.shape[0]}, {options.top_k}]: those "
-            "of other tokens are replayed"
+            f"experts {tuple(experts.shape)} must be [{logits.shape[0]}, {options.top_k}]: they "
+            "were recorded with other tokens"
         )
     if options.score == "softmax_of_chosen":
         weights = F.softmax(logits.gather(1, experts), -1, dtype=options.dtype)
@@ -159,14 +159,14 @@ def scores_of(logits: Tensor, options: RouterOptions) -> Tensor:
     """Return the score of every expert.
 
     Shape:
-        logits: [T, E]. Returns the same.
+        logits: [T, E]. Returns [T, E].
     """
     wide = logits.to(options.dtype)
     match options.score:
         case "sigmoid":
             return wide.sigmoid()
         case "sqrtsoftplus":
-            # A root of 0 has an infinite gradient, and softplus of a low logit is 0.
+            # The square root has an infinite gradient at 0, and softplus of a low logit is 0.
             return F.softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
         case _:
             return wide.softmax(-1)
@@ -178,12 +178,12 @@ def _choose(logits: Tensor, scores: Tensor, options: RouterOptions, bias: Tensor
     if bias is not None:
         key = key + bias
     if options.num_groups > 1:
-        key = _of_high_groups(key, options)
+        key = _mask_low_groups(key, options)
     return key.topk(options.top_k, -1).indices
 
 
-def _of_high_groups(key: Tensor, options: RouterOptions) -> Tensor:
-    """Set the experts outside of each token's groups to minus infinity."""
+def _mask_low_groups(key: Tensor, options: RouterOptions) -> Tensor:
+    """Set the scores of experts outside each token's best groups to minus infinity."""
     grouped = key.unflatten(1, (options.num_groups, -1))
     height = grouped.topk(scores_per_group(options), -1).values.sum(-1)
     best = height.topk(options.top_groups, -1).indices

@@ -1,4 +1,4 @@
-"""What an expert does between its two products."""
+"""The activation between an expert's two projections."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_moe.expert_options import ExpertOptions
-from mt_moe.rules import Activation
+from mt_moe.experts.form import Activation
+from mt_moe.experts.options import ExpertOptions
 
 GATES: Mapping[str, Callable[..., Tensor]] = {
     "silu": mt_fusions.swiglu,
@@ -21,10 +21,10 @@ GATES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def gated(gate: Tensor, up: Tensor, options: ExpertOptions) -> Tensor:
-    """Return `act(gate) * (up + offset)`, both clamped before where there is a clamp.
+    """Return `act(gate) * (up + offset)`, with gate and up clamped first if there is a clamp.
 
     Shape:
-        gate, up: [..., n]. Returns the same.
+        gate, up: [..., n]. Returns the same shape.
     """
     form = {"approximate": "tanh"} if options.activation == "gelu_tanh" else {}
     terms = {"clamp": options.clamp, "up_offset": options.up_offset}
@@ -35,7 +35,7 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply an activation without a gate.
 
     Shape:
-        x: any. Returns the same.
+        x: any. Returns the same shape.
     """
     match kind:
         case "silu":

@@ -1,4 +1,4 @@
-"""What ranks that exchange tokens must agree on, compared before they do."""
+"""A check that ranks agree on their settings before they exchange tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mt_moe.error import RoutingError
 
 
 class Agreement:
-    """Compares settings between the ranks of groups, once, at the first use.
+    """Compares the settings of the ranks of groups, once, at the first use.
 
     Args:
-        *groups: In an order that all ranks have; None is one rank, which agrees with itself.
+        *groups: The groups, in the same order on all ranks; None is a single rank.
 
     Attributes:
-        reached: Whether nothing is left to compare.
+        reached: Whether the settings were compared, or need not be.
     """
 
     def __init__(self, *groups: Group) -> None:
@@ -25,18 +25,15 @@ class Agreement:
         self.reached = not self.groups
 
     def check(self, device: torch.device, **settings: object) -> None:
-        """Raise RoutingError on every rank if some setting differs.
-
-        What one group finds is told to the next, so that ranks of both raise together.
-        """
+        """Raise RoutingError on every rank of all groups if a setting differs."""
         if self.reached:
             return
         mine: dict[str, str | None] = {name: str(value) for name, value in settings.items()}
         fault: str | None = None
-        for group in self.groups:
+        for group in self.groups:  # a fault found in one group is passed on to the next
             found = share_json({"fault": fault, **mine}, group, device=device)
-            told = (each["fault"] for each in found if each["fault"])
-            fault = fault or next(told, None) or _difference(found, list(mine))
+            reported = (each["fault"] for each in found if each["fault"])
+            fault = fault or next(reported, None) or _difference(found, list(mine))
         if fault is not None:
             raise RoutingError(fault)
         self.reached = True

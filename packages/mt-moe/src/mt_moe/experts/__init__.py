@@ -1,0 +1,1 @@
+"""Experts: feed-forwards whose weights are one array, and the kernels that multiply them."""

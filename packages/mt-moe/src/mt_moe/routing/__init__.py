@@ -1,0 +1,1 @@
+"""Routers: which experts serve a token, with what weights, and how their load is balanced."""
