@@ -112,7 +112,7 @@ def preload() -> None:
     import mt_data
     import mt_infer.cli
     import mt_train.cli
-    import mt_train.session
+    import mt_train.session.run
     import tokenizers
     import torch._dynamo
     import zarr

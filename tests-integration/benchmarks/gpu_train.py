@@ -17,12 +17,12 @@ import torch
 from environment import environment
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.config import RunConfig, TrainingSection
-from mt_train.data_section import DataSection
-from mt_train.loading import build_model
-from mt_train.model_section import ModelSection
-from mt_train.optimizer_section import OptimizerSection
-from mt_train.trainer import Trainer
+from mt_train.config.data_section import DataSection
+from mt_train.config.loading import build_model
+from mt_train.config.model_section import ModelSection
+from mt_train.config.optimizer_section import OptimizerSection
+from mt_train.config.run_config import RunConfig, TrainingSection
+from mt_train.training.trainer import Trainer
 
 VOCAB = {"1.3b": 50304, "smoke": 512}
 MODELS = {

@@ -24,7 +24,7 @@ from mt_data_parallel import GradBuffer
 from mt_model import DTYPES, GPT, ModelConfig, keep_freed_memory
 from mt_optim import AdamW, clip_grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.loading import build_model
+from mt_train.config.loading import build_model
 from mt_train.quickstart import load_quickstart
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-import mt_train.trainer as trainer_module
+import mt_train.training.trainer as trainer_module
 import numpy as np
 import pytest
 import torch

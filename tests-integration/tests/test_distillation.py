@@ -7,7 +7,7 @@ import pytest
 from mt_hf import export_checkpoint
 from mt_parallel_state import ParallelLayout
 from mt_train import ConfigError, load_config
-from mt_train.distillation import check_distillation, check_teacher_layout
+from mt_train.parts.distillation import check_distillation, check_teacher_layout
 
 COMMON = ["training.steps=3", "evaluation.max_windows=4", "optimizer.warmup=1"]
 COMMON += ["training.micro_batch_size=2", "model.num_layers=4"]

@@ -16,13 +16,13 @@ import torch
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_testing import CommunicationError, HostSyncs, fake_world, recorded_ranks, replay
-from mt_train.config import RunConfig, TrainingSection
-from mt_train.data_section import DataSection
-from mt_train.loading import build_model
-from mt_train.model_section import ModelSection
-from mt_train.optimizer_section import OptimizerSection
-from mt_train.parallel_section import DataParallelSection, ParallelSection, PipelineSection
-from mt_train.trainer import Trainer
+from mt_train.config.data_section import DataSection
+from mt_train.config.loading import build_model
+from mt_train.config.model_section import ModelSection
+from mt_train.config.optimizer_section import OptimizerSection
+from mt_train.config.parallel_section import DataParallelSection, ParallelSection, PipelineSection
+from mt_train.config.run_config import RunConfig, TrainingSection
+from mt_train.training.trainer import Trainer
 
 LENGTH, VOCABULARY = 16, 96
 # Loss, norm and what ranks stop and save for come in one message, which is waited for.

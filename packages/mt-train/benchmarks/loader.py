@@ -26,10 +26,10 @@ from mt_data import (
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train import LoadedConfig, Trainer
-from mt_train.corpus import Corpus, prepare_corpus
-from mt_train.loader import HostStep, on_host
-from mt_train.loading import to_yaml
-from mt_train.mixture import MixedSamples, Mixture, sources_of
+from mt_train.config.loading import to_yaml
+from mt_train.data.corpus import Corpus, prepare_corpus
+from mt_train.data.loader import HostStep, on_host
+from mt_train.data.mixture import MixedSamples, Mixture, sources_of
 from mt_train.quickstart import load_quickstart
 
 

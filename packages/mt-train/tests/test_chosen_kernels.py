@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.chosen_kernels import kernel_lines
+from mt_train.training.chosen_kernels import kernel_lines
 
 
 def lines(pp: int, *, compiled: bool = False) -> list[str]:

@@ -14,8 +14,8 @@ from mt_data_parallel import DEFAULT_BUCKET_SIZE
 from mt_model import FIELDS
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import _options_last, _run_folder, main
+from mt_train.config.parallel_section import ParallelSection
 from mt_train.keys import explain, page, sections
-from mt_train.parallel_section import ParallelSection
 
 ROOT = Path(__file__).parents[3]
 TINY = Path(__file__).parents[1] / "examples" / "tiny.yaml"

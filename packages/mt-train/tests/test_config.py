@@ -472,8 +472,8 @@ def test_what_fails_alike_on_every_rank_is_said_once_a_node() -> None:
     from types import SimpleNamespace
 
     from mt_train.cli import _as_rank
-    from mt_train.corpus import OtherRankError
-    from mt_train.saved import ResumeError
+    from mt_train.data.corpus import OtherRankError
+    from mt_train.session.saved import ResumeError
 
     def failing(error: Exception):
         def work() -> None:
@@ -533,7 +533,7 @@ def test_what_a_quickstart_says_to_try_fits_its_model(tmp_path: Path) -> None:
 
 def test_the_speedup_of_bf16_is_that_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from mt_train.hardware import bf16_speedup
+    from mt_train.training.hardware import bf16_speedup
 
     clock, mm = [0.0], torch.Tensor.mm
 
@@ -541,7 +541,7 @@ def test_the_speedup_of_bf16_is_that_of_products(monkeypatch: pytest.MonkeyPatch
         clock[0] += 1.0 if matrix.dtype == torch.bfloat16 else 3.0
         return mm(matrix, other)
 
-    monkeypatch.setattr("mt_train.hardware.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr("mt_train.training.hardware.time.thread_time", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "mm", timed)
     assert bf16_speedup(size=8) == 3.0
 

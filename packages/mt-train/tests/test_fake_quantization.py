@@ -10,8 +10,8 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import Decision, QuantizationConfig, Rule, quantize_weight
 from mt_tensor_parallel import ColumnParallelLinear
 from mt_train import ConfigError, load_config
-from mt_train.fake_quantization import check_quantization, fake_quantize
-from mt_train.trainer import NonFiniteLossError
+from mt_train.parts.quantization import check_quantization, fake_quantize
+from mt_train.training.trainer import NonFiniteLossError
 from torch import nn
 
 SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=2"]

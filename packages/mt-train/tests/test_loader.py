@@ -11,7 +11,7 @@ import pytest
 import torch
 from mt_data import BatchSampler, Rows
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.loader import labels_of, on_host, prefetched, rows_of, to_device
+from mt_train.data.loader import labels_of, on_host, prefetched, rows_of, to_device
 
 LENGTH = 16
 

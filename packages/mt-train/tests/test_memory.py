@@ -2,7 +2,7 @@
 
 import pytest
 from mt_train.cli import main
-from mt_train.loading import load_config
+from mt_train.config.loading import load_config
 from mt_train.memory import count
 
 

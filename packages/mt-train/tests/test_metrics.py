@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from mt_train.console import PlainLines, describe
-from mt_train.metrics import MetricsFile, parse_record, read_metrics
-from mt_train.plot import draw_loss
+from mt_train.reporting.console import PlainLines, describe
+from mt_train.reporting.metrics import MetricsFile, parse_record, read_metrics
+from mt_train.reporting.plot import draw_loss
 
 RECORD = {
     "step": 1,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from mt_data import DataError, IndexedDataset, IndexedWriter, Tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
-from mt_train.data_section import MaskingSection
-from mt_train.masking import masked_rows
+from mt_train.config.data_section import MaskingSection
+from mt_train.data.datasets import masked_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BERT, T5, TINY = (EXAMPLES / f"{name}.yaml" for name in ("bert", "t5", "tiny"))

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 from mt_train import ConfigError, load_config
-from mt_train.optimizer_section import _ONLY_FOR, OptimizerSection
-from mt_train.parallel_section import DataParallelSection
+from mt_train.config.optimizer_section import _ONLY_FOR, OptimizerSection
+from mt_train.config.parallel_section import DataParallelSection
 
 UNSHARED = (
     "is about what is shared out, and data_parallel.strategy is none; leave it out, or use "

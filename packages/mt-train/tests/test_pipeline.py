@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from mt_files import FieldError
-from mt_train.parallel_section import PipelineSection
-from mt_train.pipeline import plan_pipeline
+from mt_train.config.parallel_section import PipelineSection
+from mt_train.config.pipeline_plan import plan_pipeline
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import json
 
 import pytest
 from mt_train import ConfigError, load_config
-from mt_train.precision import check_precision
-from mt_train.trainer import NonFiniteLossError
+from mt_train.parts.precision import check_precision
+from mt_train.training.trainer import NonFiniteLossError
 
 SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=3"]
 SIZES += ["training.sequence_length=32", "training.steps=2"]
@@ -139,7 +139,7 @@ def test_what_bf16_weights_lack_is_nothing_where_there_are_none(tiny) -> None:
 
 
 def test_primary_weights_are_gathered_in_bytes_and_nothing_else_is_held(tiny, tmp_path) -> None:
-    from mt_train.trainer import Trainer
+    from mt_train.training.trainer import Trainer
 
     held: list[tuple[int, int]] = []
     inner = Trainer.train_step

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mt_train import load_config
-from mt_train.progress import Course, Progress, StepMeter
+from mt_train.training.progress import Course, Progress, StepMeter
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny.yaml"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from mt_parallel_state import StopSignals
-from mt_train.console import Console, PlainLines, make_console, printable
-from mt_train.reporter import Reporter
+from mt_train.reporting.console import Console, PlainLines, make_console, printable
+from mt_train.reporting.reporter import Reporter
 
 RECORD = {"step": 1, "loss": 1.0}
 
@@ -73,7 +73,7 @@ def test_a_full_disk_under_the_console_is_an_error_once_and_none_at_the_end() ->
 
     code = (
         "import sys\n"
-        "from mt_train.console import PlainLines\n"
+        "from mt_train.reporting.console import PlainLines\n"
         "lines = PlainLines(total_steps=1, every=1)\n"
         "try:\n"
         "    lines.say('x')\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mt_train.history import changes, read_history, record_part
-from mt_train.saved import ResumeError, SavedRun, read_saved
+from mt_train.reporting.history import changes, read_history, record_part
+from mt_train.session.saved import ResumeError, SavedRun, read_saved
 
 
 @pytest.fixture(scope="module")

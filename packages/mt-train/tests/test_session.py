@@ -14,9 +14,9 @@ import pytest
 import yaml
 from mt_files import UserError
 from mt_train import ConfigError, load_config
-from mt_train.history import read_history
-from mt_train.saved import ResumeError, read_saved
-from mt_train.starting import find_start
+from mt_train.reporting.history import read_history
+from mt_train.session.saved import ResumeError, read_saved
+from mt_train.session.starting import find_start
 
 MIX = "data.train=[{data}/a,{data}/b]"
 
@@ -100,7 +100,7 @@ def test_changes_are_said_and_kept_with_their_step(tiny, copy, capsys) -> None:
 
 def seen_samples(monkeypatch) -> list[int]:
     """Note the number of every sample that is drawn, in order."""
-    from mt_train.mixture import MixedSamples
+    from mt_train.data.mixture import MixedSamples
 
     seen: list[int] = []
     original = MixedSamples.__getitem__
@@ -286,7 +286,7 @@ def test_a_run_that_ended_leaves_no_model_and_no_buffer_behind(strategy, tiny, t
 
 
 def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:
-    from mt_train.trainer import NonFiniteLossError
+    from mt_train.training.trainer import NonFiniteLossError
 
     def poison(name: str) -> None:
         if name == "train.update":
@@ -301,7 +301,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path) -> None:
 
 
 def test_a_first_step_that_diverges_says_how_to_go_back(tiny, tmp_path) -> None:
-    from mt_train.trainer import NonFiniteLossError
+    from mt_train.training.trainer import NonFiniteLossError
 
     options = ("training.dtype=fp32", "optimizer.warmup=0", "checkpoint.every=1")
     tiny.run(tmp_path, *options, "training.steps=2", "optimizer.lr=1e-3")
@@ -312,7 +312,7 @@ def test_a_first_step_that_diverges_says_how_to_go_back(tiny, tmp_path) -> None:
 
 
 def test_a_poisoned_checkpoint_names_an_older_step(tiny, tmp_path, monkeypatch) -> None:
-    from mt_train import saving
+    from mt_train.session import saving
 
     with monkeypatch.context() as patch:  # as an older version saved it
         patch.setattr(saving, "_is_finite", lambda trainer: True)
@@ -497,7 +497,7 @@ class Spoiler:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_names_step_rank_and_parameter(value, tiny, tmp_path) -> None:
-    from mt_train.trainer import NonFiniteLossError
+    from mt_train.training.trainer import NonFiniteLossError
 
     with pytest.raises(NonFiniteLossError) as caught:
         tiny.run(tmp_path, on_event=Spoiler(3, value=value))
@@ -558,7 +558,7 @@ def test_fp16_trains_and_resumes_with_its_scale(tiny, tmp_path, rows, weights) -
 
 
 def test_a_hundred_skipped_steps_one_after_another_end_the_run(tiny, tmp_path) -> None:
-    from mt_train.trainer import NonFiniteLossError
+    from mt_train.training.trainer import NonFiniteLossError
 
     options = ("training.steps=200", "optimizer.loss_scale=2")
     with pytest.raises(NonFiniteLossError, match=r"step 102: .*100 steps were skipped one after"):

@@ -9,10 +9,10 @@ from mt_files import resolve_later
 from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:
-    from mt_train.config import RunConfig
-    from mt_train.loading import LoadedConfig, load_config, to_yaml
-    from mt_train.session import Outcome, run
-    from mt_train.trainer import Trainer
+    from mt_train.config.loading import LoadedConfig, load_config, to_yaml
+    from mt_train.config.run_config import RunConfig
+    from mt_train.session.run import Outcome, run
+    from mt_train.training.trainer import Trainer
 
 __all__ = [
     "ConfigError",
@@ -28,8 +28,10 @@ __all__ = [
 # Resolved at first use, so that the command line answers before torch is imported.
 __getattr__ = resolve_later(
     __name__,
-    config="RunConfig",
-    loading="LoadedConfig load_config to_yaml",
-    session="Outcome run",
-    trainer="Trainer",
+    **{
+        "config.run_config": "RunConfig",
+        "config.loading": "LoadedConfig load_config to_yaml",
+        "session.run": "Outcome run",
+        "training.trainer": "Trainer",
+    },
 )

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from mt_files import UserError, did_you_mean, quick_imports, shorten
 
-from mt_train.document import COMMAND_LINE
+from mt_train.config.document import COMMAND_LINE
 from mt_train.problem import ConfigError
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
 
-    from mt_train.loading import LoadedConfig
-    from mt_train.session import Outcome
+    from mt_train.config.loading import LoadedConfig
+    from mt_train.session.run import Outcome
 
 _BAD_CONFIG = 2
 _STOPPED = os.EX_TEMPFAIL  # 75: the same command continues
@@ -198,13 +198,13 @@ def _options_last(arguments: list[str]) -> list[str]:
 
 
 def _config(command: Config) -> str:
-    from mt_train.loading import load_config, to_yaml
+    from mt_train.config.loading import load_config, to_yaml
 
     return to_yaml(load_config(command.config, command.overrides).resolved())
 
 
 def _memory(command: Memory) -> str:
-    from mt_train.loading import load_config
+    from mt_train.config.loading import load_config
     from mt_train.memory import count, table
 
     loaded = load_config(command.config, command.overrides)
@@ -254,9 +254,9 @@ def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
 
     Launchers end all ranks as soon as one is gone, so the quiet ones leave a second later.
     """
-    from mt_train.corpus import OtherRankError
-    from mt_train.saved import ResumeError
-    from mt_train.trainer import NonFiniteLossError
+    from mt_train.data.corpus import OtherRankError
+    from mt_train.session.saved import ResumeError
+    from mt_train.training.trainer import NonFiniteLossError
 
     try:
         outcome = work()
@@ -270,7 +270,7 @@ def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
 
 
 def _run(command: Run, arguments: list[str]) -> int:
-    from mt_train.loading import load_config
+    from mt_train.config.loading import load_config
 
     loaded = load_config(command.config, command.overrides)
     out = _run_folder(command.config) if command.out is None else _folder(command.out)
@@ -278,7 +278,7 @@ def _run(command: Run, arguments: list[str]) -> int:
         env, launches = _place(command.nproc)
     if launches:
         return _launch(loaded, arguments, command.nproc)
-    from mt_train.session import run
+    from mt_train.session.run import run
 
     return _as_rank(lambda: run(loaded, env, out), env)
 

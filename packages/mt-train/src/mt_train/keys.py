@@ -14,8 +14,8 @@ from typing import Any
 from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
 
-from mt_train.config import RunConfig
-from mt_train.document import COMMAND_LINE
+from mt_train.config.document import COMMAND_LINE
+from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
 _WIDTH = 100

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mt_train.activations import batch_of
-from mt_train.config import RunConfig
-from mt_train.loading import LoadedConfig, planned_vocab_size
-from mt_train.pipeline import PipelinePlan, plan_pipeline
+from mt_train.config.loading import LoadedConfig, planned_vocab_size
+from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
+from mt_train.config.run_config import RunConfig
+from mt_train.parts.activations import batch_of
 
 Plan = Recompute | RecomputePlan
 _MIB = 2**20
@@ -253,7 +253,7 @@ def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) 
     """What the trainer itself makes, on `meta`: parameters, gradients and an optimizer's state."""
     from mt_data import BatchSampler
 
-    from mt_train.trainer import Trainer
+    from mt_train.training.trainer import Trainer
 
     config = replace(
         config, training=replace(config.training, recompute="none", cuda_graphs="none")

@@ -18,13 +18,13 @@ import torch
 from mt_files import divisors, write_file
 from mt_parallel_state import DistributedEnv
 
-from mt_train.corpus import split_corpus
-from mt_train.document import COMMAND_LINE
-from mt_train.hardware import bf16_speedup
-from mt_train.limits import listed
-from mt_train.loading import LoadedConfig, load_config
+from mt_train.config.document import COMMAND_LINE
+from mt_train.config.limits import listed
+from mt_train.config.loading import LoadedConfig, load_config
+from mt_train.data.corpus import split_corpus
 from mt_train.problem import ConfigError
-from mt_train.session import Outcome, run
+from mt_train.session.run import Outcome, run
+from mt_train.training.hardware import bf16_speedup
 
 _BATCH, _WARMUP = 8, 20  # global_batch_size and warmup of quickstart.yaml
 # Times the speed in fp32; at 1 a step of this model takes a fourth longer, at 2.2 half as long.

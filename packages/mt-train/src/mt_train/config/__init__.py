@@ -1,0 +1,1 @@
+"""The YAML file of a run: its sections, and the checks between them."""

@@ -1,0 +1,201 @@
+"""The section `data` of a run's configuration: where tokens come from, and what rows are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mt_files import Checks, FieldError, shorten
+
+from mt_train.config.limits import MAX_LENGTH
+
+_MAX_TOKENIZER = 10**7
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanSection:
+    """What is cut out of a text for a model with an encoder, which is to write it (T5).
+
+    Attributes:
+        density: Share of the tokens of a text that are cut out.
+        mean_length: Tokens of a span, on the average.
+        decoder_length: Tokens of the decoder's sequences; by default the least multiple of 8 that
+            holds what is cut out of one text. Short documents with `data.packing: documents` have
+            more to write: what does not fit is left out.
+        sentinels: Tokens behind those of the tokenizer that stand for spans, the last one for the
+            first; 0: the tokenizer's own last ones do, as T5's.
+    """
+
+    density: float = 0.15
+    mean_length: float = 3.0
+    decoder_length: int | None = None
+    sentinels: int = 100
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "density")
+        checks.at_most(0.5, "density")
+        checks.at_least(1, "mean_length", "decoder_length")
+        checks.at_most(MAX_LENGTH, "mean_length", "decoder_length")
+        checks.at_least(0, "sentinels")
+        checks.at_most(_MAX_TOKENIZER, "sentinels")
+        checks.done()
+
+    def lengths(self, sequence_length: int) -> tuple[int, int]:
+        """Return the spans of a sequence of the encoder, and the decoder's length.
+
+        Raises:
+            FieldError: There are too few sentinels for the one, or the other does not do.
+        """
+        from mt_data import DataError, SpanCorruption
+
+        corruption = SpanCorruption(density=self.density, mean_length=self.mean_length)
+        try:
+            noise, spans = corruption.counts(corruption.text_length(sequence_length))
+        except DataError as error:
+            raise FieldError({"sequence_length": str(error)}) from error
+        least, given = noise + spans + 1, self.decoder_length
+        if 0 < self.sentinels < spans:
+            text = f"{self.sentinels} is too small for {spans} spans in a sequence; use {spans}"
+            raise FieldError({"sentinels": f"{text} or more"})
+        if given is not None and given < least:
+            text = f"{given} is too small for {spans} spans of {noise} tokens; use {least} or more"
+            raise FieldError({"decoder_length": text})
+        return spans, given or corruption.decoder_length(sequence_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingSection:
+    """What `data.objective: mlm` hides, and the special tokens of its rows.
+
+    Attributes:
+        fraction: Share of a row's tokens that are to be found out; at least one is.
+        masked: Share of these that become the mask token.
+        random: Share of these that become any other token; the rest stays as it is.
+        whole_words: Hide words with all their tokens.
+        pairs: Rows of two texts, of which the second follows the first or is of another document;
+            which of the two it is is learnt by `model.pooled_head` (next sentence prediction).
+        cls: The token in front of a row.
+        sep: The one behind each text.
+        mask: What hidden tokens become.
+        pad: What fills a row up.
+    """
+
+    fraction: float = 0.15
+    masked: float = 0.8
+    random: float = 0.1
+    whole_words: bool = False
+    pairs: bool = False
+    cls: str = "[CLS]"
+    sep: str = "[SEP]"
+    mask: str = "[MASK]"
+    pad: str = "[PAD]"
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        for name in ("fraction", "masked", "random"):
+            if name not in checks.errors and not 0 <= getattr(self, name) <= 1:
+                checks.add(name, f"{getattr(self, name)}; use a share of 0 to 1")
+        checks.above(0, "fraction")
+        if not checks.errors and self.masked + self.random > 1 + 1e-9:
+            text = f"{self.random} and masked {self.masked} are more than 1 together"
+            checks.add("random", f"{text}; lower one of them")
+        if not checks.errors and len(set(self.special)) < len(self.special):
+            text = f"cls, sep, mask and pad are {', '.join(map(shorten, self.special))}"
+            checks.add("mask", f"{text}; give each of the four a token of its own")
+        checks.done()
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The special tokens by name."""
+        return self.cls, self.sep, self.mask, self.pad
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where tokens come from: prepared `.bin/.idx` prefixes, or a corpus built on first use.
+
+    Paths in the YAML are relative to its folder, those on the command line to the working
+    directory. What a corpus needs is made once, under the run's `data` folder.
+
+    Attributes:
+        corpus: `standard-library` (Python's own sources), a folder of text files, a `.jsonl` file
+            or a text file.
+        glob: Which files of a corpus folder are read.
+        max_files: Read at most so many documents of the corpus.
+        vocab_size: Tokens of the tokenizer that is trained on the corpus.
+        pattern: How that tokenizer cuts text into words: `gpt2`, or `code`, which keeps runs of
+            spaces together.
+        validation_fraction: Share of the corpus's documents that is held out.
+        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
+        weights: How much of each entry of `train` is in a batch; by default as many as it has
+            tokens.
+        validation: Prefix of prepared held-out tokens.
+        tokenizer: The tokenizer.json, or sentencepiece model, of `train`, or one to use for
+            `corpus`.
+        eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
+            where the tokenizer has several that may, or none of the usual names.
+        packing: A sequence holds documents one after the other. `none` lets a token see all before
+            it; `documents` keeps attention within documents: positions begin anew with each, and
+            the first token of the next one is no label. Training and evaluation alike. With `spans`
+            a row is then several pairs, each of one document.
+        spans: For a model with `model.encoder_layers`, which needs it: spans are cut out of each
+            text, which the encoder reads, and the decoder is to write them; `{}` does it as T5.
+            `training.sequence_length` is the encoder's.
+        objective: What is predicted: `clm` (causal language modelling), the next token; or `mlm`
+            (masked language modelling, BERT), tokens that are hidden, by a model with `causal:
+            false`. A row is then `[CLS] text [SEP]` of one document, filled up.
+        masking: How `mlm` hides: `{fraction: 0.15, masked: 0.8, random: 0.1, whole_words: false,
+            pairs: false}`, which are the defaults, and the names of the special tokens `cls`,
+            `sep`, `mask` and `pad`, which `tokenizer` has to have. With `pairs` a row is `[CLS] a
+            [SEP] b [SEP]`, and `model.pooled_head` learns whether b follows a.
+    """
+
+    corpus: str | None = None
+    glob: str = "**/*.py"
+    max_files: int | None = None
+    vocab_size: int = 4096
+    pattern: Literal["gpt2", "code"] = "gpt2"
+    validation_fraction: float = 0.05
+    train: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    validation: str | None = None
+    tokenizer: str | None = None
+    eod: str | None = None
+    packing: Literal["none", "documents"] = "none"
+    spans: SpanSection | None = None
+    objective: Literal["clm", "mlm"] = "clm"
+    masking: MaskingSection | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(2, "max_files")
+        checks.at_least(257, "vocab_size")
+        checks.at_most(_MAX_TOKENIZER, "vocab_size")
+        checks.above(0, "validation_fraction")
+        checks.fraction("validation_fraction")
+        if not checks.errors:
+            self._check_sources(checks)
+        if self.objective == "mlm" and self.packing != "none":
+            text = f"{self.packing} does not go with data.objective mlm, whose rows have one"
+            checks.add("packing", f"{text} document each; leave it out")
+        if self.objective == "clm" and self.masking is not None:
+            checks.add(
+                "masking", "hides nothing without data.objective: mlm; set that, or leave it out"
+            )
+        checks.done()
+
+    @property
+    def hidden(self) -> MaskingSection | None:
+        """How tokens are hidden; None where none are."""
+        return None if self.objective == "clm" else self.masking or MaskingSection()
+
+    def _check_sources(self, checks: Checks) -> None:
+        if (self.corpus is None) == (not self.train):
+            checks.add("corpus", "set exactly one of data.corpus and data.train")
+        if self.weights and len(self.weights) != len(self.train):
+            text = f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
+            checks.add("weights", f"{text}; give one for each")
+        for weight in self.weights:
+            if not 0 < weight <= 1e100:
+                checks.add("weights", f"{weight}: every weight must be greater than 0")

@@ -1,0 +1,405 @@
+"""From a YAML file and overrides to a checked `RunConfig`, a model and a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+from mt_files import (
+    MAX_PROBLEMS,
+    Bound,
+    FieldError,
+    FieldProblem,
+    FileError,
+    bind,
+    shorten,
+    to_plain,
+)
+from mt_hf import ExchangeError, read_description
+from mt_model import PRESETS, ModelConfig, model_of, preset
+
+from mt_train.config.document import COMMAND_LINE, Document, apply_overrides, read_document
+from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
+from mt_train.config.model_section import ModelSection
+from mt_train.config.run_config import RunConfig
+from mt_train.problem import ConfigError
+
+if TYPE_CHECKING:  # checking a file takes no torch
+    from mt_parallel_state import ParallelLayout
+
+_VOCAB_MULTIPLE = 128
+STANDARD_LIBRARY = "standard-library"
+# Arguments of the model's builder that are not named like their field.
+_ELSEWHERE = {"max_sequence_length": "training.sequence_length"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A checked configuration that can still say where each field was written.
+
+    Attributes:
+        config: The run; its paths are absolute.
+        path: The YAML file.
+    """
+
+    config: RunConfig
+    path: Path
+    _document: Document
+
+    def error(self, field: str, text: str) -> ConfigError:
+        """Make the error for one field found wrong later (world size, a missing file)."""
+        return ConfigError([_problem(self._document, field, text)])
+
+    def model(self, vocab_size: int) -> ModelConfig:
+        """Build the model configuration; `vocab_size` is the tokenizer's.
+
+        Raises:
+            ConfigError: Sizes that do not fit each other.
+        """
+        given, spans = self.config.model.vocab_size, self.config.data.spans
+        vocab_size += 0 if spans is None else spans.sentinels
+        if given is not None and given < vocab_size:
+            of = "the tokenizer's" + (" and data.spans.sentinels together," if spans else "")
+            text = f"{given} is below {of} {vocab_size}; leave it out or raise it"
+            raise self.error("model.vocab_size", text)
+        rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        if self.config.model.from_ is not None or self.config.model.vocab_multiple is not None:
+            rounded = vocab_size
+        length = self.config.training.sequence_length
+        if self.config.model.preset in PRESETS:
+            self._check_images(preset(self.config.model.preset), "model.preset")
+        try:
+            model = build_model(self.config.model, given or rounded, length)
+        except (ExchangeError, FileError) as error:
+            raise self.error("model.from", str(error)) from error
+        except FieldError as error:
+            found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
+            raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
+        self._check_images(model, "model.from")
+        self._check_spans(model)
+        for field, text in objective_misfits(self.config, model):
+            raise self.error(field, text)
+        if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
+            text = "does not go with model.qk_norm, whose norms undo what it does to the weights "
+            text += "and bound the scores by themselves; leave one of them out"
+            raise self.error("optimizer.qk_clip", text)
+        return model
+
+    def _check_images(self, model: ModelConfig, field: str) -> None:
+        if model.images is not None:
+            text = "the model takes images, and the data of a run has none; use one of text "
+            text += "alone, or train it in a loop of your own, with batch['pixel_values']"
+            raise self.error(field, text)
+
+    def _check_spans(self, model: ModelConfig) -> None:
+        """Check that a model with an encoder, and no other, has something to read and to write."""
+        spans = self.config.data.spans
+        if (spans is not None) != (model.encoder_layers > 0):
+            text = "missing, and the model has an encoder; use {} for spans as T5's"
+            if spans is not None:
+                text = "the model has no encoder that would read them (model.encoder_layers)"
+            raise self.error("data.spans", text)
+        if spans is None:
+            return
+        try:
+            _, length = spans.lengths(self.config.training.sequence_length)
+        except FieldError as error:
+            where = {"sequence_length": "training.sequence_length"}
+            found = [(where.get(k, f"data.spans.{k}"), v) for k, v in error.errors.items()]
+            raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
+        if length > model.max_sequence_length:
+            most = model.max_sequence_length
+            text = f"{length} is longer than the model's {most}; use {most} or less"
+            raise self.error("data.spans.decoder_length", text)
+
+    def resolved(self) -> RunConfig:
+        """Return the configuration with the model's defaults filled in, those of a preset too.
+
+        The vocabulary of a tokenizer that is yet to be trained stays open.
+        """
+        model, section = self.model(planned_vocab_size(self)), self.config.model
+        if section.from_ is not None:
+            both = {"vocab_multiple": model.vocab_multiple, "dropout": model.dropout}
+            return dataclasses.replace(self.config, model=dataclasses.replace(section, **both))
+        is_known = section.vocab_size is not None or self.config.data.tokenizer is not None
+        fields = {n: v for n, v in model.to_dict().items() if n not in _ELSEWHERE}
+        layers, size = tuple(fields.pop("layers")), fields.pop("vocab_size")
+        filled = ModelSection(
+            vocab_size=size if is_known else None,
+            vocab_multiple=section.vocab_multiple,  # without it the size is rounded
+            dropout=fields.pop("dropout"),
+            layers=layers,
+            kernels=section.kernels,
+            fields={n: v for n, v in fields.items() if n != "vocab_multiple"},
+        )
+        return replace(self.config, model=filled)
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """Fit the parallel section to a number of processes."""
+        p, pp = self.config.parallel, self.config.pp
+        model_ranks = p.tp * pp * p.cp
+        if p.dp is None and world_size % model_ranks:
+            axes = (f"parallel.{name}" for name in ("tp", "cp", "pp") if getattr(p, name) > 1)
+            raise self.error(
+                next(axes, "pipeline.stages"),
+                f"tp {p.tp} x pp {pp} x cp {p.cp} needs {model_ranks} processes or a multiple, but "
+                f"there {'is' if world_size == 1 else 'are'} {world_size}; run with --nproc "
+                f"{model_ranks}",
+            )
+        if p.dp is not None and p.tp * pp * p.cp * p.dp != world_size:
+            needed = p.tp * pp * p.cp * p.dp
+            raise self.error(
+                "parallel.dp",
+                f"tp {p.tp} x pp {pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
+                f"there are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
+            )
+        from mt_parallel_state import ParallelLayout
+
+        try:  # the sizes fit, so only the order can be wrong
+            return ParallelLayout.fit(
+                world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, etp=p.etp, order=p.order
+            )
+        except ValueError as error:
+            raise self.error("parallel.order", str(error)[:500]) from error
+
+    def check_world(self, world_size: int) -> None:
+        """Check before starting processes that the layout fits them and the model.
+
+        Raises:
+            ConfigError: Everything that does not fit.
+        """
+        layout = self.layout(world_size)
+        self.check_layout(self.model(planned_vocab_size(self)), layout)
+
+    def check_layout(self, model: ModelConfig, layout: ParallelLayout) -> None:
+        """Check what joins model, batch and layout.
+
+        Raises:
+            ConfigError: Everything that does not fit.
+        """
+        found = [
+            _problem(self._document, *pair) for pair in layout_misfits(self.config, model, layout)
+        ]
+        if found:
+            raise ConfigError(found)
+
+
+def _problem(document: Document, path: str, text: str) -> FieldProblem:
+    return FieldProblem(path, text, document.place(path))
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
+    """Read, override and check a run configuration.
+
+    Paths in the file are relative to its folder, paths in overrides to the working directory.
+
+    Args:
+        path: The YAML file.
+        overrides: `section.key=value` strings, applied over the file.
+
+    Raises:
+        ConfigError: All problems in one pass.
+    """
+    document = read_document(path)
+    apply_overrides(document, overrides or [])
+    bound: Bound[RunConfig] = bind(RunConfig, document.root)
+    problems = [_problem(document, found.path, found.text) for found in bound.problems]
+    paths = _Paths(document, path.parent, problems)
+    sections: dict[str, Any] = {}
+    if "data" in bound.parts:
+        sections["data"] = paths.data(bound.parts["data"])
+    if "model" in bound.parts and bound.parts["model"].from_ is not None:
+        sections |= paths.pretrained(bound.parts["model"], sections.get("data"))
+    if "distillation" in bound.parts:
+        sections["distillation"] = paths.distillation(bound.parts["distillation"])
+    if "export" in bound.parts:
+        sections["export"] = paths.export(bound.parts["export"])
+    if "optimizer" in bound.parts:
+        sections["optimizer"] = paths.optimizer(bound.parts["optimizer"])
+    if "checkpoint" in bound.parts:
+        sections["checkpoint"] = paths.checkpoint(bound.parts["checkpoint"])
+    logging = bound.parts.get("logging")
+    if logging is not None and logging.tensorboard and find_spec("tensorboard") is None:
+        text = "needs: pip install 'mt-train[tensorboard]'"
+        problems.append(_problem(document, "logging.tensorboard", text))
+    if bound.value is None:
+        raise ConfigError(problems, bound.hidden)
+    config = dataclasses.replace(bound.value, **sections)
+    loaded = LoadedConfig(config=config, path=path, _document=document)
+    if not any(problem.path in ("data.tokenizer", "model.from") for problem in problems):
+        try:
+            loaded.model(planned_vocab_size(loaded))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+class _Paths:
+    """Makes the paths of sections absolute, and notes those that do not exist."""
+
+    def __init__(self, document: Document, folder: Path, problems: list[FieldProblem]) -> None:
+        self._document, self._folder, self._problems = document, folder.absolute(), problems
+
+    def data(self, data: Any) -> Any:
+        files = (".bin", ".idx")
+        changes: dict[str, Any] = {
+            "train": tuple(
+                self._resolve(f"data.train[{i}]", prefix, files)
+                for i, prefix in enumerate(data.train)
+            )
+        }
+        if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
+            changes["corpus"] = self._resolve("data.corpus", data.corpus)
+            self._check_glob(Path(changes["corpus"]), data.glob)
+        if data.validation is not None:
+            changes["validation"] = self._resolve("data.validation", data.validation, files)
+        if data.tokenizer is not None:
+            changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
+        return dataclasses.replace(data, **changes)
+
+    def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
+        """Resolve the folder that the model is of, and take its tokenizer where none is named."""
+        folder = self._resolve("model.from", model.from_)
+        sections: dict[str, Any] = {"model": dataclasses.replace(model, from_=folder)}
+        if any(problem.path == "model.from" for problem in self._problems):
+            return sections
+        try:
+            found = read_description(folder)
+            tokenizer, eod = found.tokenizer, found.eos_token
+        except (ExchangeError, FileError) as error:
+            self._add("model.from", str(error))
+            return sections
+        if not isinstance(found.config, ModelConfig):
+            text = f"{shorten(folder, 200)} is of the family {found.family.name!r}, which has no"
+            self._add("model.from", f"{text} tokens; name the folder of a language model")
+            return sections
+        if data is not None and data.tokenizer is None and tokenizer is None:
+            self._add("data.tokenizer", f"missing, and {shorten(folder, 200)} has none")
+        elif data is not None and data.tokenizer is None:
+            sections["data"] = dataclasses.replace(
+                data, tokenizer=str(tokenizer), eod=data.eod or eod
+            )
+        return sections
+
+    def distillation(self, distillation: Any) -> Any:
+        if distillation.teacher is None:
+            return distillation
+        folder = self._resolve("distillation.teacher", distillation.teacher)
+        return dataclasses.replace(distillation, teacher=folder)
+
+    def export(self, export: Any) -> Any:
+        if export.hugging_face is None:
+            return export
+        folder = self._resolve("export.hugging_face", export.hugging_face, ())
+        return dataclasses.replace(export, hugging_face=folder)
+
+    def optimizer(self, optimizer: Any) -> Any:
+        if optimizer.offload_dir is None:
+            return optimizer
+        found = self._resolve("optimizer.offload_dir", optimizer.offload_dir)
+        if Path(found).is_file():
+            self._add("optimizer.offload_dir", f"{shorten(found, 200)} is no folder; write one")
+        return dataclasses.replace(optimizer, offload_dir=found)
+
+    def checkpoint(self, checkpoint: Any) -> Any:
+        if checkpoint.load is None:
+            return checkpoint
+        load = self._resolve("checkpoint.load", checkpoint.load)
+        return dataclasses.replace(checkpoint, load=load)
+
+    def _check_glob(self, folder: Path, glob: str) -> None:
+        """Note a glob that no file of a corpus folder matches, and what would match some."""
+        try:
+            if not folder.is_dir():
+                return
+        except OSError:  # said of the folder itself
+            return
+        try:
+            if any(path.is_file() for path in folder.glob(glob)):
+                return
+        except (OSError, ValueError, NotImplementedError, IndexError, RecursionError) as error:
+            why = shorten(str(error))
+            self._add("data.glob", f"{shorten(glob)} is no glob: {why}; use e.g. **/*.txt")
+            return
+        found = itertools.islice((path for path in folder.rglob("*") if path.is_file()), 1000)
+        endings = Counter(path.suffix for path in found if path.suffix)
+        hint = f"data.glob=**/*{endings.most_common(1)[0][0]}" if endings else "data.glob=**/*"
+        text = f"no file of {folder} matches {shorten(glob)}; try {hint}"
+        self._add("data.glob", text)
+
+    def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
+        by_hand = self._document.place(field).startswith(COMMAND_LINE)
+        origin = "the working directory" if by_hand else "the YAML file"
+        try:
+            path = (Path.cwd() if by_hand else self._folder) / Path(text).expanduser()
+            missing = [suffix for suffix in suffixes if not Path(f"{path}{suffix}").exists()]
+        except (RuntimeError, OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._add(field, f"{shorten(text)}: {reason}; write another path")
+            return text
+        for suffix in missing:
+            shown = shorten(f"{path}{suffix}", 200).strip("'\"")
+            self._add(field, f"{shown} does not exist; paths are relative to {origin}")
+        return str(path)
+
+    def _add(self, field: str, text: str) -> None:
+        if len(self._problems) <= MAX_PROBLEMS:
+            self._problems.append(_problem(self._document, field, text))
+
+
+def build_model(section: ModelSection, vocab_size: int, sequence_length: int) -> ModelConfig:
+    """Turn the model section into a typed layer list.
+
+    Raises:
+        FieldError: Sizes that do not fit each other.
+    """
+    if section.from_ is not None:
+        return _model_of_folder(section, section.from_, vocab_size, sequence_length)
+    fields = {**section.given, "vocab_size": vocab_size, "max_sequence_length": sequence_length}
+    return model_of(fields) if section.preset is None else preset(section.preset, **fields)
+
+
+def _model_of_folder(
+    section: ModelSection, folder: str, vocab_size: int, sequence_length: int
+) -> ModelConfig:
+    """Return the model of a Hugging Face folder, if the tokens and the sequences fit it."""
+    model = cast("ModelConfig", read_description(folder).config)  # `_Paths` refuses others
+    if vocab_size > model.vocab_size:
+        text = f"{shorten(folder, 200)} knows {model.vocab_size} tokens, and the tokenizer has "
+        raise FieldError({"from": f"{text}{vocab_size}; use the tokenizer of that folder"})
+    if sequence_length > model.max_sequence_length:
+        text = f"{sequence_length} is longer than the model's {model.max_sequence_length}"
+        raise FieldError({"max_sequence_length": text})
+    multiple = section.vocab_multiple or model.usual_vocab_multiple
+    dropout = model.dropout if section.dropout is None else section.dropout
+    return dataclasses.replace(model, vocab_multiple=multiple, dropout=dropout)
+
+
+def planned_vocab_size(loaded: LoadedConfig) -> int:
+    """Return the size of the tokenizer: the given one's, or the one to be trained.
+
+    Raises:
+        ConfigError: The file is no tokenizer.
+    """
+    data = loaded.config.data
+    if data.tokenizer is None:
+        return data.vocab_size
+    from mt_data import DataError, load_tokenizer
+
+    try:
+        return load_tokenizer(Path(data.tokenizer), eod=data.eod).vocab_size
+    except (DataError, FileError) as error:
+        raise loaded.error("data.tokenizer", str(error)) from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write a configuration with every default filled in; it loads back to the same value."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False)

@@ -1,0 +1,172 @@
+"""What in a run's configuration does not fit its model, its batch or the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mt_files import FieldError, divisors
+from mt_model import Kernels, ModelConfig, RecomputePlan, validate_context, validate_split
+
+from mt_train.config.limits import listed
+from mt_train.config.parallel_section import ParallelSection
+from mt_train.config.pipeline_plan import plan_pipeline
+from mt_train.config.run_config import RunConfig
+
+if TYPE_CHECKING:  # checking a file takes no torch
+    from mt_parallel_state import ParallelLayout
+
+_MAX_SCHEDULE = 1 << 20  # forward passes of one step over all stages
+# Forms with a backward of their own, which refuse a compiler.
+_EAGER_KERNELS = (("norm", "cpu"), ("activation", "torch"), ("rope", "torch"))
+_SHARED_ATTENTION = ("auto", "tiles", "reference")  # of ranks that share sequences
+
+
+def layout_misfits(
+    config: RunConfig, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield (field, text) of what does not fit the layout."""
+    training = config.training
+    per_step = training.micro_batch_size * layout.dp
+    if training.global_batch_size % per_step:
+        yield (
+            "training.global_batch_size",
+            f"{training.global_batch_size} is not divisible by micro_batch_size "
+            f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
+            f"use a multiple of {per_step}",
+        )
+    else:
+        microbatches = training.global_batch_size // per_step
+        yield from _pipeline_misfits(config, model, layout.pp, microbatches)
+    try:
+        RecomputePlan.of(training.recompute).check(len(model.all_layers))
+    except FieldError as error:
+        yield "training.recompute", "; ".join(f"{n}: {text}" for n, text in error.errors.items())
+    split = list(_split_misfits(config.data_parallel.replicas, model, layout))
+    yield from split
+    if any(name.startswith("parallel.") for name, _ in split):
+        return
+    yield from _context_misfits(config.parallel, model, layout)
+    if config.data.spans is not None:
+        _, length = config.data.spans.lengths(training.sequence_length)
+        parts = 2 * layout.cp if layout.cp > 1 else 1
+        parts *= layout.tp if config.parallel.sequence_parallel else 1
+        if length % parts:
+            text = f"{length} is not divisible by {parts}, which parallel.tp and cp need; use "
+            yield "data.spans.decoder_length", text + f"{-(-length // parts) * parts}"
+    kernels = Kernels.of(config.model.kernels)
+    for name, kernel in _EAGER_KERNELS if training.compile else ():
+        if getattr(kernels, name) == kernel:
+            text = f"{name} by {kernel} is for eager mode, and training.compile is on; use auto, "
+            yield "model.kernels", text + "fused or reference"
+    attention = kernels.attention
+    if layout.cp > 1 and attention not in _SHARED_ATTENTION:
+        text = f"{attention} needs whole sequences, and {layout.cp} ranks share them; use "
+        yield "model.kernels", text + f"{' or '.join(_SHARED_ATTENTION)}, or parallel.cp 1"
+
+
+def _split_misfits(
+    replicas: int, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield what ranks can't share evenly: replicas, experts, tensors."""
+    ranks, edp = layout.dp * layout.cp, layout.size("edp")
+    if ranks % replicas:
+        yield (
+            "data_parallel.replicas",
+            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
+            f"{ranks}; use one of {listed(divisors(ranks))}",
+        )
+    elif model.has_experts and edp % replicas:
+        yield (
+            "data_parallel.replicas",
+            f"{replicas} does not divide the {edp} ranks that have the same experts; use one of "
+            f"{listed(divisors(edp))}",
+        )
+    try:
+        model.check_experts(ep=layout.ep, etp=layout.size("etp"))
+    except ValueError as error:
+        yield "parallel.etp" if "etp=" in str(error) else "parallel.ep", str(error)
+    try:
+        validate_split(model, layout.tp)
+    except ValueError as error:
+        yield "parallel.tp", str(error)
+
+
+def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield why the model can't learn what the data has it predict."""
+    hidden = config.data.hidden
+    where = "model.causal" if config.model.layers is None else "model.layers"
+    layers = model.layers[model.encoder_layers :]
+    causal = [layer.mixer is None or layer.mixer.is_causal for layer in layers]
+    if hidden is None and not all(causal):
+        text = "false lets tokens see those that they are to predict; leave it out, or use "
+        yield where, text + "data.objective: mlm"
+    if hidden is not None and config.data.spans is not None:
+        yield "data.spans", "does not go with data.objective: mlm; leave one of them out"
+    if hidden is not None and any(causal):
+        text = "true does not go with data.objective mlm, where tokens on both sides tell of a "
+        yield where, text + "hidden one; use causal: false, or a preset such as bert-base"
+    least = 5 if hidden is not None and hidden.pairs else 3  # with the special tokens
+    if hidden is not None and config.training.sequence_length < least:
+        text = (
+            f"{config.training.sequence_length} leaves no room for text beside the special tokens"
+        )
+        yield "training.sequence_length", f"{text} of data.objective mlm; use {least} or more"
+    if hidden is not None and model.mtp is not None:
+        text = "predicts further tokens, which data.objective mlm has none of; leave it out"
+        yield "model.mtp", text
+    pooled, pairs = model.pooled_head, hidden is not None and hidden.pairs
+    if pairs and (pooled is None or pooled.num_classes != 2 or model.token_types < 2):
+        text = "true needs model.pooled_head: {num_classes: 2} and model.token_types: 2"
+        yield "data.masking.pairs", text
+    if pooled is not None and not pairs:
+        text = "has no labels to learn from without data.objective: mlm and data.masking: "
+        yield "model.pooled_head", text + "{pairs: true}; leave it out"
+
+
+def clipped_heads(model: ModelConfig) -> list[int]:
+    """Return the key heads of each layer; 0 where scores do not grow with the weights."""
+    mixers = (layer.mixer for layer in model.all_layers)
+    return [0 if mixer is None else mixer.clipped_heads for mixer in mixers]
+
+
+def _pipeline_misfits(
+    config: RunConfig, model: ModelConfig, ranks: int, microbatches: int
+) -> Iterator[tuple[str, str]]:
+    """Yield why the schedule can't be made, before it is."""
+    training, num_layers = config.training, model.num_layers
+    stages = ranks * (config.pipeline.chunks or 1)
+    if stages <= num_layers and microbatches * stages > _MAX_SCHEDULE:
+        least = -(-microbatches * stages * training.micro_batch_size // _MAX_SCHEDULE)
+        yield (
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} cuts the global batch into {microbatches} micro-batches "
+            f"for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} or more",
+        )
+        return
+    try:
+        plan_pipeline(
+            config.pipeline,
+            ranks=ranks,
+            microbatches=microbatches,
+            num_layers=num_layers,
+            modules=len(model.mtp_layers),
+        )
+    except FieldError as error:
+        yield from error.errors.items()
+
+
+def _context_misfits(
+    parallel: ParallelSection, model: ModelConfig, layout: ParallelLayout
+) -> Iterator[tuple[str, str]]:
+    """Yield what does not fit the ranks that share a sequence."""
+    algorithms = parallel.cp_algorithms(model.num_layers)
+    if len(algorithms) != model.num_layers:
+        text = f"{len(algorithms)} algorithms for {model.num_layers} layers; give one for each"
+        yield "parallel.cp_algorithm", text
+        return
+    inner = parallel.cp_inner or 1
+    try:
+        validate_context(model, algorithms, cp=layout.cp, inner=inner, tp=layout.tp)
+    except ValueError as error:
+        yield "parallel.cp_algorithm", str(error)

@@ -1,0 +1,296 @@
+"""The section `optimizer` of a run's configuration: the rule, its schedule and its precision."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from mt_files import Checks, shorten
+
+from mt_train.config.limits import MAX_STEPS
+
+OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
+
+_MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
+_MAX_SCALE = 2.0**127  # the largest power of two in fp32
+_SCALES = ("lr_scale", "wd_scale", "eps_scale")  # of an override
+
+# Settings of some optimizers, or of some schedules, only.
+_MUON = ("muon", "adaptive_muon")
+_ONLY_FOR = {
+    "betas": ("name", ("adamw", "adam", "lion", "soap", *_MUON)),
+    "eps": ("name", ("adamw", "adam", "soap", *_MUON)),
+    "momentum": ("name", ("sgd", *_MUON)),
+    "nesterov": ("name", ("sgd", *_MUON)),
+    "muon_coefficients": ("name", _MUON),
+    "muon_scale": ("name", ("muon",)),
+    "muon_tp": ("name", _MUON),
+    "min_lr": ("schedule", ("linear", "cosine", "inverse-sqrt", "wsd")),
+    "anneal": ("schedule", ("wsd",)),
+    "anneal_shape": ("schedule", ("wsd",)),
+    "soap_frequency": ("name", ("soap",)),
+    "soap_max_dim": ("name", ("soap",)),
+    "width_multiplier": ("name", ("adamw", "adam", "sgd", "lion")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverrideEntry:
+    """What some parameters have in place of the optimizer's own settings.
+
+    Attributes:
+        names: A glob over the names of parameters, as the checkpoint has them, such as
+            `embedding.*` or `*.mixer.qkv.*`; `*` stands for dots too.
+        lr_scale: Times the learning rate, all along the schedule.
+        wd_scale: Times the weight decay; 0 for none.
+        eps_scale: Times `optimizer.eps`.
+        betas: In place of `optimizer.betas`.
+    """
+
+    names: str
+    lr_scale: float | None = None
+    wd_scale: float | None = None
+    eps_scale: float | None = None
+    betas: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(0, *_SCALES)
+        checks.at_most(_MAX_RATE, *_SCALES)
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+        if all(getattr(self, name) is None for name in (*_SCALES, "betas")):
+            checks.add("names", f"nothing is other; set one of {', '.join(_SCALES)}, betas")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKClipEntry:
+    """When queries and keys are scaled back after a step.
+
+    Attributes:
+        threshold: The largest attention score that is left alone.
+        alpha: How much of the scaling the queries take, 0 to 1; the keys take the rest.
+    """
+
+    threshold: float = 100.0
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "threshold")
+        checks.at_most(_MAX_RATE, "threshold")
+        if not 0 <= self.alpha <= 1:
+            checks.add("alpha", f"{self.alpha}: expected a number from 0 to 1")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormGroupEntry:
+    """Parameters whose gradient is clipped alone.
+
+    Attributes:
+        names: A glob over the parameters' names, such as `layers.*.mixer.*`; `*` stands for dots
+            too.
+        max_norm: The largest norm of their gradient; a longer one is scaled down.
+    """
+
+    names: str
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "max_norm")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """The optimizer and its learning-rate schedule.
+
+    Attributes:
+        name: `adamw`, `adam` (weight decay is added to the gradient), `sgd` with momentum, `lion`,
+            `muon`, `adaptive_muon` or `soap`; these three step the matrices between embedding and
+            head, and adamw the rest.
+        lr: The largest learning rate. Muon's steps are as large as AdamW's, so it takes the same;
+            lion takes a third to a tenth.
+        min_lr: The rate that the decay reaches one step after the last.
+        betas: Decay per step of the two moments; of lion, the rates of its step and of its moment.
+        eps: Added to the root of the second moment.
+        momentum: Decay per step of the momentum of sgd (by default 0.9) and muon (0.95).
+        nesterov: Whether sgd (by default not) and muon (by default) look a step ahead.
+        moments_dtype: What the moments are kept in between steps: `full` (as the master weights),
+            `fp32`, `bf16`, or `fp16` or `fp8` with a scale for each 256 elements.
+        masters: What is kept of the fp32 master weights beside bf16 ones: `full` (a copy of 32
+            bits), or `remainder`, the 17 bits that the bf16 weight lacks. The numbers are the same.
+        offload: Share of master weights and moments, 0 to 1, that lives in the host's memory and is
+            stepped by the CPU; each rank decides for whole parameters.
+        offload_dir: A folder on a fast local disk for files that hold these; by default they are in
+            memory. The files have no names and end with the run.
+        muon_coefficients: Of the iterations that make a matrix orthogonal: `simple` or `quintic`.
+        muon_scale: What an orthogonal matrix of `o` rows and `i` columns is multiplied with:
+            `spectral` 0.2 sqrt(max(o, i)), which makes it as large as a step of AdamW,
+            `unit_rms_norm` sqrt(o / i), or `shape_scaling` sqrt(max(1, o / i)).
+        muon_tp: How tensor-parallel ranks step a matrix they share: `duplicated` (each gathers
+            it), `distributed` (they iterate on their parts) or `blockwise` (each part is a matrix
+            of its own, which is faster, and not the same optimizer).
+        soap_frequency: Steps from one refresh of the bases of soap to the next.
+        soap_max_dim: A side of a matrix that is longer has no basis in soap, as a basis takes
+            memory and time with the square and the cube of it.
+        weight_decay: Taken off the weights per step, times the rate; biases and norms have none.
+        weight_decay_schedule: How weight decay goes from `weight_decay` at the start to
+            `weight_decay_end` at the end: `constant`, `linear` or `cosine`.
+        weight_decay_end: Weight decay at the end; by default `weight_decay`.
+        ema: Keep an average of the weights: the share of the old one in each step, such as 0.999,
+            and less in the first steps. It is saved beside the weights, and `mt-infer generate
+            --ema` uses it. A run that is continued may begin or end it.
+        qk_clip: Where the largest attention score of a step is above `threshold` (100), the weights
+            of queries and keys are scaled back to it, those of queries by `alpha` (0.5) of the
+            way: `{threshold: 100, alpha: 0.5}`. By head, or by the heads that share a key.
+        overrides: What some parameters have in place of that, such as
+            `[{names: "embedding.*", lr_scale: 0.1}]`: a list of `names` with `lr_scale`,
+            `wd_scale`, `eps_scale` or `betas`. A parameter that several match gets it all; if they
+            contradict each other, that is an error.
+        width_multiplier: The model's width over that of the one whose rate was tuned; matrices
+            between embedding and head then have the rate and `eps` over it (muP), or with sgd all
+            others the rate times it.
+        skip_above: A step whose gradient has a larger norm is skipped, and the largest gradients
+            are named; by default none is.
+        max_value: Largest magnitude of an element of the gradient, after `training.grad_clip`; by
+            default any.
+        schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
+        warmup: Steps in which the rate rises to `lr`; the first has lr / warmup.
+        anneal: Share of the steps at the end in which `wsd` falls from `lr` to `min_lr`, 0 to 1.
+        anneal_shape: How `wsd` falls: `linear`, `cosine`, `exponential`, or `minus-sqrt` (1 - the
+            root of the share that is done).
+        loss_scale: What the loss is multiplied with before backward, so that small gradients are
+            no zeros in fp16: `dynamic`, or a number that stays. A step whose gradient is not finite
+            is skipped on all ranks; the learning rate does not move on then.
+        initial_loss_scale: The first scale of `dynamic`; 2^32 by default.
+        min_loss_scale: The smallest scale of `dynamic`; 1 by default.
+        loss_scale_window: Steps without an overflow after which `dynamic` doubles; 1000 by default.
+        hysteresis: The how-manieth overflow halves the scale of `dynamic`, and from there on each
+            until the scale has grown again; 2 by default.
+        norm_groups: Parameters that are clipped alone, apart from `training.grad_clip`: a list of
+            `{names: GLOB, max_norm: X}`.
+    """
+
+    name: OptimizerName = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float | None = None
+    nesterov: bool | None = None
+    moments_dtype: Literal["full", "fp32", "bf16", "fp16", "fp8"] = "full"
+    masters: Literal["full", "remainder"] = "full"
+    offload: float = 0.0
+    offload_dir: str | None = None
+    muon_coefficients: Literal["simple", "quintic"] = "simple"
+    muon_scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_tp: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    soap_frequency: int = 10
+    soap_max_dim: int = 8192
+    weight_decay: float = 0.1
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_end: float | None = None
+    ema: float | None = None
+    qk_clip: QKClipEntry | None = None
+    overrides: tuple[OverrideEntry, ...] = ()
+    width_multiplier: float = 1.0
+    skip_above: float | None = None
+    max_value: float | None = None
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = "cosine"
+    warmup: int = 0
+    anneal: float = 0.2
+    anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+    loss_scale: Literal["dynamic"] | float | None = None
+    initial_loss_scale: float | None = None
+    min_loss_scale: float | None = None
+    loss_scale_window: int | None = None
+    hysteresis: int | None = None
+    norm_groups: tuple[NormGroupEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        self._check_scale(checks)
+        checks.above(0, "lr", "eps", "width_multiplier", "skip_above", "max_value")
+        checks.at_least(0, "min_lr", "weight_decay", "weight_decay_end", "warmup", "anneal")
+        checks.at_least(1, "soap_frequency", "soap_max_dim")
+        checks.at_most(MAX_STEPS, "warmup", "soap_frequency", "soap_max_dim")
+        checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay", "weight_decay_end")
+        checks.at_most(_MAX_RATE, "width_multiplier")
+        checks.at_least(0, "offload")
+        checks.at_most(1, "offload")
+        if self.offload_dir is not None and not self.offload:
+            checks.add(
+                "offload_dir",
+                f"{shorten(self.offload_dir)} stays empty with optimizer.offload 0; set offload to "
+                "a share above 0, or leave offload_dir out",
+            )
+        if not checks.errors:
+            if self.anneal > 1:
+                checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
+            if self.min_lr > self.lr:
+                checks.add(
+                    "min_lr", f"{self.min_lr} is above optimizer.lr {self.lr}; use that or less"
+                )
+            if not all(0 <= beta < 1 for beta in self.betas):
+                checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
+            if self.ema is not None and not 0 <= self.ema < 1:
+                checks.add("ema", f"{self.ema}: expected a number from 0 to below 1, or null")
+            self._check_decay(checks)
+        for key, (decides, names) in _ONLY_FOR.items():
+            value, chosen = getattr(self, key), getattr(self, decides)
+            if chosen not in names and value != type(self).__dataclass_fields__[key].default:
+                text = value if isinstance(value, str) else json.dumps(value)
+                checks.add(
+                    key,
+                    f"{text} does not go with optimizer.{decides} {chosen}; leave it out, or use "
+                    f"{' or '.join(names)}",
+                )
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            checks.add("momentum", f"{self.momentum}: expected a number from 0 to below 1")
+        elif self.name == "sgd" and self.nesterov and self.momentum == 0:
+            checks.add("nesterov", "true needs an optimizer.momentum above 0")
+        if self.name == "sgd" and self.momentum == 0 and self.moments_dtype != "full":
+            checks.add(
+                "moments_dtype",
+                f"{self.moments_dtype} has nothing to keep with optimizer.momentum 0; leave it "
+                "out, or use a momentum above 0",
+            )
+        checks.done()
+
+    def _check_decay(self, checks: Checks) -> None:
+        is_constant = self.weight_decay_schedule == "constant"
+        if is_constant and self.weight_decay_end not in (None, self.weight_decay):
+            checks.add(
+                "weight_decay_end",
+                f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, "
+                "and optimizer.weight_decay_schedule is constant; use linear or cosine",
+            )
+        elif not is_constant and self.weight_decay_end is None:
+            text = "missing; optimizer.weight_decay_schedule goes there"
+            checks.add("weight_decay_end", f"{text}, or leave that out")
+
+    def _check_scale(self, checks: Checks) -> None:
+        """Check the loss scale; all but the first key are for a dynamic one."""
+        sizes = ("initial_loss_scale", "min_loss_scale")
+        if self.loss_scale != "dynamic":
+            checks.above(0, "loss_scale")
+            checks.at_most(_MAX_SCALE, "loss_scale")
+        checks.above(0, *sizes)
+        checks.at_most(_MAX_SCALE, *sizes)
+        checks.at_least(1, "loss_scale_window", "hysteresis")
+        for key in (*sizes, "loss_scale_window", "hysteresis"):
+            if getattr(self, key) is not None and self.loss_scale != "dynamic":
+                checks.add(
+                    key,
+                    f"{getattr(self, key)} is for optimizer.loss_scale dynamic, which is "
+                    f"{'null' if self.loss_scale is None else self.loss_scale}; leave it out, or "
+                    "use dynamic",
+                )
+        first, least = self.initial_loss_scale, self.min_loss_scale
+        if not checks.errors and first is not None and least is not None and first < least:
+            checks.add("initial_loss_scale", f"{first} is below optimizer.min_loss_scale {least}")

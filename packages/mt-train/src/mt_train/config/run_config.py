@@ -1,0 +1,470 @@
+"""The run configuration: one small frozen dataclass per section, each validated once.
+
+Every section collects all its problems (`FieldError`), so that a user sees them together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mt_files import Checks, FieldError, divisors, multiples_near, shorten
+from mt_model import Recompute, RecomputePlan
+
+from mt_train.config.data_section import DataSection
+from mt_train.config.distillation_section import DistillationSection
+from mt_train.config.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed
+from mt_train.config.model_section import ModelSection
+from mt_train.config.optimizer_section import OptimizerSection
+from mt_train.config.parallel_section import DataParallelSection, ParallelSection, PipelineSection
+from mt_train.config.precision_section import PrecisionSection
+from mt_train.config.quantization_section import QuantizationSection
+
+_MAX_BATCH = 10**7
+_MAX_TOKENS = 1 << 32  # of one micro-batch
+_IN_PARTS = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v")
+_BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """Length, batch and numerics of the run.
+
+    Attributes:
+        steps: Optimizer steps of the whole run.
+        global_batch_size: Sequences per step, over all ranks.
+        micro_batch_size: Sequences that one rank takes at a time; lower it to save memory. The
+            numbers stay the same up to rounding.
+        sequence_length: Tokens per sequence.
+        dtype: Of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16` needs
+            `optimizer.loss_scale`.
+        loss_mean: What the objective is a mean of: `tokens` weighs each label of a step alike;
+            `micro-batches` each micro-batch, by the mean over its labels, so that the numbers
+            depend on `micro_batch_size`. What is reported is the mean over tokens.
+        grad_clip: Largest norm of the gradient; a longer one is scaled down.
+        seed: Of initial weights, data order and dropout. Seed and step are the whole random state.
+        time_budget: Seconds of training after which the run ends, however many steps are done. The
+            learning rate follows whichever of steps and time is further, so that a slow machine
+            anneals too.
+        compile: Compile layers with torch.compile, like ones once.
+        cuda_graphs: Replay CUDA graphs in place of launching kernels: of each `layer`, or of all
+            that a micro-batch's forward and backward do in a `step` on this rank's stage, and then
+            the optimizer's. On a CPU they run eagerly, and what a graph would compute wrong is an
+            error.
+        recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
+            and activations) or `full` (whole layers); or a plan for each layer, mt-model's
+            `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
+            The numbers stay the same. `compile` takes whole layers only.
+    """
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+    dtype: Dtype = "bf16"
+    loss_mean: Literal["tokens", "micro-batches"] = "tokens"
+    grad_clip: float = 1.0
+    seed: int = 1234
+    time_budget: float | None = None
+    compile: bool = False
+    cuda_graphs: Literal["none", "layer", "step"] = "none"
+    recompute: Recompute | RecomputePlan = "none"
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if self.compile and not RecomputePlan.of(self.recompute).has_only_layers:
+            shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan of modules"
+            checks.add(
+                "recompute",
+                f"{shown} does not go with training.compile, whose compiler decides itself what "
+                'of a layer to compute again; use "none", "full" or a plan of whole layers, or '
+                "compile: false",
+            )
+        if self.cuda_graphs != "none":
+            self._check_graphs(checks)
+        checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
+        checks.at_most(MAX_STEPS, "steps")
+        checks.at_most(_MAX_BATCH, "global_batch_size", "micro_batch_size")
+        checks.at_most(MAX_LENGTH, "sequence_length")
+        checks.above(0, "grad_clip", "time_budget")
+        checks.at_least(0, "seed")
+        if not checks.errors and self.micro_batch_size * self.sequence_length > _MAX_TOKENS:
+            checks.add(
+                "micro_batch_size",
+                f"{self.micro_batch_size} sequences of {self.sequence_length} tokens are more than "
+                f"{_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less",
+            )
+        checks.done()
+
+    def _check_graphs(self, checks: Checks) -> None:
+        graphs = self.cuda_graphs
+        if self.compile:
+            text = f"{graphs} does not go with training.compile, whose code launches few kernels; "
+            checks.add("cuda_graphs", f"{text}use none, or compile: false")
+        elif self.recompute != "none":
+            text = f"{graphs} does not go with training.recompute, which saves no memory inside of "
+            checks.add("cuda_graphs", f"{text}a graph; use recompute: none, or cuda_graphs: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Held-out loss and bits per byte, always at the end of a run that has held-out data.
+
+    Attributes:
+        every: Steps from one evaluation to the next; null evaluates at the end only.
+        micro_batch_size: Sequences at a time; by default `training.micro_batch_size`.
+        max_windows: Evaluate on at most so many sequences.
+        stride: Tokens from one window to the next; by default `training.sequence_length`. A smaller
+            one gives every token more context, for more work.
+    """
+
+    every: int | None = None
+    micro_batch_size: int | None = None
+    max_windows: int | None = None
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "every", "micro_batch_size", "max_windows", "stride")
+        checks.at_most(_MAX_BATCH, "micro_batch_size")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When to save, how many to keep, and what to start from.
+
+    A run saves at its end, and when it is stopped. Its own folder is always continued.
+
+    Attributes:
+        every: From one save to the next: a number of steps, or a time such as `30s`, `10min` or
+            `2h`; null saves at the end only.
+        keep: How many checkpoints stay. null keeps all that were saved by steps, and the newest two
+            of those saved by time.
+        load: Another run's folder or step folder to start from.
+        load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
+            data, another length or another optimizer, and starts at step 0.
+    """
+
+    every: int | str | None = "10min"
+    keep: int | None = None
+    load: str | None = None
+    load_mode: Literal["continue", "weights"] = "continue"
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "keep")
+        if isinstance(self.every, int):
+            checks.at_least(1, "every")
+        elif self.every is not None and not self.every_seconds:
+            checks.add(
+                "every",
+                f"{self.every!r} is no number of steps and no time above 0; use e.g. 500, 30s, "
+                "10min or 2h",
+            )
+        if self.load_mode == "weights" and self.load is None:
+            checks.add(
+                "load_mode", "weights needs checkpoint.load, the run whose weights are taken"
+            )
+        checks.done()
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps from one save to the next, where `every` counts steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds from one save to the next, where `every` is a time."""
+        match = _TIME.fullmatch(self.every) if isinstance(self.every, str) else None
+        return None if match is None else float(match[1]) * _SECONDS[match[2]]
+
+    @property
+    def kept(self) -> int | None:
+        """How many checkpoints stay; None for all."""
+        return 2 if self.keep is None and self.every_seconds is not None else self.keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSection:
+    """What is written at the end of the run for other programs.
+
+    Attributes:
+        hugging_face: A folder that Hugging Face transformers loads, with the weights of the last
+            step; it must not exist, or be empty. The tokenizer and what config.json says beside
+            the model come from the folder of `model.from`, where there is one.
+        family: Name of the family in transformers; by default that of `model.from`, or the first
+            that has such a model.
+        dtype: Of its tensors; by default that of `model.from`, or `training.dtype`.
+    """
+
+    hugging_face: str | None = None
+    family: str | None = None
+    dtype: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        if self.hugging_face is None:
+            for name in ("family", "dtype"):
+                if getattr(self, name) is not None:
+                    checks.add(name, "needs export.hugging_face, the folder to write")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSection:
+    """What is reported besides metrics.jsonl.
+
+    Attributes:
+        every: Steps from one line of the console to the next.
+        tensorboard: Write event files into the run folder; needs `mt-train[tensorboard]`.
+        zeros: Count the elements of the gradient that are zero.
+        gradients: Record the norm, the greatest magnitude and the zeros of each layer's gradient,
+            as `gradients/layers.0/norm` and so on.
+    """
+
+    every: int = 10
+    tensorboard: bool = False
+    zeros: bool = False
+    gradients: bool = False
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "every")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. Problems that join two sections are named by their dotted field.
+
+    Attributes:
+        model: The model.
+        data: Where tokens come from.
+        training: Length, batch and numerics.
+        precision: Linear layers in 8 or 4 bits.
+        quantization: Linear layers that are trained as they will be rounded.
+        distillation: A teacher whose scores are learnt.
+        optimizer: The optimizer and its schedule.
+        parallel: How many ranks share what.
+        data_parallel: What data-parallel ranks share out.
+        pipeline: How micro-batches move through the pipeline ranks.
+        evaluation: Held-out loss and bits per byte.
+        checkpoint: When to save, and what to start from.
+        export: What is written at the end for other programs.
+        logging: What is reported.
+    """
+
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    data_parallel: DataParallelSection = field(default_factory=DataParallelSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    export: ExportSection = field(default_factory=ExportSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+
+    def __post_init__(self) -> None:
+        errors: dict[str, str] = {}
+        training, parallel = self.training, self.parallel
+        if training.global_batch_size % training.micro_batch_size:
+            sizes = listed(divisors(training.global_batch_size))
+            errors["training.micro_batch_size"] = (
+                f"{training.micro_batch_size} does not divide training.global_batch_size "
+                f"{training.global_batch_size}; use one of {sizes}"
+            )
+        parts = (2 * parallel.cp if parallel.cp > 1 else 1) * (
+            parallel.tp if parallel.sequence_parallel else 1
+        )
+        if training.sequence_length % parts:
+            errors["training.sequence_length"] = (
+                f"{training.sequence_length} is not divisible by {parts}, which parallel.tp "
+                f"{parallel.tp} with sequence_parallel={str(parallel.sequence_parallel).lower()} "
+                f"and parallel.cp {parallel.cp} need; use "
+                f"{multiples_near(training.sequence_length, parts)}"
+            )
+        stages = self.pipeline.stages
+        if stages is not None and parallel.pp not in (1, stages):
+            errors["pipeline.stages"] = (
+                f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
+            )
+        if self.optimizer.masters == "remainder" and training.dtype != "bf16":
+            errors["optimizer.masters"] = (
+                f"remainder is what bf16 weights lack, and training.dtype is {training.dtype}; use "
+                "masters full, or dtype bf16"
+            )
+        errors |= self._tokenizer_errors()
+        errors |= self._precision_errors()
+        errors |= self._recipe_errors()
+        graphs = training.cuda_graphs
+        if self.distillation.teacher is not None and graphs != "none":
+            errors["training.cuda_graphs"] = (
+                f"{graphs} does not go with distillation.teacher, whose numbers are new in each "
+                "pass; use cuda_graphs: none, or no teacher"
+            )
+        errors |= self._sharding_errors()
+        errors |= self._evaluation_errors()
+        errors |= self._graph_errors()
+        if errors:
+            raise FieldError(errors)
+
+    def _tokenizer_errors(self) -> dict[str, str]:
+        data, errors = self.data, {}
+        if data.tokenizer is not None or self.model.from_ is not None:
+            return {}
+        if data.train:
+            errors["data.tokenizer"] = "missing; data.train needs the tokenizer.json of its tokens"
+        if data.eod is not None:
+            text = (
+                f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it out"
+            )
+            errors["data.eod"] = f"{text}, or name the tokenizer"
+        return errors
+
+    def _precision_errors(self) -> dict[str, str]:
+        """Say where a loss scale is missing or of no use."""
+        dtype, scale = self.training.dtype, self.optimizer.loss_scale
+        if dtype == "fp16" and scale is None:
+            return {
+                "training.dtype": "fp16 needs optimizer.loss_scale, as small gradients are zero "
+                "without: dynamic, or a number such as 65536; or use dtype bf16"
+            }
+        if dtype == "bf16" and scale is not None:
+            return {
+                "optimizer.loss_scale": f"{scale} does not go with training.dtype bf16, which "
+                "holds gradients as small as fp32 does; leave it out, or use dtype fp16"
+            }
+        return {}
+
+    def _recipe_errors(self) -> dict[str, str]:
+        """Say what does not go with operands that are no tensors, made once in a step."""
+        recipe, rules, training = self.precision.recipe, self.quantization.given, self.training
+        if recipe is None and rules is None:
+            return {}
+        errors: dict[str, str] = {}
+        if recipe is not None and rules is not None:
+            errors["quantization"] = (
+                f"{shorten(rules)} does not go with precision.recipe {recipe}: a layer multiplies "
+                "what one of them makes of its weight; leave one of them out"
+            )
+        if self.precision.primary_weights and self.optimizer.masters == "remainder":
+            errors["optimizer.masters"] = (
+                "remainder is what bf16 weights lack, and precision.primary_weights has none of "
+                "those; use masters full"
+            )
+        named = f"precision.recipe {recipe}" if recipe else f"quantization {shorten(rules)}"
+        text = f"does not go with {named}, whose weights are quantised once a step, outside of any "
+        text += "graph; use"
+        if training.compile:
+            errors["training.compile"] = f"true {text} compile: false, or no recipe"
+        if training.cuda_graphs != "none":
+            graphs = training.cuda_graphs
+            errors["training.cuda_graphs"] = f"{graphs} {text} cuda_graphs: none, or no recipe"
+        return errors
+
+    def _sharding_errors(self) -> dict[str, str]:
+        """Say what does not go with how parameters are shared out."""
+        own, dtype, optimizer = self.data_parallel, self.training.dtype, self.optimizer
+        errors: dict[str, str] = {}
+        kept = own.shard_dtype or dtype
+        if kept != dtype and _BITS[kept] <= _BITS[dtype]:
+            errors["shard_dtype"] = (
+                f"{kept} does not hold all that training.dtype {dtype} does; use {dtype}, more "
+                "bits, or leave it out"
+            )
+        elif own.shard_dtype not in (None, "bf16") and optimizer.masters == "remainder":
+            errors["shard_dtype"] = (
+                f"{own.shard_dtype} leaves nothing for optimizer.masters remainder to keep; leave "
+                "it out, or use masters full"
+            )
+        if own.offload and optimizer.offload:
+            errors["offload"] = (
+                "true has all that is stepped in the host's memory, of which optimizer.offload "
+                f"{optimizer.offload} would move a share there; leave one of them out"
+            )
+        if own.strategy == "full":
+            errors |= self._full_errors()
+        elif own.prefetch and self.waits_for_whole_parameters:
+            errors["prefetch"] = (
+                f"{own.prefetch} has modules wait for their parameters, which the compiled parts "
+                f"of layers in pipeline.schedule {self.pipeline.schedule} do not; use prefetch 0, "
+                "or compile: false"
+            )
+        return {f"data_parallel.{name}": text for name, text in errors.items()}
+
+    @property
+    def _runs_parts(self) -> bool:
+        """Whether the schedule runs parts of two layers in turn."""
+        return self.pipeline.schedule in ("dualpipe", "dualpipe-v")
+
+    @property
+    def waits_for_whole_parameters(self) -> bool:
+        """Whether forwards can't begin while parameters are on their way.
+
+        Modules of a layer wait for them each, but not in the graph of a part of the layer.
+        """
+        return self.training.compile and self._runs_parts
+
+    def _full_errors(self) -> dict[str, str]:
+        """Say what does not go with parameters that are whole only while a layer runs."""
+        why = (
+            "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
+        )
+        schedule = self.pipeline.schedule
+        if self._runs_parts:
+            return {
+                "strategy": f"full does not go with pipeline.schedule {schedule}, which runs parts "
+                f"of two layers in turn, {why}, or schedule zb-v"
+            }
+        return {}
+
+    def _graph_errors(self) -> dict[str, str]:
+        """Say what can't be captured in CUDA graphs."""
+        if self.training.cuda_graphs == "none":
+            return {}
+        own, why = self.data_parallel, ""
+        if own.strategy in ("full", "optimizer_gradients"):
+            why = f"data_parallel.strategy {own.strategy}, where gradients have no memory that "
+            why += "stays; use strategy none or optimizer"
+        elif own.offload:
+            why = "data_parallel.offload, which has the host wait for gradients; use offload: false"
+        elif own.prefetch:
+            why = f"data_parallel.prefetch {own.prefetch}, as forwards wait for parameters then; "
+            why += "use prefetch 0"
+        elif self.pipeline.schedule in _IN_PARTS:
+            why = f"pipeline.schedule {self.pipeline.schedule}, whose backwards go in parts; use "
+            why += "gpipe, 1f1b, interleaved or bfs"
+        elif self.parallel.cp > 1:
+            why = f"parallel.cp {self.parallel.cp}, whose exchanges the host waits for; use cp 1"
+        if not why:
+            return {}
+        graphs = self.training.cuda_graphs
+        text = f"{graphs} does not go with {why}, or cuda_graphs: none"
+        return {"training.cuda_graphs": text}
+
+    def _evaluation_errors(self) -> dict[str, str]:
+        length, batch = self.training.sequence_length, self.evaluation.micro_batch_size
+        stride = self.evaluation.stride
+        if stride is not None and self.data.objective == "mlm":
+            return {"evaluation.stride": f"{stride}: rows of data.objective mlm do not overlap"}
+        if stride is not None and stride > length:
+            text = f"{stride} is longer than training.sequence_length {length}"
+            return {"evaluation.stride": text}
+        if batch is not None and batch * length > _MAX_TOKENS:
+            text = f"{batch} sequences of {length} tokens are more than {_MAX_TOKENS} tokens"
+            return {"evaluation.micro_batch_size": text}
+        return {}
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks, from whichever section names them."""
+        return self.pipeline.stages or self.parallel.pp

@@ -1,0 +1,1 @@
+"""From a corpus to micro-batches on a device."""

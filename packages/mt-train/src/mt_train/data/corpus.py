@@ -1,0 +1,257 @@
+"""Prepare a run's tokens: train a tokenizer, encode a corpus, open datasets.
+
+Everything a corpus needs is built once into a folder that appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt import RunFolder, latest_checkpoint
+from mt_data import (
+    DEFAULT_SPECIAL,
+    Document,
+    IndexedDataset,
+    Tokenizer,
+    build_corpus,
+    load_tokenizer,
+    read_documents,
+    split_files,
+    standard_library_sources,
+    train_tokenizer,
+)
+from mt_files import FileError, read_json, sync, write_file
+
+from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
+
+_DESCRIPTION = "corpus.json"
+_MAX_BYTES = 1 << 20
+_DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
+
+
+class OtherRankError(Exception):
+    """Another rank failed to prepare the data, and says why.
+
+    Attributes:
+        is_config: Its error is one of the configuration.
+    """
+
+    def __init__(self, *, is_config: bool) -> None:
+        self.is_config = is_config
+        super().__init__("another rank could not prepare the data; its message says why")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Prepared token files of a run.
+
+    Attributes:
+        tokenizer: Path of the tokenizer.json the tokens were made with.
+        train: Prefixes of `.bin/.idx` files.
+        weights: Blend weights, empty when prefixes count by their size.
+        validation: Prefix of the held-out tokens, if any.
+    """
+
+    tokenizer: Path
+    train: tuple[Path, ...]
+    weights: tuple[float, ...]
+    validation: Path | None
+
+    @property
+    def prefixes(self) -> list[Path]:
+        """All prefixes."""
+        return [*self.train, *([] if self.validation is None else [self.validation])]
+
+
+def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = None) -> Corpus:
+    """Find the run's tokens, building them in the run folder when the config names a corpus.
+
+    Call it on one rank and let the others wait; a second call finds what the first one built. A run
+    that has checkpoints and is given another corpus keeps its tokenizer, and the first corpus too.
+
+    Args:
+        loaded: The configuration.
+        out: The run folder.
+        tokenizer: Used instead of training one, where the configuration names none.
+
+    Raises:
+        ConfigError: The run has checkpoints, and its tokens can't be made with these settings.
+    """
+    data = loaded.config.data
+    if data.corpus is None:
+        return Corpus(
+            tokenizer=Path(data.tokenizer or ""),
+            train=tuple(Path(prefix) for prefix in data.train),
+            weights=data.weights,
+            validation=None if data.validation is None else Path(data.validation),
+        )
+    given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
+    description = {"seed": loaded.config.training.seed, **asdict(data)}
+    for name in ("packing", "spans", "objective", "masking"):  # of the samples, not of the tokens
+        del description[name]
+    if data.hidden is not None and given is None:
+        description["special"] = data.hidden.special
+    description = json.loads(json.dumps(description))  # tuples become lists, as when read back
+    folder = out / "data"
+    if _described(folder) != description:
+        if folder.exists() and latest_checkpoint(RunFolder(out).checkpoints) is not None:
+            given = _kept_tokenizer(loaded, folder, description)
+            digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+            folder = out / f"data-{digest[:8]}"
+        if _described(folder) != description:
+            _build(loaded, folder, description, given)
+    return Corpus(
+        tokenizer=folder / "tokenizer.json",
+        train=(folder / "train",),
+        weights=(),
+        validation=folder / "validation",
+    )
+
+
+def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, Any]) -> Path:
+    """Return the tokenizer of the run's first corpus, if another corpus can be made with it."""
+    built = _described(folder)
+    if built is None:
+        raise loaded.error(
+            "data.corpus",
+            f"{folder / _DESCRIPTION} is missing or damaged, so it is not known what the tokens "
+            f"beside it are; restore it, or remove {folder} to build them again",
+        )
+    for name in _DECIDE_TOKENIZER:
+        if built.get(name) != description[name]:
+            raise loaded.error(
+                "training.seed" if name == "seed" else f"data.{name}",
+                f"{folder} belongs to a run with other data settings: {name} was "
+                f"{built.get(name)!r} and is {description[name]!r}; restore it to continue the "
+                "run, or use another --out",
+            )
+    return folder / "tokenizer.json"
+
+
+def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
+    """Read the corpus and hold out a share of its documents.
+
+    Returns:
+        Training documents and held-out documents.
+    """
+    data, seed = loaded.config.data, loaded.config.training.seed
+    if data.corpus is None:
+        raise loaded.error("data.corpus", "missing; there are no documents to split")
+    if data.corpus == STANDARD_LIBRARY:
+        source = standard_library_sources()[: data.max_files]
+        documents = list(read_documents(source))
+    else:
+        documents = list(read_documents(Path(data.corpus), glob=data.glob))
+        documents = documents[: data.max_files]
+    if not documents:
+        raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
+    if len(documents) == 1:
+        return _cut(documents[0], data.validation_fraction)
+    # Documents of one .jsonl file share a path, so the line belongs to the name.
+    names = [f"{document.path}:{document.line or 0}" for document in documents]
+    _, held_out_names = split_files(names, fraction=data.validation_fraction, seed=seed)
+    held_out = {str(name) for name in held_out_names}
+    train, validation = [], []
+    for name, document in zip(names, documents, strict=True):
+        (validation if name in held_out else train).append(document)
+    return train, validation
+
+
+def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+    """Hold out the end of a single text, from a line start on."""
+    text = document.text
+    cut = text.rfind("\n", 0, round(len(text) * (1 - fraction))) + 1
+    cut = cut or round(len(text) * (1 - fraction))
+    return [replace(document, text=text[:cut])], [replace(document, text=text[cut:])]
+
+
+def _described(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder of tokens was built from; None if that can't be read."""
+    try:
+        described = read_json(folder / _DESCRIPTION, limit=_MAX_BYTES, within=folder.parent)
+    except FileError:
+        return None
+    return described if isinstance(described, dict) else None
+
+
+def _build(
+    loaded: LoadedConfig, folder: Path, description: dict[str, Any], given: Path | None
+) -> None:
+    data = loaded.config.data
+    train, held_out = split_corpus(loaded)
+    for stale in folder.parent.glob(".data*.tmp-*"):  # of a build that was killed
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(16)}")
+    scratch.mkdir(parents=True)
+    try:
+        if given is not None:
+            tokenizer = load_tokenizer(given, eod=data.eod)
+        else:
+            texts = (document.text for document in train)
+            hidden = data.hidden
+            special = (*DEFAULT_SPECIAL, *(() if hidden is None else hidden.special))
+            tokenizer = train_tokenizer(texts, data.vocab_size, special, pattern=data.pattern)
+        tokenizer.save(scratch / "tokenizer.json")
+        build_corpus(train, scratch / "train", tokenizer)
+        build_corpus(held_out, scratch / "validation", tokenizer)
+        write_file(scratch / _DESCRIPTION, json.dumps(description))
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sync(folder.parent)
+
+
+def verify_corpus(corpus: Corpus) -> None:
+    """Compare the tokens with the digests that were recorded when they were written.
+
+    Data sets that other tools wrote have none, and are taken as they are.
+
+    Raises:
+        DataFileError: A file has changed; it is named.
+    """
+    for prefix in corpus.prefixes:
+        with IndexedDataset(prefix) as dataset:
+            if dataset.metadata() is not None:
+                dataset.verify(remember=True)
+
+
+def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Refuse tokens that are known to come from another tokenizer.
+
+    Raises:
+        ConfigError: The `.json` beside a token file records another tokenizer's sha256.
+    """
+    for prefix in corpus.prefixes:
+        recorded = (IndexedDataset(prefix).metadata() or {}).get("tokenizer_sha256")
+        if recorded not in (None, tokenizer.sha256):
+            raise loaded.error(
+                "data.tokenizer",
+                f"{prefix}.bin was made with another tokenizer: its sha256 is "
+                f"{str(recorded)[:12]}..., that of this one {tokenizer.sha256[:12]}...; name the "
+                "one it was made with",
+            )
+
+
+def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
+    """Refuse to keep documents apart where it isn't known where they end.
+
+    Raises:
+        ConfigError: Every training set says that it is one document.
+    """
+    if loaded.config.data.packing == "none":
+        return
+    if all(len(IndexedDataset(prefix)) == 1 for prefix in corpus.train):
+        raise loaded.error(
+            "data.packing",
+            f"{loaded.config.data.packing}, but {corpus.train[0]}.idx has all its tokens in one "
+            "document, so there is nothing to keep apart; build the data with its documents, as "
+            "mt-data build does, or use none",
+        )

@@ -1,0 +1,1 @@
+"""Features of a training step, each behind the protocol of `part.py`."""

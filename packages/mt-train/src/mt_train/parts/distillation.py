@@ -1,0 +1,266 @@
+"""A teacher beside the model: its stages on the same ranks, and its scores in the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from mt_ckpt import (
+    CheckpointError,
+    RunFolder,
+    SavedModel,
+    inspect_checkpoint,
+    latest_checkpoint,
+    open_arrays,
+    param_shards,
+)
+from mt_files import FileError, shorten
+from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
+from mt_model import DTYPES, GPT, ModelConfig, MoEConfig, StackConfig, saved_buffers
+from mt_parallel_state import ParallelLayout, ParallelState, WgradStore
+from torch import Tensor
+
+from mt_train.config.loading import LoadedConfig
+from mt_train.config.misfits import layout_misfits
+from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
+from mt_train.config.run_config import RunConfig
+
+LOSS = "distillation"
+
+
+class Distillation:
+    """The teacher of a run; none without `distillation.teacher`.
+
+    Args:
+        config: The run.
+        model: The student.
+        state: This rank's place.
+        microbatches: Of a step.
+
+    Attributes:
+        hidden_size: Numbers that each token has more between stages.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: ModelConfig, state: ParallelState, *, microbatches: int
+    ) -> None:
+        self._section, self._stages, self.hidden_size = config.distillation, [], 0
+        if self._section.teacher is None:
+            return
+        config = _for_teacher(config, model)
+        teacher = read_teacher(self._section.teacher)
+        teacher = replace(teacher, vocab_multiple=model.vocab_multiple, mtp=None)
+        plan = plan_pipeline(
+            config.pipeline,
+            ranks=state.size("pp"),
+            microbatches=microbatches,
+            num_layers=teacher.num_layers,
+        )
+        self.hidden_size = teacher.hidden_size
+        self._stages = _build(plan, teacher, config, state)
+        _fill(self._stages, Path(self._section.teacher), state, model.vocab_multiple)
+
+    def weights(self, of_model: Mapping[str, float]) -> dict[str, float]:
+        """Return the weights of all losses, from those of the model."""
+        if not self._stages:
+            return dict(of_model)
+        return {**of_model, "lm": self._section.lm_weight, LOSS: self._section.weight}
+
+    def counts(self, of_model: Mapping[str, str]) -> dict[str, str]:
+        """Return by what each loss is divided."""
+        return {**of_model, LOSS: of_model["lm"]} if self._stages else dict(of_model)
+
+    def around(
+        self, runs: Sequence[Callable[..., Any]], stages: Sequence[GPT]
+    ) -> list[Callable[..., Any]]:
+        """Return what the pipeline calls: each stage with the teacher's beside it."""
+        if not self._stages:
+            return [*runs]
+        beside = zip(runs, stages, self._stages, strict=True)
+        heat = self._section.temperature
+        return [TaughtStage(*each, temperature=heat) for each in beside]
+
+    def lines(self) -> Iterator[str]:
+        """Say once who teaches."""
+        if self._section.teacher is not None:
+            yield f"distillation from {self._section.teacher}"
+
+
+class TaughtStage:
+    """A stage and the teacher's: between stages a token has the numbers of both.
+
+    Args:
+        run: Calls the student's stage.
+        stage: That stage.
+        teacher: The teacher's.
+        temperature: Of the scores.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], stage: GPT, teacher: GPT, *, temperature: float
+    ) -> None:
+        self._run, self._stage, self._teacher = run, stage, teacher
+        self._temperature = temperature
+
+    @property
+    def wgrad_store(self) -> WgradStore:
+        """The student's; see `mt_pipeline.DefersWeightGradients`."""
+        return self._stage.wgrad_store
+
+    def __call__(self, x: Tensor | None, batch: Mapping[str, Any]) -> Any:
+        """Run both; the last stage returns losses, others the numbers of both."""
+        own, theirs, teacher = None, None, self._teacher
+        if x is not None:
+            sizes = self._stage.config.hidden_size, teacher.config.hidden_size
+            own, theirs = (part.contiguous() for part in x.split(sizes, -1))
+        with torch.no_grad():
+            begun, shared = teacher.begin(theirs, batch)
+            theirs, _ = teacher.run_layers(begun, shared)
+            if teacher.has_head:
+                batch = {**batch, "teaching": teacher.teach(theirs, self._temperature)}
+        out = self._run(own, batch)
+        if teacher.has_head:
+            return out
+        y, losses = out if isinstance(out, tuple) else (out, None)
+        both = torch.cat([y, theirs], -1)
+        return both if losses is None else (both, losses)
+
+
+def read_teacher(folder: str | Path) -> ModelConfig:
+    """Return the model in a run folder, a step folder, or a folder of Hugging Face.
+
+    Raises:
+        ExchangeError: It is none of these, or no language model.
+        CheckpointError: The checkpoint is damaged.
+        FileError: A file can't be read.
+    """
+    path = _checkpoint(Path(folder))
+    if path is None:
+        config: StackConfig = read_description(folder).config
+    else:
+        model = inspect_checkpoint(path).metadata_as(SavedModel).model
+        config = StackConfig.from_dict(model)
+    if not isinstance(config, ModelConfig) or config.encoder_layers or config.images:
+        raise ExchangeError(f"{folder} is no model of text alone; name one that predicts tokens")
+    return config
+
+
+def _fill(stages: Sequence[GPT], folder: Path, state: ParallelState, vocab_multiple: int) -> None:
+    """Give stages the weights in a folder; each rank reads its own part."""
+    path = _checkpoint(folder)
+    if path is None:
+        found = open_pretrained(folder).padded(vocab_multiple)
+        for stage in stages:
+            _fill_pretrained(stage, found, state)
+        return
+    with open_arrays(path) as arrays:
+        for stage in stages:
+            own, buffers = dict(stage.named_parameters()), saved_buffers([stage])
+            for named, layout, rank in (
+                (own, state.layout, state.rank),
+                (buffers, ParallelLayout(), 0),  # whole on every rank
+            ):
+                how = {"prefix": RunFolder.WEIGHTS, "params": named}
+                for shard in param_shards(named.items(), layout, rank, **how):
+                    arrays.fill(shard)
+
+
+def _fill_pretrained(stage: GPT, found: Pretrained, state: ParallelState) -> None:
+    give = found.initializer(state)
+    for name, param in stage.named_parameters():
+        give(name, param)
+    for name, buffer in saved_buffers([stage]).items():
+        found.fill(name, buffer)
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    """Return the step directory to read; None for a folder of Hugging Face."""
+    if (folder / "zarr.json").is_file():
+        return folder
+    root = RunFolder(folder).checkpoints
+    return latest_checkpoint(root) if root.is_dir() else None
+
+
+def _build(
+    plan: PipelinePlan, teacher: ModelConfig, config: RunConfig, state: ParallelState
+) -> list[GPT]:
+    """Build the teacher's stages on this rank, in the order of the schedule."""
+    schedule, parallel = plan.schedule, config.parallel
+    stages = [
+        cast(
+            "GPT",
+            teacher.build(
+                state,
+                layers=plan.layers[number % schedule.depth],
+                device=state.device,
+                dtype=DTYPES[config.training.dtype],
+                sequence_parallel=parallel.sequence_parallel,
+                context_algorithm=parallel.cp_algorithm,
+                context_inner_size=parallel.cp_inner,
+                kernels=config.model.kernels,
+                seed=None,
+            ),
+        )
+        for number in schedule.stages_of(state.index("pp"))
+    ]
+    for stage in stages:
+        stage.requires_grad_(requires_grad=False).eval()
+    return stages
+
+
+def _for_teacher(config: RunConfig, model: ModelConfig) -> RunConfig:
+    """Return the run as the teacher's layers are dealt: evenly, where it has other layers."""
+    teacher = read_teacher(config.distillation.teacher or "")
+    if teacher.num_layers == model.num_layers:
+        return config
+    return replace(config, pipeline=replace(config.pipeline, layout=None))
+
+
+def check_distillation(loaded: LoadedConfig, model: ModelConfig) -> None:
+    """Check that a teacher knows the student's tokens and sequences.
+
+    Raises:
+        ConfigError: It does not, or can't be read.
+    """
+    folder = loaded.config.distillation.teacher
+    if folder is None:
+        return
+    field, shown = "distillation.teacher", shorten(folder, 200)
+    if model.encoder_layers:
+        raise loaded.error(field, "is for decoders, and the model has an encoder; leave it out")
+    try:
+        teacher = read_teacher(folder)
+    except (CheckpointError, ExchangeError, FileError) as error:
+        raise loaded.error(field, str(error)) from error
+    if teacher.vocab_size != model.vocab_size:
+        text = f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use a "
+        text += f"teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
+        raise loaded.error(field, text)
+    length = loaded.config.training.sequence_length
+    if length > teacher.max_sequence_length:
+        text = f"{shown} reads {teacher.max_sequence_length} tokens, and training.sequence_length "
+        raise loaded.error(field, f"{text}is {length}; make it shorter, or use another teacher")
+    if _checkpoint(Path(folder)) is not None and teacher.vocab_rows != model.vocab_rows:
+        text = f"{shown} has a head of {teacher.vocab_rows} rows, and the model one of "
+        text += f"{model.vocab_rows}; set model.vocab_multiple={teacher.vocab_multiple}"
+        raise loaded.error(field, text)
+
+
+def check_teacher_layout(loaded: LoadedConfig, model: ModelConfig, layout: ParallelLayout) -> None:
+    """Check that a teacher can be laid out as the student is.
+
+    Raises:
+        ConfigError: It can't.
+    """
+    folder = loaded.config.distillation.teacher
+    if folder is None:
+        return
+    teacher = replace(read_teacher(folder), mtp=None)
+    if not any(isinstance(layer.feed_forward, MoEConfig) for layer in teacher.layers):
+        layout = replace(layout, ep=1, etp=1)  # which the student's experts have for themselves
+    for field, text in layout_misfits(_for_teacher(loaded.config, model), teacher, layout):
+        what = f"{shorten(folder, 200)} does not fit the layout ({field}): {text}"
+        raise loaded.error("distillation.teacher", what)

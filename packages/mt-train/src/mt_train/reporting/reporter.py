@@ -1,0 +1,97 @@
+"""What a run tells, and where: metrics.jsonl, TensorBoard and the console."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mt_parallel_state import StopSignals
+
+from mt_train.reporting.board import Board
+from mt_train.reporting.console import Console, printable
+from mt_train.reporting.metrics import MetricsFile, Record, other_losses
+
+
+class Reporter:
+    """Tells what happens in a run; on all ranks but the first it tells nothing.
+
+    A console or a log that can't be written any more does not end the run: it is left out, the run
+    is asked to stop, and so saves first. What is said after that goes to stderr.
+
+    Args:
+        stop: Asked to stop the run.
+        console: What a person sees.
+        logs: What keeps every record, by name.
+    """
+
+    def __init__(
+        self,
+        stop: StopSignals,
+        console: Console | None = None,
+        logs: Mapping[str, MetricsFile | Board] | None = None,
+    ) -> None:
+        self._stop, self._console = stop, console or Console()
+        self._logs = dict(logs or {})
+
+    def step(self, record: Record) -> None:
+        """Tell of a training step."""
+        self._keep(record)
+        self._show(lambda: self._console.step(record))
+
+    def evaluation(self, record: Record) -> None:
+        """Tell of an evaluation."""
+        self._keep(record)
+        others = "".join(f"{n} {value:.4g}, " for n, value in other_losses(record, "val_"))
+        bits = record.get("bits_per_byte")
+        others += "" if bits is None else f"{bits:.4f} bits per byte, "
+        loss = f"loss {record['val_loss']:.4f}, {others}".removesuffix(", ")
+        self.say(f"held out at step {record['step']}: {loss}")
+
+    def say(self, text: str) -> None:
+        """Tell a sentence."""
+        if not self._show(lambda: self._console.say(text)):
+            self._console.say(text)  # the same words, where they can still be read
+
+    def say_of_rank(self, rank: int, text: str) -> None:
+        """Tell a sentence about one rank, on any rank; those behind the first one use stderr."""
+        if rank == 0:
+            self.say(text)
+        else:
+            _Stderr().say(f"rank {rank}: {text}")
+
+    def sync(self) -> None:
+        """Wait until the logs are on the disk."""
+        for name, log in list(self._logs.items()):
+            self._try(name, log.sync)
+
+    def _keep(self, record: Record) -> None:
+        for name, log in list(self._logs.items()):
+            self._try(name, lambda log=log: log.write(record))
+
+    def _try(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OSError as error:
+            del self._logs[name]
+            self._stop.request(f"a log that can't be written ({name}: {error.strerror or error})")
+
+    def _show(self, action: Callable[[], Any]) -> bool:
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._stop.request(f"a console that can't be written ({reason})")
+            self._console = _Stderr()
+            return False
+        return True
+
+
+class _Stderr(Console):
+    """The last resort: sentences only."""
+
+    def say(self, text: str) -> None:
+        """Print a sentence on stderr, if anybody reads it."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(printable(text, sys.stderr) + "\n")

@@ -1,0 +1,1 @@
+"""A whole run: start, checkpoints and end."""

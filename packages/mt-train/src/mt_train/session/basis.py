@@ -1,0 +1,162 @@
+"""What a run is made of beside its configuration, made once and found by every rank."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_ckpt import RunFolder, clean
+from mt_data import Tokenizer, load_tokenizer
+from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
+from mt_hf import ExchangeError, find_family, read_description
+from mt_model import ModelConfig
+from mt_parallel_state import DistributedEnv, ParallelState
+
+from mt_train.agreement import summed
+from mt_train.config.loading import LoadedConfig
+from mt_train.data.corpus import (
+    Corpus,
+    OtherRankError,
+    check_packing,
+    check_tokenizer,
+    prepare_corpus,
+    verify_corpus,
+)
+from mt_train.parts.distillation import check_distillation
+from mt_train.parts.precision import check_precision
+from mt_train.parts.quantization import check_quantization
+from mt_train.problem import ConfigError
+from mt_train.session.starting import Start, check_start, find_start
+from mt_train.training.optimization import check_overrides
+
+_TOKENIZER_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What a run is made of beside its configuration.
+
+    Attributes:
+        corpus: Its tokens.
+        start: Where it begins.
+        tokenizer: The one of its tokens.
+        model: The layer list, for that tokenizer's vocabulary.
+    """
+
+    corpus: Corpus
+    start: Start
+    tokenizer: Tokenizer
+    model: ModelConfig
+
+
+def prepare_on_all_ranks(
+    loaded: LoadedConfig,
+    out: Path,
+    state: ParallelState,
+    env: DistributedEnv,
+    stack: ExitStack,
+    held: ExitStack,
+) -> Basis:
+    """Take the run folder and make the tokens on rank 0, and where nodes share no disk on each.
+
+    Rank 0 says which checkpoint of another run all start from, as that run may be saving more.
+
+    Args:
+        loaded: The configuration.
+        out: The run's folder.
+        state: This rank's place in the layout.
+        env: Its place in the job.
+        stack: Keeps the folder this process's own.
+        held: Keeps that checkpoint.
+
+    Raises:
+        OtherRankError: It failed on another rank, which raised the error itself.
+    """
+    basis: Basis | None = None
+    step: int | None = None
+    for first, works in ((True, env.rank == 0), (False, env.rank != 0 and env.local_rank == 0)):
+        error: Exception | None = None
+        if works:
+            try:
+                if first:
+                    _take_folder(out, stack)
+                basis = _prepare_folder(loaded, out, held, step)
+            except Exception as caught:  # noqa: BLE001 - raised once the others were told
+                error = caught
+        is_config = isinstance(error, ConfigError)
+        saved = basis.start.saved if basis is not None and env.rank == 0 else None
+        chosen = 0 if saved is None else saved.step
+        failed, of_config, chosen = summed(state, error is not None, is_config, chosen)
+        if error is not None:
+            raise error
+        if failed:
+            raise OtherRankError(is_config=of_config > 0)
+        step = int(chosen)
+    if basis is not None:
+        return basis
+    start = find_start(loaded, out, held, step=step)
+    return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start)
+
+
+def _take_folder(out: Path, stack: ExitStack) -> None:
+    """Make the run folder this process's own before anything in it changes."""
+    out.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(FolderLock(out, purpose="training"))
+    remove_temporaries(out)
+    clean(RunFolder(out).checkpoints)
+
+
+def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int | None) -> Basis:
+    """Make the tokens and check what the run starts from; then keep the tokenizer in the folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    start = find_start(loaded, out, held, step=step)
+    corpus = prepare_corpus(loaded, out, tokenizer=start.tokenizer)
+    verify_corpus(corpus)
+    basis = _checked(loaded, corpus, start)
+    _keep_description(loaded, RunFolder(out))
+    tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
+    kept = RunFolder(out).tokenizer
+    if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
+        write_file(kept, tokenizer)
+    return basis
+
+
+def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
+    """Check that data, model and start go together."""
+    tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
+    check_tokenizer(loaded, corpus, tokenizer)
+    check_packing(loaded, corpus)
+    model = loaded.model(tokenizer.vocab_size)
+    check_overrides(loaded, model)
+    check_precision(loaded, model)
+    check_quantization(loaded, model)
+    check_distillation(loaded, model)
+    _check_export(loaded, model, start)
+    check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
+    return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)
+
+
+def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start) -> None:
+    """Refuse an export at the end that can't be, before anything is trained."""
+    export = loaded.config.export
+    if export.hugging_face is None or start.progress.step >= loaded.config.training.steps:
+        return
+    folder, family = Path(export.hugging_face), export.family
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text = f"{folder} exists; name a folder that does not, or is empty"
+        raise loaded.error("export.hugging_face", text)
+    if family is None and loaded.config.model.from_ is not None:
+        family = read_description(loaded.config.model.from_).family.name
+    try:
+        find_family(model, family)
+    except ExchangeError as error:
+        raise loaded.error("export.family", str(error)) from error
+
+
+def _keep_description(loaded: LoadedConfig, run: RunFolder) -> None:
+    """Keep what stands beside the weights that a model is from, for an export."""
+    folder = loaded.config.model.from_
+    if folder is not None and not run.hugging_face.is_dir():
+        run.hugging_face.mkdir()
+        read_description(folder).copy_to(run.hugging_face)

@@ -1,0 +1,429 @@
+"""One run from a checked configuration to a trained, evaluated, saved model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_ckpt import RunFolder, SavedTokenizer
+from mt_data import (
+    BatchSampler,
+    GPTDataset,
+    IndexedDataset,
+    SequentialWindows,
+    Tokenizer,
+    count_text_bytes,
+)
+from mt_files import (
+    FileError,
+    to_plain,
+    write_file,
+)
+from mt_hf import export_checkpoint
+from mt_model import DTYPES, ModelConfig, keep_freed_memory
+from mt_parallel_state import (
+    CheckMode,
+    DistributedEnv,
+    ParallelState,
+    StopSignals,
+    joined,
+    stop_signals,
+)
+
+from mt_train.agreement import summed
+from mt_train.config.loading import LoadedConfig, to_yaml
+from mt_train.config.run_config import RunConfig
+from mt_train.data.corpus import Corpus
+from mt_train.data.datasets import dataset_of
+from mt_train.data.mixture import MixedRows, MixedSamples, sources_of
+from mt_train.parts import activations, graphs
+from mt_train.parts.distillation import check_teacher_layout
+from mt_train.reporting.board import Board
+from mt_train.reporting.console import make_console
+from mt_train.reporting.history import record_part
+from mt_train.reporting.metrics import MetricsFile, Record, read_metrics
+from mt_train.reporting.plot import draw_loss
+from mt_train.reporting.reporter import Reporter
+from mt_train.session import saving
+from mt_train.session.basis import Basis, prepare_on_all_ranks
+from mt_train.session.saved import SavedRun
+from mt_train.training.chosen_kernels import kernel_lines
+from mt_train.training.evaluation import HeldOut, evaluate
+from mt_train.training.trainer import NonFiniteLossError, Step, Trainer
+
+_EVALUATED = (
+    "validation",
+    "packing",
+    "spans",
+    "objective",
+    "masking",
+)  # what an evaluation depends on of the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run, or a part of it, ended.
+
+    Attributes:
+        step: Completed steps.
+        stopped: It was asked to stop, has saved, and the same command continues it.
+        evaluation: The record of the last evaluation; None when it was stopped or there is no
+            held-out data.
+    """
+
+    step: int
+    stopped: bool
+    evaluation: Record | None
+
+
+def run(
+    loaded: LoadedConfig,
+    env: DistributedEnv,
+    out: Path,
+    *,
+    on_event: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Train on this rank until the run is done or asked to stop.
+
+    Args:
+        loaded: The checked configuration.
+        env: This process's place in the job.
+        out: The run folder; an earlier part of the same run in it is continued.
+        on_event: Called with the name of each point reached.
+
+    Raises:
+        ConfigError: The configuration does not fit the processes, the data or the run in `out`.
+        ResumeError: The checkpoint to start from is of another run.
+        LockedError: Another process trains in `out`.
+        NonFiniteLossError: Training diverged.
+    """
+    layout = loaded.layout(env.world_size)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        stop.exit_code = os.EX_TEMPFAIL  # the same command starts or continues it
+        if env.rank == 0:
+            stop.note = "no step was trained; what was saved before is as it was"
+            stop.answer = "stopping after this step, and saving; once more ends it at once"
+        device = stack.enter_context(joined(env))
+        if device.type == "cpu":
+            keep_freed_memory()  # this is a program: its activations are as large every step
+        timeout = loaded.config.parallel.check_timeout
+        check = None if timeout is None else CheckMode(timeout=timeout)
+        state = stack.enter_context(
+            ParallelState(layout, rank=env.rank, device=device, check=check)
+        )
+        with ExitStack() as held:
+            basis = prepare_on_all_ranks(loaded, out, state, env, stack, held)
+            session = _Session(loaded, out, state, basis, stop, on_event)
+        summed(state, 0)  # while they wait for each other, a signal still ends all ranks at once
+        with stop.deferred():
+            summed(state, 0)  # and none says that it trains before all of them answer one by saving
+            return session.go(stack)
+
+
+class _Session:
+    """The parts of one run on one rank."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        out: Path,
+        state: ParallelState,
+        basis: Basis,
+        stop: StopSignals,
+        on_event: Callable[[str], None] | None,
+    ) -> None:
+        config = loaded.config
+        self.config, self.out, self.state, self.stop = config, out, state, stop
+        self.start, corpus = basis.start, basis.corpus
+        tokenizer, model = basis.tokenizer, basis.model
+        self.tokenizer = tokenizer
+        loaded.check_layout(model, state.layout)
+        check_teacher_layout(loaded, model, state.layout)
+        training, start = config.training, self.start.progress
+        datasets = [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]
+        mixture = self.start.mixture(sources_of(datasets, corpus.weights))
+        steps_left = max(0, training.steps - start.step)
+        num_samples = start.samples + steps_left * training.global_batch_size
+        sampler = BatchSampler(
+            (MixedSamples if isinstance(datasets[0], GPTDataset) else MixedRows)(
+                datasets, mixture, num_samples=num_samples
+            ),
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=state.index("dp"),
+            dp_size=state.size("dp"),
+            vocab_size=tokenizer.vocab_size if config.data.spans is None else model.vocab_size,
+            offset=start.samples - start.step * training.global_batch_size,
+        )
+        self.trainer = Trainer(config, model, state, sampler=sampler, stop=stop, on_event=on_event)
+        self.held_out = _held_out(config, corpus, tokenizer, model)
+        self.saved = SavedRun(
+            step=start.step,
+            elapsed=start.elapsed,
+            consumed_samples=start.samples,
+            skipped_steps=start.skipped,
+            loss_scale=None,  # the trainer's, once there is one to save
+            data=mixture,
+            tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
+            model=model.to_dict(),
+            config=to_plain(config),
+        )
+        if self.start.path is not None:
+            only = self.start.weights_only
+            saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)
+        elif self.start.pretrained is not None:
+            multiple = model.vocab_multiple
+            saving.fill_pretrained(self.trainer, self.start.pretrained, vocab_multiple=multiple)
+        self._last_save = 0.0
+
+    def go(self, stack: ExitStack) -> Outcome:
+        """Train to the end; rank 0 also reports."""
+        trainer = self.trainer
+        if trainer.finished and not self._evaluation_is_missing():
+            return self._already_finished()
+        stack.callback(trainer.close)
+        reporter = self._open_reporter(stack)
+        self._announce(reporter)
+        saved_step = trainer.progress.step if self.start.own else None
+        self._note_saved(self.start.path if self.start.own else None)
+        evaluation: Record | None = None
+        stopped = False
+        while not trainer.finished and not stopped:
+            step = self._train_step()
+            stopped = step.stop
+            reporter.step(step.record)
+            self._say_found(reporter, step.record)
+            self._say_reasons(reporter)
+            number = trainer.progress.step
+            between = _is_due(self.config.evaluation.every, number) and not trainer.finished
+            if between and not stopped and self.held_out is not None:
+                stopped = self._evaluate(self.held_out, reporter) is None
+            if step.save or _is_due(self.config.checkpoint.every_steps, number):
+                self._save(reporter)
+                saved_step = number
+        if saved_step != trainer.progress.step:
+            self._save(reporter)
+        if not stopped and self.held_out is not None:
+            evaluation = self._evaluate(self.held_out, reporter)
+            stopped = evaluation is None
+        if self.state.rank == 0:
+            self._draw(reporter)
+        if not stopped:
+            self._export(reporter)
+        if stopped:
+            who = self.stop.reason or "a signal to another rank"
+            reporter.say(
+                f"stopped by {who} after step {trainer.progress.step}, saved; "
+                "the same command continues"
+            )
+        return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _say_reasons(self, reporter: Reporter) -> None:
+        """Say why something is not captured, on whichever rank that is."""
+        for reason in self.trainer.reasons:
+            reporter.say_of_rank(self.state.rank, f"cuda_graphs: {reason}")
+        self.trainer.reasons.clear()
+
+    def _export(self, reporter: Reporter) -> None:
+        """Write the last checkpoint for other programs, on the first rank; the others wait."""
+        export = self.config.export
+        if export.hugging_face is None:
+            return
+        if self.state.rank == 0:
+            dtype = DTYPES[export.dtype or self.config.training.dtype]
+            is_told = export.dtype is None and RunFolder(self.out).hugging_face.is_dir()
+            export_checkpoint(
+                self.out,
+                export.hugging_face,
+                family=export.family,
+                dtype=None if is_told else dtype,
+            )
+            reporter.say(f"exported {export.hugging_face}")
+        summed(self.state, 0)
+
+    def _draw(self, reporter: Reporter) -> None:
+        try:
+            draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+        except FileError as error:  # a full disk, say; the training is saved all the same
+            reporter.say(f"the losses are not drawn: {error}")
+
+    def _train_step(self) -> Step:
+        trainer, path = self.trainer, self.start.path
+        try:
+            return trainer.train_step(save=self._is_save_due())
+        except NonFiniteLossError as error:
+            if path is None or trainer.progress != self.start.progress:
+                raise
+            way_back = saving.way_back(trainer, path)  # the learning rate is not at fault yet
+            raise NonFiniteLossError(
+                f"{error}. It was the first step from {path}; if other settings do not help, "
+                f"go back further: {way_back}"
+            ) from error
+
+    def _is_save_due(self) -> bool:
+        """Tell on rank 0, whose clock counts, whether the time from save to save is over."""
+        seconds = self.config.checkpoint.every_seconds
+        if seconds is None or self.state.rank != 0:
+            return False
+        return time.monotonic() - self._last_save >= seconds
+
+    def _recorded_evaluation(self) -> Record | None:
+        """Return the evaluation of the step the run is at, if it was as it would be now."""
+        saved = self.start.saved
+        if saved is None or not self.start.own:
+            return None
+        now = to_plain(self.config)
+        same = saved.config.get("evaluation") == now["evaluation"]
+        before = {"objective": "clm", **saved.config["data"]}
+        of_data = [before.get(name) == now["data"][name] for name in _EVALUATED]
+        if not same or not all(of_data):
+            return None
+        found = None
+        for record in read_metrics(self.out / "metrics.jsonl"):
+            if record["step"] == saved.step and "val_loss" in record:
+                found = record
+        return found
+
+    def _evaluation_is_missing(self) -> bool:
+        """Tell whether a finished run still has something to do; every rank calls it."""
+        missing = False
+        if self.state.rank == 0:
+            missing = self.held_out is not None and self._recorded_evaluation() is None
+        return summed(self.state, missing)[0] > 0
+
+    def _already_finished(self) -> Outcome:
+        step, steps = self.trainer.progress.step, self.config.training.steps
+        evaluation = None
+        if self.state.rank == 0:
+            evaluation = self._recorded_evaluation()
+            with make_console(total_steps=steps, every=1) as console:
+                Reporter(self.stop, console).say(
+                    f"finished: {self.out} is at step {step} and training.steps is {steps}; "
+                    "nothing was changed. More steps continue it"
+                )
+        return Outcome(step=step, stopped=False, evaluation=evaluation)
+
+    def _open_reporter(self, stack: ExitStack) -> Reporter:
+        if self.state.rank != 0:
+            return Reporter(self.stop)
+        config, step = self.config, self.trainer.progress.step
+        if not self.trainer.finished:  # else this configuration trains nothing
+            origin = None if self.start.own else self.start.path
+            record_part(
+                self.out / "history.jsonl",
+                step,
+                to_plain(config),
+                None if origin is None else str(origin),
+            )
+            write_file(self.out / "config.yaml", to_yaml(config))
+        metrics = MetricsFile(
+            self.out / "metrics.jsonl", resume_step=step, evaluates_again=self.trainer.finished
+        )
+        stack.callback(_close_quietly, metrics)
+        logs: dict[str, MetricsFile | Board] = {"metrics.jsonl": metrics}
+        if config.logging.tensorboard:
+            board = Board(self.out / "tensorboard", resume_step=step)
+            stack.callback(_close_quietly, board)
+            logs["tensorboard"] = board
+        console = make_console(total_steps=config.training.steps, every=config.logging.every)
+        reporter = Reporter(self.stop, stack.enter_context(console), logs)
+        if metrics.damaged:
+            lines = ", ".join(str(number) for number in metrics.damaged[:10])
+            reporter.say(
+                f"metrics.jsonl was damaged in {len(metrics.damaged)} lines (first {lines}); they "
+                "are kept in metrics.damaged"
+            )
+        return reporter
+
+    def _say_found(self, reporter: Reporter, record: Record) -> None:
+        """Say what a step found beside its losses."""
+        for text in (activations.describe(record), graphs.describe(record)):
+            if text is not None:
+                reporter.say(text)
+        if "skipped" in record:
+            reporter.say(f"skipped {record['skipped']}")
+
+    def _announce(self, reporter: Reporter) -> None:
+        layout = self.state.layout
+        parameters = self.trainer.count_parameters()
+        reporter.say(
+            f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
+            f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
+        )
+        compiled = self.config.training.compile
+        for line in kernel_lines(self.trainer.stages, self.state, compiled=compiled):
+            reporter.say(line)
+        for line in self.trainer.precision.lines():
+            reporter.say(line)
+        for line in self.trainer.quantization.lines():
+            reporter.say(line)
+        for line in self.trainer.distillation.lines():
+            reporter.say(line)
+        captured = self.trainer.captured is not None
+        for line in graphs.graph_lines(self.config.training, self.state.device, step=captured):
+            reporter.say(line)
+        for line in self.start.describe(self.config, self.tokenizer.sha256):
+            reporter.say(line)
+        if self.trainer.finished:
+            reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
+
+    def _evaluate(self, held_out: HeldOut, reporter: Reporter) -> Record | None:
+        record = evaluate(self.trainer, held_out)
+        if record is not None:
+            reporter.evaluation(record)
+        return record
+
+    def _save(self, reporter: Reporter) -> None:
+        reporter.sync()  # what is on record of a step is never younger than its checkpoint
+        path = saving.save(self.trainer, RunFolder(self.out).checkpoints, self.saved)
+        self._note_saved(path)
+        reporter.say(f"saved {path}")
+
+    def _note_saved(self, path: Path | None) -> None:
+        """Remember the newest checkpoint, for the clock and for a second signal."""
+        self._last_save = time.monotonic()
+        if self.state.rank == 0:
+            self.stop.note = "ended at once; " + (
+                "nothing is saved" if path is None else f"{path} is the last that is saved"
+            )
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _close_quietly(log: MetricsFile | Board) -> None:
+    """Close a log; if it can't be written, the run has said so already."""
+    with contextlib.suppress(OSError):
+        log.close()
+
+
+def _held_out(
+    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, model: ModelConfig
+) -> HeldOut | None:
+    if corpus.validation is None:
+        return None
+    evaluation, training = config.evaluation, config.training
+    dataset = dataset_of(config, corpus.validation, tokenizer, model)
+    if not isinstance(dataset, GPTDataset):
+        return HeldOut(
+            windows=dataset,
+            num_bytes=None,
+            micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
+            max_windows=evaluation.max_windows,
+        )
+    indexed = IndexedDataset(corpus.validation)
+    return HeldOut(
+        windows=SequentialWindows(
+            indexed, training.sequence_length, evaluation.stride, start_id=tokenizer.eod_id
+        ),
+        num_bytes=count_text_bytes(indexed, tokenizer),
+        micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
+        max_windows=evaluation.max_windows,
+    )

@@ -1,0 +1,119 @@
+"""What a checkpoint of mt-train says of its run, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpoint
+from mt_files import Checks, UserError, to_plain
+from mt_optim import ScaleState
+
+from mt_train.data.mixture import Mixture
+from mt_train.training.progress import Progress
+
+Saved = TypeVar("Saved", SavedModel, "SavedRun")
+_SECTIONS = ("model", "data", "training")
+
+
+class ResumeError(UserError):
+    """A checkpoint does not belong to this configuration, or not to mt-train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """The metadata of a checkpoint.
+
+    The random numbers have no state of their own: each is a function of the seed in `config`, a
+    name and a global index.
+
+    Attributes:
+        step: Completed steps.
+        elapsed: Seconds spent in training steps.
+        consumed_samples: Samples trained on.
+        skipped_steps: Steps that changed no weight.
+        loss_scale: Where the scale of the loss is; null where it is not scaled.
+        data: What the run drew its samples from.
+        tokenizer: Of the data.
+        model: The model, as `ModelConfig.to_dict` gives it.
+        config: The configuration, as JSON values.
+    """
+
+    step: int
+    elapsed: float
+    consumed_samples: int
+    skipped_steps: int
+    loss_scale: ScaleState | None
+    data: Mixture
+    tokenizer: SavedTokenizer
+    model: Mapping[str, Any]
+    config: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(0, "step", "elapsed", "consumed_samples", "skipped_steps")
+        if not checks.errors:
+            if self.data.start > self.consumed_samples:
+                checks.add("data", f"starts after consumed_samples {self.consumed_samples}")
+            if self.skipped_steps > self.step:
+                checks.add("skipped_steps", f"are more than step {self.step}")
+            for name in _SECTIONS:
+                if name not in self.config:
+                    checks.add("config", f"lacks {name}")
+        checks.done()
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run was."""
+        return Progress(
+            step=self.step,
+            samples=self.consumed_samples,
+            elapsed=self.elapsed,
+            skipped=self.skipped_steps,
+        )
+
+    def at(self, progress: Progress, loss_scale: ScaleState | None) -> SavedRun:
+        """Return the same run at another point."""
+        return replace(
+            self,
+            step=progress.step,
+            elapsed=progress.elapsed,
+            consumed_samples=progress.samples,
+            skipped_steps=progress.skipped,
+            loss_scale=loss_scale,
+        )
+
+    def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `read_saved` reads, with the layout that saves it for the record."""
+        return {**to_plain(self), "layout": dict(layout)}
+
+
+def read_saved(path: Path) -> SavedRun:
+    """Read and check the metadata of a step folder.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+        ResumeError: The checkpoint is not of mt-train, or its metadata contradicts itself.
+    """
+    return _read(path, SavedRun)
+
+
+def read_imported(path: Path) -> SavedModel | None:
+    """Read the metadata of weights that were imported, and trained by no run; None for a run's.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+        ResumeError: The metadata contradicts itself.
+    """
+    is_run = "config" in inspect_checkpoint(path).metadata
+    return None if is_run else _read(path, SavedModel)
+
+
+def _read(path: Path, kind: type[Saved]) -> Saved:
+    manifest = inspect_checkpoint(path)
+    try:
+        return manifest.metadata_as(kind)
+    except CheckpointError as error:
+        raise ResumeError(f"{path}: {error}") from error

@@ -1,0 +1,258 @@
+"""Checkpoints of a run: tensors out of a trainer, and into it on any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from mt_ckpt import (
+    CheckpointError,
+    RunFolder,
+    TensorShard,
+    inspect_checkpoint,
+    load_checkpoint,
+    param_shards,
+    save_checkpoint,
+)
+from mt_hf import open_pretrained
+from mt_model import saved_buffers
+from mt_parallel_state import PartitionSpec, shard_param, sharding_of
+from torch.nn import Parameter
+
+from mt_train.agreement import WORLD, summed
+from mt_train.session.saved import ResumeError, SavedRun
+from mt_train.training.trainer import NonFiniteLossError, Trainer
+
+
+def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
+    """Save the whole training state after a step; every rank calls it.
+
+    Args:
+        trainer: Its weights and moments.
+        root: Folder of the run's checkpoints.
+        saved: The metadata; its progress is taken from the trainer.
+
+    Raises:
+        NonFiniteLossError: A weight or a moment is not finite; nothing is saved.
+        CheckpointError: Saving failed; what was saved before is as it was.
+    """
+    if not _is_finite(trainer):
+        raise NonFiniteLossError(
+            f"after step {trainer.progress.step} some weights are not finite, so it is not saved, "
+            f"and what is saved is as before; lower optimizer.lr, lengthen optimizer.warmup or "
+            "lower training.grad_clip, then run the same command again"
+        )
+    scaler = trainer.optimizer.scaler
+    now = saved.at(trainer.progress, None if scaler is None else scaler.state)
+    return save_checkpoint(
+        root,
+        trainer.progress.step,
+        _to_write(trainer),
+        now.metadata(dataclasses.asdict(trainer.state.layout)),
+        group=trainer.state.group(WORLD),
+        keep=trainer.config.checkpoint.kept,
+        on_event=trainer.on_event,
+    )
+
+
+def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: bool) -> None:
+    """Fill a trainer from a checkpoint written on any layout; every rank calls it.
+
+    Args:
+        trainer: Gets the weights, and the moments, the progress and the loss scale with them.
+        path: The checkpoint.
+        saved: Its metadata, which weights alone do without.
+        weights_only: Leave optimizer and progress as new.
+
+    Raises:
+        ResumeError: The weights are not finite; the message says which older step is sound.
+        CheckpointError: The checkpoint is damaged, or lacks tensors.
+    """
+    _load(trainer, path, weights_only=weights_only)
+    if not _is_finite(trainer):
+        raise ResumeError(
+            f"{path}: its weights are not all finite, so training can't go on from them; "
+            + way_back(trainer, path)
+        )
+    if not weights_only and saved is not None:
+        trainer.optimizer.step_count = saved.progress.updates
+        trainer.progress = saved.progress
+        if trainer.optimizer.scaler is not None and saved.loss_scale is not None:
+            trainer.optimizer.scaler.restore(saved.loss_scale)
+
+
+def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> None:
+    """Fill a trainer with the weights of a Hugging Face folder; every rank reads its own part.
+
+    Args:
+        trainer: Gets the weights; optimizer and progress stay as new.
+        folder: The folder.
+        vocab_multiple: Of the trainer's model.
+
+    Raises:
+        ExchangeError: Tensors are missing, not expected or of another shape, or a file is damaged.
+        ResumeError: The weights are not finite.
+    """
+    found = open_pretrained(folder).padded(vocab_multiple)
+    tensors = _tensors(trainer, moments=False)
+    tensors.pop(RunFolder.EMA, None)
+    for shard in _to_fill(trainer, tensors) + _buffer_shards(trainer):
+        name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
+        found.fill(name, shard.tensor, shard.offsets)
+    _take_weights(trainer, tensors[RunFolder.WEIGHTS])
+    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
+    trainer.optimizer.sync_params()
+    trainer.quantization.forget_weights()
+    if not _is_finite(trainer):
+        raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
+
+
+def way_back(trainer: Trainer, path: Path) -> str:
+    """Say how to go on from an older step than `path`, the newest that is sound.
+
+    It reads older steps into the trainer, which is of no use after that; every rank calls it.
+    """
+    older = sorted((p for p in path.parent.glob("step_*") if p.name < path.name), reverse=True)
+    for step in older:
+        try:
+            _load(trainer, step, weights_only=False)
+        except CheckpointError:
+            continue
+        if _is_finite(trainer):
+            return (
+                f"{step.name} is the newest older step whose weights are: write its name into "
+                f"{step.parent / 'latest'}, or start in another --out with checkpoint.load={step}"
+            )
+    return "there is no older step to go back to; start anew in another --out"
+
+
+def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
+    inner, tensors = trainer.optimizer.inner, _tensors(trainer, moments=not weights_only)
+    has_ema = any(name.startswith(f"{RunFolder.EMA}/") for name in inspect_checkpoint(path).arrays)
+    continues_ema = inner.ema is not None and has_ema and not weights_only
+    if not continues_ema:
+        tensors.pop(RunFolder.EMA, None)
+    ignored = [RunFolder.OPTIMIZER] if weights_only else []
+    ignored += [] if continues_ema else [RunFolder.EMA]
+    scaling = [] if weights_only else _saved_scaling(trainer, path)
+    ignored.append(RunFolder.SCALING)  # layers that are no longer quantised have no use for it
+    load_checkpoint(
+        path,
+        _to_fill(trainer, tensors) + _buffer_shards(trainer) + scaling,
+        group=trainer.state.group(WORLD),
+        ignore=tuple(f"{prefix}/" for prefix in ignored),
+        cast=weights_only,
+    )
+    _take_weights(trainer, tensors[RunFolder.WEIGHTS], restart_ema=not continues_ema)
+    for key in () if weights_only else inner.moment_keys:
+        for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
+            inner.set_moment(name, key, tensor)  # some formats came as copies
+    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
+    trainer.optimizer.sync_params()
+    trainer.quantization.forget_weights()
+
+
+def _saved_scaling(trainer: Trainer, path: Path) -> list[TensorShard]:
+    """List the state of delayed scaling to load: nothing where a layer's was not saved like it."""
+    wanted, found = _scaling_shards(trainer), inspect_checkpoint(path).arrays
+    others = [s for s in wanted if s.name not in found or found[s.name].shape != s.global_shape]
+    return [] if summed(trainer.state, len(others))[0] else wanted
+
+
+def _take_weights(
+    trainer: Trainer, weights: Mapping[str, torch.Tensor], *, restart_ema: bool = True
+) -> None:
+    inner = trainer.optimizer.inner
+    for name, tensor in weights.items():
+        inner.set_master(name, tensor)  # where remainders are kept it came as a copy
+    if inner.ema is not None and restart_ema:
+        inner.ema.restart()
+
+
+def _is_finite(trainer: Trainer) -> bool:
+    return summed(trainer.state, len(trainer.optimizer.non_finite()))[0] == 0
+
+
+def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """List the fp32 (fp64) weights that this rank steps, and the moments, by prefix and name."""
+    inner, names = trainer.optimizer.inner, [piece.name for piece in trainer.optimizer.pieces]
+    tensors = {RunFolder.WEIGHTS: {name: inner.master(name) for name in names}}
+    if inner.ema is not None:
+        tensors[RunFolder.EMA] = {name: inner.ema.value(name) for name in names}
+    for key in inner.moment_keys if moments else ():
+        held = [name for name in names if key in inner.moments(name)]
+        tensors[f"{RunFolder.OPTIMIZER}/{key}"] = {name: inner.moment(name, key) for name in held}
+    return tensors
+
+
+def _to_write(trainer: Trainer) -> list[TensorShard]:
+    """List what is saved, in model space; what is stepped in ranges comes together first."""
+    peers = {
+        piece.name: [peer - trainer.state.offset for peer in piece.peers]
+        for piece in trainer.optimizer.pieces
+    }
+    shards: list[TensorShard] = []
+    for prefix, tensors in _tensors(trainer, moments=True).items():
+        whole = trainer.buffer.assemble(tensors).items()
+        shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
+    shards += _buffer_shards(trainer)
+    return shards + _factor_shards(trainer, peers=peers) + _scaling_shards(trainer)
+
+
+def _buffer_shards(trainer: Trainer) -> list[TensorShard]:
+    """List what a model keeps beside parameters."""
+    layout, rank = trainer.state.layout, trainer.state.rank
+    found = saved_buffers(trainer.stages)
+    return param_shards(found.items(), layout, rank, prefix=RunFolder.WEIGHTS, params=found)
+
+
+def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
+    """List what the rule keeps in shapes of its own, which each rank has for whole parameters."""
+    params = dict(trainer.named_parameters)
+    shards: list[TensorShard] = []
+    for name in [piece.name for piece in trainer.optimizer.pieces]:
+        is_copy = sharding_of(params[name]).is_copy
+        for key, factor in trainer.optimizer.inner.factors(name).items():
+            record = shard_param(cast("Parameter", factor), PartitionSpec(), is_copy=is_copy)
+            shards += param_shards(
+                [(name, factor)],
+                trainer.state.layout,
+                trainer.state.rank,
+                prefix=f"{RunFolder.OPTIMIZER}/{key}",
+                params={name: record},
+                **options,
+            )
+    return shards
+
+
+def _scaling_shards(trainer: Trainer) -> list[TensorShard]:
+    """List the state of delayed scaling, which all ranks that have a layer have in common."""
+    layout, rank = trainer.state.layout, trainer.state.rank
+    found = trainer.precision.state_tensors()
+    return param_shards(found.items(), layout, rank, prefix=RunFolder.SCALING, params=found)
+
+
+def _to_fill(
+    trainer: Trainer, tensors_of: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[TensorShard]:
+    """List what is loaded: the ranges that this rank steps, as boxes in model space."""
+    ranges = {
+        piece.name: (piece.start, piece.end)
+        for piece in trainer.optimizer.pieces
+        if not piece.is_whole
+    }
+    shards: list[TensorShard] = []
+    for prefix, tensors in tensors_of.items():
+        shards += _param_shards(trainer, tensors.items(), prefix=prefix, ranges=ranges)
+    has_moments = any(prefix.startswith(RunFolder.OPTIMIZER) for prefix in tensors_of)
+    return shards + (_factor_shards(trainer) if has_moments else [])
+
+
+def _param_shards(
+    trainer: Trainer, named: Iterable[tuple[str, torch.Tensor]], **options: Any
+) -> list[TensorShard]:
+    params = dict(trainer.named_parameters)
+    return param_shards(named, trainer.state.layout, trainer.state.rank, params=params, **options)

@@ -1,0 +1,166 @@
+"""What a run starts from: nothing, its own last checkpoint, or another run's."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
+from mt_files import to_plain
+
+from mt_train.config.loading import LoadedConfig
+from mt_train.config.run_config import RunConfig
+from mt_train.data.mixture import Mixture
+from mt_train.reporting.history import changes
+from mt_train.session.saved import ResumeError, SavedRun, read_imported, read_saved
+from mt_train.training.progress import Progress
+
+# What may differ between two parts of a run: everything but the model, the tokenizer and these.
+_FIXED = ("seed", "sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        path: The checkpoint; None for a new run.
+        saved: Its metadata.
+        own: Whether it is the run's own.
+        weights_only: Whether only the model is taken from it.
+        imported: The metadata of a checkpoint that is of no run.
+        pretrained: The Hugging Face folder whose weights a new run starts with.
+    """
+
+    path: Path | None = None
+    saved: SavedRun | None = None
+    own: bool = False
+    weights_only: bool = False
+    imported: SavedModel | None = None
+    pretrained: Path | None = None
+
+    @property
+    def continued(self) -> SavedRun | None:
+        """The checkpoint whose run goes on; None for a new run, whatever its weights are."""
+        return None if self.weights_only else self.saved
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return Progress() if self.continued is None else self.continued.progress
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer of another run, for data that are made for its weights."""
+        if self.path is None or self.own:
+            return None
+        path = RunFolder.of(self.path).tokenizer
+        return path if path.is_file() else None
+
+    def mixture(self, sources: tuple[Any, ...]) -> Mixture:
+        """Return what the run draws from, from here on."""
+        if self.continued is None:
+            return Mixture(sources=sources)
+        return self.continued.data.continued(sources, self.progress.samples)
+
+    def describe(self, config: RunConfig, tokenizer: str) -> list[str]:
+        """Say in one line each where the run starts and what is different from here on.
+
+        Args:
+            config: The configuration from here on.
+            tokenizer: The SHA-256 of the tokenizer.
+        """
+        if self.pretrained is not None or self.imported is not None:
+            return [f"starting with the weights of {self.pretrained or self.path}"]
+        if self.saved is None:
+            return []
+        differ = changes(self.saved.config, to_plain(config))
+        if self.weights_only:
+            differ = [line for line in differ if line.startswith("model.")]
+            if self.saved.tokenizer.sha256 != tokenizer:
+                differ.append("another tokenizer than the weights were trained with")
+            return [f"starting with the weights of {self.path}", *(f"  {d}" for d in differ)]
+        return [
+            f"continuing from {self.path}",
+            *(f"  from step {self.saved.step + 1} on: {line}" for line in differ),
+        ]
+
+
+def find_start(
+    loaded: LoadedConfig, out: Path, held: ExitStack, *, step: int | None = None
+) -> Start:
+    """Find the checkpoint that a run starts from, and read its metadata.
+
+    Args:
+        loaded: The configuration.
+        out: The run's folder, which is this process's own.
+        held: Keeps a checkpoint of another run, which may still save and remove, until it closes.
+        step: Which of that run's checkpoints; None for the last one.
+
+    Raises:
+        ConfigError: `checkpoint.load` names none.
+        ResumeError: Its metadata is not what mt-train writes.
+        CheckpointError: It is damaged.
+    """
+    own = latest_checkpoint(RunFolder(out).checkpoints)
+    if own is not None:
+        return Start(path=own, saved=read_saved(own), own=True)
+    checkpoint = loaded.config.checkpoint
+    if checkpoint.load is None:
+        folder = loaded.config.model.from_
+        return Start(pretrained=None if folder is None else Path(folder))
+    folder = Path(checkpoint.load)
+    is_step = (folder / "zarr.json").is_file()
+    root = folder if is_step else RunFolder(folder).checkpoints
+    if not is_step and latest_checkpoint(root) is None:
+        raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
+    path = held.enter_context(hold_checkpoint(root, None if is_step else step))
+    only = checkpoint.load_mode == "weights"
+    imported = read_imported(path) if only else None
+    saved = read_saved(path) if imported is None else None
+    return Start(path=path, saved=saved, weights_only=only, imported=imported)
+
+
+def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], tokenizer: str) -> None:
+    """Check that a run can go on with this configuration where another part of it ended.
+
+    Args:
+        start: What it starts from.
+        config: The configuration from here on.
+        model: The model, as `ModelConfig.to_dict` gives it.
+        tokenizer: The SHA-256 of the tokenizer.
+
+    Raises:
+        ResumeError: It can't; all reasons are listed, with the way out.
+    """
+    saved = start.continued
+    if saved is None:
+        return
+    before, now = saved.config, to_plain(config)
+    differences = []
+    if dict(saved.model) != model:
+        lines = changes({"model": before["model"]}, {"model": now["model"]})
+        differences += lines or ["model: another architecture"]
+    if saved.tokenizer.sha256 != tokenizer:
+        differences.append(
+            f"data.tokenizer: sha256 {saved.tokenizer.sha256[:12]}... -> {tokenizer[:12]}...; ids "
+            "would mean other text"
+        )
+    then, current = before["training"], now["training"]
+    for name in _FIXED:
+        if then.get(name) != current[name]:
+            differences.append(f"training.{name}: saved with {then.get(name)}, now {current[name]}")
+    if (then.get("dtype") == "fp64") != (current["dtype"] == "fp64"):
+        differences.append(
+            f"training.dtype: saved with {then.get('dtype')}, now {current['dtype']}; "
+            "fp32, bf16 and fp16 have fp32 master weights, fp64 has fp64 ones"
+        )
+    if differences:
+        raise ResumeError(
+            f"{start.path} can't be continued with these differences:\n  "
+            + "\n  ".join(differences)
+            + "\nRestore them to continue it, or take its weights alone into a new run: another "
+            f"--out, checkpoint.load={start.path} and checkpoint.load_mode=weights"
+        )

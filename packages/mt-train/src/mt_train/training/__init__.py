@@ -1,0 +1,1 @@
+"""The training step, its schedule and its evaluation."""

@@ -1,0 +1,107 @@
+"""Held-out loss and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import cast
+
+import numpy as np
+from mt_data import MicroBatch, SequentialWindows
+from numpy.typing import NDArray
+
+from mt_train.agreement import summed
+from mt_train.data.loader import on_host, to_device
+from mt_train.data.mixture import Made
+from mt_train.reporting.metrics import Record
+from mt_train.training.losses import loss_record, totals
+from mt_train.training.trainer import Trainer
+
+# Micro-batches per stage between two looks at a stop request, and on the device at once.
+_CHUNK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Held-out tokens as evaluation windows.
+
+    Attributes:
+        windows: Every token once as a label; or texts with spans cut out or tokens hidden.
+        num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
+        micro_batch_size: Rows per forward pass.
+        max_windows: Use the first windows only; None for all.
+    """
+
+    windows: SequentialWindows | Made
+    num_bytes: int | None
+    micro_batch_size: int
+    max_windows: int | None
+
+
+def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
+    """Evaluate on all data-parallel ranks together.
+
+    Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
+    does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion. There
+    is none where only some of the text is written, as of spans.
+
+    Returns:
+        `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
+        `val_<name>_loss`, equal on all ranks; None when a rank was asked to stop before the end.
+    """
+    state, windows = trainer.state, held_out.windows
+    count = min(len(windows), held_out.max_windows or len(windows))
+    batches = windows.batches(
+        min(held_out.micro_batch_size, -(-count // state.size("dp"))),  # no rows of nothing
+        dp_rank=state.index("dp"),
+        dp_size=state.size("dp"),
+        limit=held_out.max_windows,
+        rows=trainer.rows,
+    )
+    weights = trainer.loss_weights
+    names = [*weights, *trainer.counts]
+    sums = [0.0] * len(names)
+    trainer.train(training=False)
+    try:
+        while chunk := list(islice(batches, _CHUNK * state.size("pp"))):
+            trainer.on_event("evaluate.chunk")
+            if trainer.stop_requested():
+                return None
+            if len(weights) > 1:
+                chunk = [_without_filling(batch) for batch in chunk]
+            on_device = to_device(on_host(chunk, state.device), state.device)
+            outputs = trainer.executor.evaluate(on_device)
+            inner = trainer.executor.inner_losses.items()
+            both = [*enumerate(outputs), *((index, losses) for (index, _), losses in inner)]
+            # Each rank has what its own stages return; tensor-parallel ranks have the same.
+            if state.index("tp") == 0:
+                real = [losses for index, losses in both if _rows(chunk[index]).any()]
+                added = totals(real, names, state.device).tolist()
+                sums = [a + b for a, b in zip(sums, added, strict=True)]
+    finally:
+        trainer.train(training=True)
+    found = dict(zip(names, summed(state, *sums), strict=True))
+    means = {name: found[name] / max(found[trainer.loss_counts[name]], 1) for name in weights}
+    record = {"step": trainer.progress.step, **loss_record(means, weights, "val_")}
+    if held_out.num_bytes is not None and isinstance(windows, SequentialWindows):
+        num_bytes = held_out.num_bytes * found["tokens"] / windows.num_labels
+        record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)
+    return record
+
+
+def _rows(batch: MicroBatch) -> NDArray[np.bool_]:
+    """Tell which rows are windows; the others only fill batches up, without labels."""
+    return batch["sample_ids"] >= 0
+
+
+def _without_filling(batch: MicroBatch) -> MicroBatch:
+    """Leave out the rows that fill a batch up: losses of layers are of all tokens.
+
+    One of nothing else stays, as ranks may run layers together; its losses do not count.
+    """
+    rows = _rows(batch)
+    if rows.all() or not rows.any():
+        return batch
+    arrays = cast("dict[str, NDArray[np.int64]]", batch)
+    return cast("MicroBatch", {name: array[rows] for name, array in arrays.items()})

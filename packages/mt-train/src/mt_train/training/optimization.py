@@ -1,0 +1,126 @@
+"""The optimizer of a run, from its section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from mt_files import did_you_mean, shorten, to_plain
+from mt_model import ModelConfig
+from mt_optim import (
+    GroupOverride,
+    LossScale,
+    NormGroup,
+    OptimizerConfig,
+    Orthogonalization,
+    build_optimizer,
+    is_hidden_matrix,
+    mup_overrides,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
+
+from mt_train.config.loading import LoadedConfig
+from mt_train.config.optimizer_section import OptimizerSection
+from mt_train.config.run_config import RunConfig
+
+_OF_MATRICES = ("muon", "adaptive_muon", "soap")
+_ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has
+
+
+def optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """Return what mt-optim builds the run's optimizer of.
+
+    A run in fp64 also makes matrices orthogonal in fp64, so that it shows that the layout changes
+    nothing; the others do that in bf16.
+    """
+    section = config.optimizer
+    spectral = section.muon_scale == "spectral"
+    return OptimizerConfig(
+        name=section.name,
+        lr=section.lr,
+        weight_decay=section.weight_decay,
+        betas=None if section.name == "sgd" else section.betas,
+        eps=section.eps,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        orthogonalization=Orthogonalization(
+            coefficients=section.muon_coefficients,
+            scale=section.muon_scale,
+            extra_scale=_ADAMW_SIZE if spectral else 1.0,
+            tp=section.muon_tp,
+            dtype=torch.float64 if config.training.dtype == "fp64" else torch.bfloat16,
+        ),
+        soap_frequency=section.soap_frequency,
+        soap_max_dim=section.soap_max_dim,
+        moments_dtype=section.moments_dtype,
+        masters=section.masters,
+        offload=section.offload,
+        offload_dir=section.offload_dir,
+        ema=section.ema,
+        overrides=_overrides(section),
+        loss_scale=loss_scale(section),
+        max_norm=config.training.grad_clip,
+        norm_groups=tuple(
+            NormGroup(names=group.names, max_norm=group.max_norm) for group in section.norm_groups
+        ),
+        max_value=section.max_value,
+        skip_above=section.skip_above,
+        count_zeros=config.logging.zeros,
+        statistics="layer" if config.logging.gradients else None,
+    )
+
+
+def loss_scale(section: OptimizerSection) -> LossScale | None:
+    """Return how the loss is scaled; None where it is not."""
+    if section.loss_scale != "dynamic":
+        return LossScale.of(section.loss_scale)
+    given: dict[str, Any] = {
+        "initial": section.initial_loss_scale,
+        "minimum": section.min_loss_scale,
+        "growth_interval": section.loss_scale_window,
+        "hysteresis": section.hysteresis,
+    }
+    return LossScale(**{key: value for key, value in given.items() if value is not None})
+
+
+def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
+    """Return the overrides of the configuration, and those of a wider model."""
+    given = [GroupOverride(**to_plain(entry)) for entry in section.overrides]
+    if section.width_multiplier != 1:
+        given += mup_overrides(section.width_multiplier, is_hidden_matrix, name=section.name)
+    return tuple(given)
+
+
+def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
+    """Check that each override and norm group is of some parameter, and none contradict.
+
+    Every rank finds the same, whatever part of the model it has.
+
+    Raises:
+        ConfigError: One is of none, or two contradict each other.
+    """
+    section = loaded.config.optimizer
+    globs = {"overrides": section.overrides, "norm_groups": section.norm_groups}
+    if not any(globs.values()):
+        return
+    state = ParallelState(ParallelLayout())
+    whole = model.build(state, device="meta", seed=None)
+    names = [name for name, _ in whole.named_parameters()]
+    for key, entries in globs.items():
+        for index, entry in enumerate(entries):
+            if not any(fnmatchcase(name, entry.names) for name in names):
+                text = f"{shorten(entry.names)} is the name of no parameter"
+                hint = did_you_mean(entry.names, names) or f"There are {', '.join(names[:8])} ..."
+                raise loaded.error(f"optimizer.{key}[{index}].names", f"{text}. {hint}")
+    try:
+        build_optimizer(whole, optimizer_config(loaded.config), state)
+    except ValueError as error:
+        key = "norm_groups" if "norm groups" in str(error) else "overrides"
+        raise loaded.error(f"optimizer.{key}", str(error)) from error
+
+
+def kept_whole(config: RunConfig) -> Callable[[str, torch.Tensor], bool] | None:
+    """Return which parameters one data-parallel rank has to step whole; None for any."""
+    return is_hidden_matrix if config.optimizer.name in _OF_MATRICES else None
