@@ -13,15 +13,14 @@ from mt_quant import (
     Statistics,
     WeightFormat,
     awq,
-    awq_scale,
-    find_grid,
     output_error,
-    round_to_grid,
     rtn,
     smoothquant,
-    smoothquant_scale,
     svdquant,
 )
+from mt_quant.formats.grid import find_grid, round_to_grid
+from mt_quant.methods.awq import awq_scale
+from mt_quant.methods.smoothquant import smoothquant_scale
 from torch import Tensor
 
 FORMATS = ["int4-g16", "int4-g16-asym", "int4-channel", "int8", "int4-tensor", "mxfp4", "nvfp4"]

@@ -11,9 +11,9 @@ from mt_quant import (
     QuantizationError,
     Rule,
     quantize_weight,
-    round_activation,
     training_obstacle,
 )
+from mt_quant.formats.activation import round_activation
 from torch import nn
 
 

@@ -11,13 +11,12 @@ from mt_quant import (
     QuantizationError,
     Statistics,
     WeightFormat,
-    encode,
-    find_grid,
     gptq,
     output_error,
-    round_to_grid,
     rtn,
 )
+from mt_quant.formats.grid import find_grid, round_to_grid
+from mt_quant.formats.weight import encode
 from torch import Tensor
 
 FORMATS = ["int4-g16", "int4-g16-asym", "int4-channel", "int8", "int4-tensor", "int8-tensor-asym"]

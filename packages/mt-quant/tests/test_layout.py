@@ -14,13 +14,12 @@ from mt_quant import (
     StoredLinear,
     WeightFormat,
     compressed_state,
-    describe_compressed,
     install,
     join_rows,
     quantize,
     quantize_weight,
-    write_compressed,
 )
+from mt_quant.checkpoints.compressed import describe_compressed, write_compressed
 from torch import nn
 
 OUT, IN = 16, 64

@@ -8,19 +8,20 @@ import mt_fp8
 import pytest
 import torch
 import torch.nn.functional as F
+from mt_kernels import Selector
 from mt_quant import (
-    MATMULS,
     InputFormat,
     LinearShape,
     QuantizationConfig,
     QuantizationError,
     QuantizedLinear,
-    QuantizedMatrix,
     Rule,
     quantize,
     quantize_weight,
 )
+from mt_quant.formats.weight import QuantizedMatrix
 from mt_quant.layers.linear import tensors_of
+from mt_quant.layers.matmul import MATMULS
 from torch import nn
 
 
@@ -85,10 +86,10 @@ def test_every_kernel_that_serves_gives_the_same_product() -> None:
     ):
         layer = _quantized(name, input=input, dtype=torch.bfloat16)[0]
         x = torch.randn(2, 64, dtype=torch.bfloat16)
-        layer.kernel = "reference"
+        layer.selector = Selector(MATMULS, "reference")
         expected, served = layer(x), 0
-        for kernel in MATMULS:
-            layer.kernel = kernel.name
+        for kernel in MATMULS.candidates:
+            layer.selector = Selector(MATMULS, kernel.name)
             try:
                 y = layer(x)
             except ValueError as error:

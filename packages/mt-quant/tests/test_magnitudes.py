@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from mt_quant import (
-    RANGES,
     CalibrationError,
     KVCalibrator,
     Magnitudes,
     QuantizationError,
     find_range,
 )
+from mt_quant.calibration.magnitudes import RANGES
 from torch import Tensor
 
 

@@ -15,8 +15,8 @@ from mt_quant import (
     choose_formats,
     measure_costs,
     quantize,
-    weight_bits,
 )
+from mt_quant.models.sensitivity import weight_bits
 from torch import Tensor, nn
 
 SMALL, MIDDLE, LARGE = "int4-g64", "int4-g16", "int8"

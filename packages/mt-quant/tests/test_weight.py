@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from mt_quant import (
     QuantizationError,
     WeightFormat,
-    encode,
-    find_grid,
     quantize_weight,
-    round_to_grid,
 )
+from mt_quant.formats.grid import find_grid, round_to_grid
+from mt_quant.formats.weight import encode
 
 FLOATS = ("fp8", "fp8-tensor", "fp8-g32", "mxfp8", "mxfp4", "nvfp4")
 NAMES = (

@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
+from mt_kernels import AUTO, Selector
 from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from mt_quant.error import QuantizationError
 from mt_quant.formats.activation import round_activation
 from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight
-from mt_quant.layers.matmul import AUTO, Matmul, Operands, matmul_for
+from mt_quant.layers.matmul import MATMULS, Operands, Product
 from mt_quant.layers.shape import LinearShape
 
 _STEPS = {"input_step": "11", "output_step": "11"}
@@ -70,14 +71,14 @@ class QuantizedLinear(nn.Module):
         kernel: str = AUTO,
     ) -> None:
         super().__init__()
-        self.shape, self.format, self.kernel = shape, format, kernel
+        self.shape, self.format = shape, format
+        self.selector = Selector(MATMULS, kernel)
         self.input, self.output = input, output
         for name in (*CODES, "bias"):
             self.register_parameter(name, None)
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
-        self._prepared: dict[str, tuple[Tensor, ...]] = {}
+        self._prepared: dict[Product, tuple[Tensor, ...]] = {}
         self._matrix: QuantizedMatrix | None = None
-        self._last: tuple[object, Matmul] | None = None
         self._versions: tuple[object, ...] = ()
 
     @classmethod
@@ -217,21 +218,12 @@ class QuantizedLinear(nn.Module):
         return y
 
     def _product(self, operands: Operands) -> Tensor:
-        chosen = self._chosen(operands)
-        if chosen.name not in self._prepared:
-            self._prepared[chosen.name] = chosen.prepare(operands.weight)
-        operands.prepared = self._prepared[chosen.name]
-        return chosen.run(operands)
-
-    def _chosen(self, operands: Operands) -> Matmul:
-        """Return the way for an input, which is that of the last one like it."""
-        if torch.compiler.is_compiling():
-            return matmul_for(self.kernel, operands)
-        x = operands.x
-        key = self.kernel, len(x), x.dtype, x.device
-        if self._last is None or self._last[0] != key:
-            self._last = key, matmul_for(self.kernel, operands)
-        return self._last[1]
+        x, weight, rows = operands.x, operands.weight, len(operands.x)
+        product = self.selector.function(x, weight, self.input, key=rows)
+        if product not in self._prepared:
+            self._prepared[product] = product.prepare(weight)
+        operands.prepared = self._prepared[product]
+        return product.run(operands)
 
     def _round_output(self, y: Tensor, format: InputFormat) -> Tensor:
         group = self.shape.group if self.shape.split == "outputs" else None
@@ -254,10 +246,10 @@ class QuantizedLinear(nn.Module):
 
     def _forget(self) -> None:
         """Drop the views and packed weights that products read."""
-        self._prepared, self._matrix, self._last = {}, None, None
+        self._prepared, self._matrix = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_prepared": {}, "_matrix": None, "_last": None}
+        return vars(self) | {"_prepared": {}, "_matrix": None}
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - all passed on
         self, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -281,7 +273,7 @@ class QuantizedLinear(nn.Module):
         return (
             f"outputs={shape.outputs}, inputs={shape.inputs}, split={shape.split}, "
             f"weight={self.format}, input={self.input}, output={self.output}, "
-            f"bias={self.bias is not None}, kernel={self.kernel!r}"
+            f"bias={self.bias is not None}, kernel={self.selector.name!r}"
         )
 
 
