@@ -211,8 +211,9 @@ def test_a_list_of_layers_with_repeats_is_the_model(tmp_path: Path) -> None:
     model = loaded.model(300)
     assert [layer.feed_forward is None for layer in model.layers] == [False, False, True]
     assert model.layers[0] == model.layers[1]
-    path.write_text(to_yaml(loaded.resolved()))
-    assert load_config(path).model(300) == model
+    for config in (loaded.config, loaded.resolved()):
+        path.write_text(to_yaml(config))
+        assert load_config(path).model(300) == model
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mt_files import (
     FieldError,
     FieldProblem,
     FileError,
+    PlainText,
     bind,
     shorten,
     to_plain,
@@ -402,4 +403,16 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
 
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False)
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text whose type its field decides as it was written, without quotes."""
+
+
+def _as_written(dumper: yaml.SafeDumper, text: PlainText) -> yaml.ScalarNode:
+    tag = dumper.resolve(yaml.ScalarNode, str(text), (True, False))
+    return dumper.represent_scalar(tag, str(text))
+
+
+_Dumper.add_representer(PlainText, _as_written)
