@@ -125,7 +125,6 @@ def trained(most: int, seed: int, **factors: tuple[Any, ...]) -> list[Row]:
 
 
 ROWS = trained(4, seed=8)
-LARGE = [row for seed in range(20) for row in trained(8, seed)]
 FOUR_REPLICAS = trained(8, seed=4, **{"parallel.dp": (4,)})
 REFUSED = pairwise(FACTORS, allowed=lambda row: sensible(row) and bool(reasons(row)), seed=8)
 
@@ -238,7 +237,9 @@ def test_every_pair_of_settings_trains_like_one_process(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("row", LARGE, ids=label)
+@pytest.mark.campaign_rows(
+    "row", lambda: [row for seed in range(20) for row in trained(8, seed)], ids=label
+)
 def test_many_combinations_train_like_one_process(
     row, tiny, references, ranks, tmp_path, losses, weights
 ) -> None:

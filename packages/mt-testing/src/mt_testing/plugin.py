@@ -1,4 +1,4 @@
-"""The pytest plugin: fixture `ranks`. Imports neither torch nor anything heavy."""
+"""The pytest plugin: fixture `ranks`, mark `campaign_rows`. Imports nothing heavy, nor torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type="args",
         default=[],
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark `campaign_rows`."""
+    text = "campaign_rows(names, rows): parametrize with rows(), called if campaigns are selected"
+    config.addinivalue_line("markers", text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make the rows of a campaign when it is selected: large grids take seconds to draw."""
+    mark = metafunc.definition.get_closest_marker("campaign_rows")
+    if mark is None:
+        return
+    names, rows = mark.args
+    left_out = "not campaign" in metafunc.config.option.markexpr
+    count = len(names.split(","))
+    # One row in place of all, which is deselected with them.
+    row = pytest.param(*[None] * count, id="not-drawn", marks=pytest.mark.campaign)
+    metafunc.parametrize(names, [row] if left_out else rows(), ids=mark.kwargs.get("ids"))
 
 
 @pytest.fixture(scope="session")
