@@ -151,6 +151,7 @@ def _training() -> dict[str, Call]:
 
 def _layers() -> dict[str, Call]:
     import mt_context_parallel as cp
+    import mt_fusions as fusions
     import mt_tensor_parallel as tp
     import torch
 
@@ -165,7 +166,10 @@ def _layers() -> dict[str, Call]:
             {"vocab_size": 16, "hidden_size": 4, "group": None},
         ),
         "linear_cross_entropy": (tp.linear_cross_entropy, loss),
-        "LossOptions": (tp.LossOptions, {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 16}),
+        "LossOptions": (
+            fusions.LossOptions,
+            {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 16},
+        ),
         "add_lora": (
             tp.add_lora,
             {"module": torch.nn.Sequential(tp.ColumnParallelLinear(4, 4)), "rank": 2},

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from environment import environment
+from mt_fusions import cross_entropy
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     linear_cross_entropy,
-    vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ def pairs(options: argparse.Namespace, device: torch.device) -> dict[str, tuple[
         "MLP": (lambda: row(F.silu(column(x))), lambda: down(F.silu(up(x)))),
         "embedding": (lambda: table(ids), lambda: plain(ids)),
         "cross entropy": (
-            lambda: vocab_parallel_cross_entropy(logits, labels),
+            lambda: cross_entropy(logits, labels, reduction="none"),
             lambda: F.cross_entropy(logits.float(), labels, reduction="none"),
         ),
         "linear + cross entropy": (
@@ -85,7 +85,7 @@ def liger_pairs(inputs: tuple[Tensor, ...]) -> dict[str, tuple[Step, Step]]:
     # Liger writes the gradient into the logits, so each call gets its own copy, and so does ours.
     return {
         "cross entropy / liger": (
-            lambda: vocab_parallel_cross_entropy(logits.clone(), labels).sum(),
+            lambda: cross_entropy(logits.clone(), labels, reduction="sum", in_place=True),
             lambda: plain(logits.clone(), labels),
         ),
         "linear + cross entropy / liger": (

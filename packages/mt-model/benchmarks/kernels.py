@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from mt_fusions import LossOptions
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
 from mt_model.block.norm import RMSNorm, rms_norm
@@ -21,9 +22,10 @@ from mt_model.block.residual import RESIDUAL_KERNELS, added, normed
 from mt_model.kernels.activation import gated
 from mt_model.kernels.bias_gelu import activate_with
 from mt_model.kernels.choice import kernel_for
+from mt_model.kernels.loss import loss_kernel
 from mt_model.rope.config import RopeConfig, Rotary
 from mt_model.rope.rotary import rotary_table, rotate
-from mt_tensor_parallel import LossOptions, linear_cross_entropy
+from mt_tensor_parallel import linear_cross_entropy
 from mt_testing import environment, quartiles, shown, take_turns, write_report
 from torch import Tensor, nn
 
@@ -72,7 +74,8 @@ def turned(qkv: Tensor, *, interleaved: bool, kernel: str) -> tuple[Tensor, ...]
 
 def loss(hidden: Tensor, head: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
     labels = torch.arange(len(hidden)) % len(head)
-    return (linear_cross_entropy(hidden, head, labels, options=LossOptions(kernel=kernel)),)
+    options = LossOptions(kernel=loss_kernel(kernel, hidden))
+    return (linear_cross_entropy(hidden, head, labels, options=options),)
 
 
 def works(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict[str, tuple]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from mt_fusions import LossOptions
 from mt_parallel_state import (
     WgradStore,
     all_gather,
@@ -19,7 +20,6 @@ from mt_parallel_state import (
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     Gemm,
-    LossOptions,
     RowParallelLinear,
     TorchGemm,
     choose_gemms,
@@ -128,9 +128,9 @@ class Net(nn.Module):
         else:
             h = copy_to_group(h, self.group)
         return linear_cross_entropy(
-            h.flatten(0, 1),
+            h,
             self.head.weight,
-            labels.flatten(),
+            labels,
             options=LossOptions(block_size=5),
             group=self.group,
             gemm=self.head.gemm,

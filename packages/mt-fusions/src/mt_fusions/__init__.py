@@ -7,14 +7,14 @@ from mt_fusions.activations.gated import geglu, quick_geglu, squared_relu, swigl
 from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
 from mt_fusions.attention.masked_softmax import masked_softmax
 from mt_fusions.attention.rope import apply_rope
-from mt_fusions.cross_entropy import cross_entropy
 from mt_fusions.graphs.autograd_graph import AutogradGraph
 from mt_fusions.graphs.graph import Graph
 from mt_fusions.graphs.graph_pool import GraphPool
 from mt_fusions.graphs.tape import GraphError
 from mt_fusions.kernels import fused_kernel
-from mt_fusions.linear_cross_entropy import linear_cross_entropy
-from mt_fusions.loss import LossOptions
+from mt_fusions.losses.cross_entropy import LOSS_KERNELS, cross_entropy
+from mt_fusions.losses.logit_loss import LogitLoss, TokenLosses
+from mt_fusions.losses.terms import IGNORE_INDEX, LossOptions
 from mt_fusions.norms.add_norm import add_layer_norm, add_rms_norm
 from mt_fusions.norms.layer_norm import layer_norm
 from mt_fusions.norms.rms_norm import rms_norm
@@ -22,17 +22,20 @@ from mt_fusions.obstacles import obstacles
 from mt_fusions.operator import operator
 from mt_fusions.permute import Permuted, permute, unpermute
 from mt_fusions.residual.bias_dropout_add import bias_dropout_add
-from mt_fusions.shards import cross_entropy_gradient_, cross_entropy_parts
 
 __all__ = [
+    "IGNORE_INDEX",
+    "LOSS_KERNELS",
     "AdamWOptions",
     "AdamWState",
     "AutogradGraph",
     "Graph",
     "GraphError",
     "GraphPool",
+    "LogitLoss",
     "LossOptions",
     "Permuted",
+    "TokenLosses",
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
@@ -41,13 +44,10 @@ __all__ = [
     "bias_gelu",
     "bias_gelu_tanh",
     "cross_entropy",
-    "cross_entropy_gradient_",
-    "cross_entropy_parts",
     "fused_kernel",
     "geglu",
     "global_norm",
     "layer_norm",
-    "linear_cross_entropy",
     "masked_softmax",
     "obstacles",
     "operator",

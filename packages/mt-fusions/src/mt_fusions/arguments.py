@@ -37,12 +37,19 @@ def check_of_columns(name: str, x: object, rows: Tensor) -> None:
 
 
 def check_range(ids: Tensor, size: int, what: str, place: str) -> None:
-    """Raise for ids that are none of `size`; on CUDA the device does, without waiting for it."""
-    if torch.compiler.is_compiling() or ids.is_meta:
+    """Raise for ids outside of [0, size).
+
+    On CUDA and in a compiled graph the device raises, and the host does not wait for it.
+    """
+    if ids.is_meta or not ids.numel():
         return
     good = (ids >= 0) & (ids < size)
+    message = f"a {what} is outside {place} of {size}: 0 to {size - 1}"
+    if torch.compiler.is_compiling():
+        torch._assert_async(good.all(), message)
+        return
     try:  # on a CPU too, so that what stands in for a CUDA graph sees no read by the host
-        torch._assert_async(good.all(), f"a {what} is outside {place} of {size}")
+        torch._assert_async(good.all(), message)
     except RuntimeError:
         if ids.device.type != "cpu":
             raise

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mt_tensor_parallel.embedding import VocabParallelEmbedding
 from mt_tensor_parallel.functional import parallel_linear
 from mt_tensor_parallel.gemm import Gemm, Operand, Role, TorchGemm
@@ -20,12 +19,10 @@ from mt_tensor_parallel.linear import (
     sum_weight_gradients,
 )
 from mt_tensor_parallel.linear_cross_entropy import (
+    block_rows,
     linear_cross_entropy,
     linear_cross_entropy_and_z,
-    linear_cross_entropy_reference,
 )
-from mt_tensor_parallel.loss_kernels import LOSS_KERNELS, LossKernel
-from mt_tensor_parallel.loss_terms import IGNORE_INDEX, LossOptions
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 
@@ -34,15 +31,11 @@ if TYPE_CHECKING:
     from mt_tensor_parallel.quantized import QuantizedGemm, quantize_gemms
 
 __all__ = [
-    "IGNORE_INDEX",
-    "LOSS_KERNELS",
     "ColumnParallelLinear",
     "DiscardedOutput",
     "Gemm",
     "GemmLayer",
     "LoraLinear",
-    "LossKernel",
-    "LossOptions",
     "Operand",
     "Overlap",
     "QuantizedGemm",
@@ -51,12 +44,12 @@ __all__ = [
     "TorchGemm",
     "VocabParallelEmbedding",
     "add_lora",
+    "block_rows",
     "choose_gemms",
     "defer_weight_gradients",
     "exchange_kv_groups",
     "linear_cross_entropy",
     "linear_cross_entropy_and_z",
-    "linear_cross_entropy_reference",
     "lora_state",
     "parallel_linear",
     "pick_overlap",
@@ -64,7 +57,6 @@ __all__ = [
     "recompute",
     "save_lora",
     "sum_weight_gradients",
-    "vocab_parallel_cross_entropy",
 ]
 
 # Adapters and quantised products are resolved at first use, to keep the import of a model short.

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mt_parallel_state import Group, group_rank, reduce_from_group
+from mt_tensor_parallel import block_rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-_BLOCK = {"cpu": 1 << 23}  # scores of a block
-_LARGE_BLOCK = 1 << 29
 
 
 class Scoring(NamedTuple):
@@ -140,7 +138,7 @@ class _Divergence(torch.autograd.Function):
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else None
             for x, need in zip(learns, needed, strict=True)
         ]
-        size = max(512, _BLOCK.get(hidden.device.type, _LARGE_BLOCK) // len(weight))
+        size = block_rows(hidden, weight)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, len(hidden), size):
             block = slice(start, start + size)

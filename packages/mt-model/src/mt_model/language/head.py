@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from mt_fusions import IGNORE_INDEX, LOSS_KERNELS, LossOptions
 from mt_parallel_state import (
     PartitionSpec,
     all_gather,
@@ -13,13 +14,7 @@ from mt_parallel_state import (
     gather_from_group,
     shard_param,
 )
-from mt_tensor_parallel import (
-    IGNORE_INDEX,
-    LOSS_KERNELS,
-    LossOptions,
-    linear_cross_entropy_and_z,
-    parallel_linear,
-)
+from mt_tensor_parallel import linear_cross_entropy_and_z, parallel_linear
 from torch import Tensor, nn
 
 from mt_model.block.initial import start_from
@@ -28,6 +23,7 @@ from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
 from mt_model.kernels.activation import activate
 from mt_model.kernels.choice import KernelChoice, choice_of
+from mt_model.kernels.loss import loss_kernel
 from mt_model.language.divergence import Scoring, Teaching, divergence
 
 if TYPE_CHECKING:
@@ -120,7 +116,7 @@ class LanguageHead(nn.Module):
 
     def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
         """Say what computes the losses."""
-        yield choice_of("loss", LOSS_KERNELS, self.shard.kernels.loss, like)
+        yield choice_of("loss", LOSS_KERNELS, loss_kernel(self.shard.kernels.loss, like), like)
 
     def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
         group = self.shard.group
@@ -139,15 +135,15 @@ class LanguageHead(nn.Module):
 
     def _losses(self, x: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Losses:
         lm, z = linear_cross_entropy_and_z(
-            self._everywhere(x).flatten(0, 1),
+            self._everywhere(x),
             weight,
-            labels.flatten(),
+            labels,
             bias=self.bias,
             options=LossOptions(
                 z_loss=z_loss,
                 vocab_size=self.config.vocab_size,
                 softcap=self.config.logit_softcap,
-                kernel=self.shard.kernels.loss,
+                kernel=loss_kernel(self.shard.kernels.loss, x),
             ),
             group=self.shard.group,
             gemm=self.shard.gemm,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from mt_context_parallel import shard as shard_sequence
 from mt_context_parallel import unshard
+from mt_fusions import IGNORE_INDEX
 from mt_parallel_state import Group, all_to_all, gather_from_group
-from mt_tensor_parallel import IGNORE_INDEX, ColumnParallelLinear
+from mt_tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend.context import ForwardContext

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from mt_fusions import IGNORE_INDEX
 from mt_parallel_state import reduce_from_group
-from mt_tensor_parallel import IGNORE_INDEX
 from torch import Tensor, nn
 
 from mt_model.block.losses import Losses

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,18 @@ from torch.autograd.function import once_differentiable
 
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
-from mt_fusions.loss import LossOptions, Terms, check_labels, local_labels, loss_of
+from mt_fusions.kernels import AUTO, Kernel, kernel_for, serves, triton_obstacle
+from mt_fusions.losses.terms import (
+    IGNORE_INDEX,
+    LossOptions,
+    Reduction,
+    Terms,
+    check_labels,
+    local_labels,
+    over_ranks,
+    reduced,
+    token_losses,
+)
 from mt_fusions.operator import operator
 
 
@@ -21,41 +33,42 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
     labels: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     in_place: bool = False,
     kernel: str = AUTO,
 ) -> Tensor:
-    """`lse - (1 - s) x_label - s mean(x) + z lse^2` of each token; lse: log-sum-exp of x.
+    """Compute the loss of `LossOptions` for each token, and reduce it.
 
-    s is torch's label smoothing, z the weight of the z-loss (Chowdhery et al., 2022).
     Computed in fp32 (fp64 for fp64). Backward keeps the logits and a number per
     token. With a group, forward runs an all-reduce MAX of one number per token and an all-reduce
     SUM of two or three, as Megatron-LM does (Shoeybi et al., 2019); backward sends nothing.
 
     Args:
-        logits: This rank's columns, the same number on each.
-        labels: Of the whole vocabulary.
+        logits: This rank's columns, the same number on each rank.
+        labels: Labels of the whole vocabulary.
         group: The ranks that share the vocabulary; None for one that is not split.
-        reduction: "mean" over the tokens that count, as torch's default; "sum", or "none".
+        reduction: "mean" over the tokens that count, as in torch; "sum", or "none".
         ignore_index: Tokens with this label have loss 0 and no gradient.
-        label_smoothing: s, spread over all tokens of the vocabulary, not of a shard.
-        z_loss: z.
-        vocab_size: Real tokens; columns from there on are padding. None for all.
-        in_place: Backward puts the gradient into the memory of the logits, which are then lost: it
-            runs once, and nothing else may need them. Rows that overlap, as of `expand`, are copied
-            first. A compiled graph has its own memory plan.
-        kernel: "auto", or one of "cpu", "triton" and "reference" by name.
+        label_smoothing: As in torch, over all tokens of the vocabulary, not of a shard.
+        z_loss: Weight of the squared log-sum-exp.
+        vocab_size: Number of real tokens; columns from there on are padding. None means all.
+        softcap: Logits become `softcap * tanh(logit / softcap)`, in a new tensor in fp32.
+        in_place: Backward writes the gradient into the memory of the logits, which are then lost:
+            it runs once, and nothing else may need them. Rows that overlap, as those of `expand`,
+            are copied first. A compiled graph has its own memory plan.
+        kernel: "auto", or the name of a kernel: "torch", "triton" or "reference".
 
     Shape:
         logits: [..., V / ranks]; labels: [...]. Returns a scalar, or [...] unreduced, in fp32 (fp64
         for fp64 logits), the same on all ranks.
 
     Raises:
-        TypeError: Something is no tensor of the right kind.
+        TypeError: An argument is no tensor of the right kind.
         ValueError: Shapes, labels or options do not fit, or the kernel does not serve.
     """
     options = LossOptions(
@@ -64,9 +77,12 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         vocab_size=vocab_size,
+        softcap=softcap,
     )
     check_floating("logits", logits)
     check_labels(labels, "logits", logits)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits.to(wide_dtype(logits.dtype)) / softcap)
     own = local_labels(labels, logits.shape[-1], group, options)
     how = own.columns, label_smoothing > 0, kernel
     rows = as_rows(logits)
@@ -75,95 +91,145 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
         found = _InPlace.apply(rows.contiguous() if overlap else rows, own.local, how)
     else:
         found = _forward(rows, own.local, *how)
-    loss = loss_of(found, own, group, options)  # pyright: ignore[reportArgumentType]
-    return loss.view(labels.shape) if reduction == "none" else loss
+    losses = token_losses(over_ranks(found, group), own, options)  # pyright: ignore[reportArgumentType]
+    return reduced(losses.view(labels.shape), own.counts, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitKernel(Kernel):
+    """A kernel of cross entropy.
+
+    Attributes:
+        forward: Returns the terms of each row of logits.
+        backward: Writes the gradient of logits into a tensor, which may be the logits.
+        softmax: Returns the same terms, and the probabilities, which may take the memory of the
+            logits: a gradient that is wanted at once then needs no second pass. None if it has no
+            such form.
+    """
+
+    softmax: Callable[..., tuple[Terms, Tensor]] | None = None
+
+
+def _lowest(rows: Tensor) -> float:
+    """Return the log-sum-exp of a row that is padding or -inf throughout."""
+    return torch.finfo(rows.dtype).min
 
 
 def _reference(logits: Tensor, labels: Tensor, columns: int, *, wants_total: bool) -> Terms:
     wide = logits[:, :columns].to(wide_dtype(logits.dtype))
-    lowest = torch.finfo(wide.dtype).min  # of a shard that is padding, or -inf throughout
     if columns:
-        lse = torch.logsumexp(wide, -1).clamp_(min=lowest)
+        lse = torch.logsumexp(wide, -1).clamp_(min=_lowest(wide))
     else:
-        lse = wide.new_full((len(wide),), lowest)
+        lse = wide.new_full((len(wide),), _lowest(wide))
     return lse, _target(wide, labels), wide.sum(-1) if wants_total else wide.new_empty(0)
 
 
 def _target(rows: Tensor, labels: Tensor) -> Tensor:
-    """The label's logit, 0 where there is none."""
+    """Return each label's logit, 0 where there is none."""
     if not rows.shape[1]:
         return rows.new_zeros(len(rows))
     found = rows.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     return torch.where(labels >= 0, found, 0)
 
 
-def _fill(
+def _reference_gradient(
     out: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, grads: Terms, columns: int
 ) -> None:
-    """Write the gradient of the logits; `out` may be these."""
     wide = logits[:, :columns].to(lse.dtype)
     into = out[:, :columns]
     probs = torch.sub(wide, lse.unsqueeze(1), out=into if into.dtype == wide.dtype else None)
-    _finish(out, probs.exp_(), labels, grads, columns)
+    _write_gradient(out, probs.exp_(), labels, grads, columns)
 
 
-def _finish(out: Tensor, probs: Tensor, labels: Tensor, grads: Terms, columns: int) -> None:
-    """Turn probabilities into the gradient, and write that where they don't stand there already."""
-    probs.mul_(grads[0].unsqueeze(1))
-    if grads[2].numel():
-        probs.add_(grads[2].unsqueeze(1))
-    if columns:
-        share = torch.where(labels >= 0, grads[1], 0)
+def gradient_of_(
+    probs: Tensor, labels: Tensor, grads: tuple[Tensor | None, Tensor, Tensor]
+) -> None:
+    """Turn probabilities into the gradient of the logits.
+
+    Args:
+        probs: Probabilities of this rank's columns.
+        labels: Their columns, -1 for none.
+        grads: Gradients of a row's log-sum-exp (None for 1), label's logit and sum (may be empty).
+    """
+    of_lse, of_target, of_total = grads
+    if of_lse is not None:
+        probs.mul_(of_lse.unsqueeze(1))
+    if of_total.numel():
+        probs.add_(of_total.unsqueeze(1))
+    if probs.shape[1]:
+        share = torch.where(labels >= 0, of_target, 0)
         probs.scatter_add_(1, labels.clamp(min=0).unsqueeze(1), share.unsqueeze(1))
+
+
+def _write_gradient(out: Tensor, probs: Tensor, labels: Tensor, grads: Terms, columns: int) -> None:
+    """Write the gradient into `out`, unless the probabilities stand there already."""
+    gradient_of_(probs, labels, grads)
     if probs.dtype != out.dtype:
         out[:, :columns].copy_(probs)
     out[:, columns:] = 0
 
 
-def _cpu_rows(logits: Tensor, labels: Tensor, columns: int, *, wants_total: bool) -> Terms:
-    """The log-sum-exp from the largest probability, as torch's softmax has the fastest exponential.
+def _softmax(
+    rows: Tensor, labels: Tensor, *, wants_total: bool, out: Tensor | None
+) -> tuple[Terms, Tensor]:
+    """Return the terms of rows in fp32 or fp64, and their probabilities.
 
-    That is at least 1 / V, so its logarithm has all digits.
+    The log-sum-exp comes from the largest probability, since torch's softmax has the fastest
+    exponential. That probability is at least 1 / V, so its logarithm has all digits.
     """
-    if not columns:
-        return _reference(logits, labels, columns, wants_total=wants_total)
-    wide = wide_dtype(logits.dtype)
-    lse, target = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))
-    total = torch.empty_like(lse) if wants_total else lse.new_empty(0)
-    rests = [lse, target, *([total] if wants_total else [])]
-    scratch = lse.new_empty(0)
-    for part, own, part_lse, part_target, *part_total in row_blocks(logits, labels, *rests):
-        block = part[:, :columns].to(wide)
-        part_target.copy_(_target(block, own))
-        for x in part_total:
-            torch.sum(block, -1, out=x)
-        high = block.amax(-1)
-        if block.dtype != part.dtype:
-            scratch = block
-        elif len(scratch) != len(block):
-            scratch = torch.empty_like(block)
-        torch.amax(torch.softmax(block, -1, out=scratch), -1, out=part_lse)
-        part_lse.log_().neg_().add_(high)
-        part_lse.masked_fill_(high == -torch.inf, torch.finfo(wide).min)
+    target = _target(rows, labels)
+    total = rows.sum(-1) if wants_total else rows.new_empty(0)
+    if not rows.shape[1]:
+        return (rows.new_full((len(rows),), _lowest(rows)), target, total), rows
+    high = rows.amax(-1)
+    probs = torch.softmax(rows, -1, out=out)
+    lse = high - probs.amax(-1).log_()
+    return (lse.masked_fill_(high == -torch.inf, _lowest(rows)), target, total), probs
+
+
+def _torch_softmax(logits: Tensor, labels: Tensor, *, wants_total: bool) -> tuple[Terms, Tensor]:
+    rows = logits.to(wide_dtype(logits.dtype))
+    # A graph takes no `out` with strides; row by row, softmax may otherwise be in place.
+    out = None if torch.compiler.is_compiling() else rows
+    return _softmax(rows, labels, wants_total=wants_total, out=out)
+
+
+def _torch_rows(logits: Tensor, labels: Tensor, columns: int, *, wants_total: bool) -> Terms:
+    wide, scratch = wide_dtype(logits.dtype), None
+    found: list[Terms] = []
+    for part, own in row_blocks(logits, labels, elements=_block_elements(logits)):
+        rows = part[:, :columns].to(wide)
+        # Where `rows` are the logits themselves, the probabilities need memory of their own.
+        if rows.dtype == part.dtype and (scratch is None or len(scratch) != len(rows)):
+            scratch = torch.empty_like(rows)
+        out = rows if rows.dtype != part.dtype else scratch
+        found.append(_softmax(rows, own, wants_total=wants_total, out=out)[0])
+    lse, target, total = (torch.cat(parts) for parts in zip(*found, strict=True))
     return lse, target, total
 
 
-def _cpu_fill(
+def _torch_gradient(
     out: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, grads: Terms, columns: int
 ) -> None:
-    """By the same softmax: the row's probabilities are those by its own log-sum-exp."""
+    """Use the same softmax: a row's probabilities have its own log-sum-exp."""
     if not columns:
         out.zero_()
         return
     total = [grads[2]] if grads[2].numel() else []
     tensors = out, logits, labels, lse, *grads[:2], *total
-    for into, part, own, part_lse, *rest in row_blocks(*tensors):
+    for into, part, own, part_lse, *rest in row_blocks(*tensors, elements=_block_elements(logits)):
         wide, target = part[:, :columns].to(lse.dtype), into[:, :columns]
         probs = torch.softmax(wide, -1, out=target if target.dtype == wide.dtype else wide)
-        dead = part_lse == torch.finfo(lse.dtype).min
+        dead = part_lse == _lowest(lse)
         if bool(dead.any()):
             probs[dead] = 0
-        _finish(into, probs, own, (rest[0], rest[1], rest[2] if total else grads[2]), columns)
+        slopes = rest[0], rest[1], rest[2] if total else grads[2]
+        _write_gradient(into, probs, own, slopes, columns)
+
+
+def _block_elements(logits: Tensor) -> int:
+    """Return the logits of a block for each thread: few on a CPU, to stay in its cache."""
+    return 1 << 19 if logits.device.type == "cpu" else 1 << 24
 
 
 def _triton_rows(logits: Tensor, labels: Tensor, columns: int, *, wants_total: bool) -> Terms:
@@ -172,7 +238,7 @@ def _triton_rows(logits: Tensor, labels: Tensor, columns: int, *, wants_total: b
     return forward(logits, labels, columns, wants_total=wants_total)
 
 
-def _triton_fill(
+def _triton_gradient(
     out: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, grads: Terms, columns: int
 ) -> None:
     from mt_fusions.gpu.cross_entropy import fill
@@ -180,11 +246,30 @@ def _triton_fill(
     fill(out, logits, labels, lse, grads, columns)
 
 
-CROSS_ENTROPY_KERNELS = (
-    Kernel(name="cpu", forward=_cpu_rows, backward=_cpu_fill, obstacle=cpu_obstacle),
-    Kernel(name="triton", forward=_triton_rows, backward=_triton_fill, obstacle=triton_obstacle),
-    Kernel(name="reference", forward=_reference, backward=_fill, obstacle=serves),
+def _torch_obstacle(x: Tensor) -> str | None:
+    """Leave logits on a GPU to Triton."""
+    if x.is_cuda and triton_obstacle(x) is None:
+        return "Triton reads the logits fewer times"
+    return None
+
+
+_TORCH = LogitKernel(
+    name="torch",
+    forward=_torch_rows,
+    backward=_torch_gradient,
+    softmax=_torch_softmax,
+    obstacle=serves,
 )
+_OTHERS = (
+    LogitKernel(
+        name="triton", forward=_triton_rows, backward=_triton_gradient, obstacle=triton_obstacle
+    ),
+    LogitKernel(
+        name="reference", forward=_reference, backward=_reference_gradient, obstacle=serves
+    ),
+)
+CROSS_ENTROPY_KERNELS = (replace(_TORCH, obstacle=_torch_obstacle), *_OTHERS)
+LOSS_KERNELS = (_TORCH, *_OTHERS)  # of `LogitLoss`, which wants the gradient at once
 
 
 def _run(logits: Tensor, labels: Tensor, columns: int, *how: Any) -> Terms:

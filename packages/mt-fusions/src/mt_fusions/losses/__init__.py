@@ -1,0 +1,1 @@
+"""Cross entropy of logits, whole or made in blocks."""

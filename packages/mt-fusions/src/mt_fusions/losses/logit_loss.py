@@ -1,0 +1,174 @@
+"""Losses of blocks of logits, and their gradient in the logits' memory, outside of autograd."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_fusions.blocks import wide_dtype
+from mt_fusions.kernels import kernel_for
+from mt_fusions.losses.cross_entropy import LOSS_KERNELS, gradient_of_
+from mt_fusions.losses.terms import LossOptions, Terms, local_labels, over_ranks, token_losses
+
+_CACHED = 1 << 19  # logits whose softmax and gradient stay in a CPU's cache
+
+
+class TokenLosses(NamedTuple):
+    """Losses of some tokens, and what their gradient needs.
+
+    Attributes:
+        loss: Loss of each token.
+        lse: Log-sum-exp over the whole vocabulary.
+        own_lse: Log-sum-exp over this rank's columns.
+    """
+
+    loss: Tensor
+    lse: Tensor
+    own_lse: Tensor
+
+
+class LogitLoss:
+    """The loss of tokens whose logits are made block by block, as `cross_entropy` defines it.
+
+    Args:
+        labels: Labels of the whole vocabulary, for all tokens.
+        like: A tensor with the dtype and device of the logits.
+        width: Number of this rank's columns, the same on every rank.
+        options: The terms of the loss.
+        group: The ranks that share the vocabulary; None for one that is not split.
+
+    Shape:
+        labels: any; tokens are numbered through its dims.
+
+    Attributes:
+        options: The terms of the loss.
+        counts: Whether each token counts, with one dim.
+        group: The ranks that share the vocabulary, or None for one.
+
+    Raises:
+        ValueError: The vocabulary is larger than all columns, a label is outside of it, or the
+            kernel does not serve.
+    """
+
+    def __init__(
+        self,
+        labels: Tensor,
+        like: Tensor,
+        width: int,
+        options: LossOptions,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.options = options
+        self._labels = local_labels(labels, width, group, options)
+        self.counts = self._labels.counts
+        self.group = None if group is None or group.size() == 1 else group
+        self._kernel = kernel_for(LOSS_KERNELS, options.kernel, like)
+
+    def losses_(self, logits: Tensor, rows: slice, *, wants_grad: bool) -> TokenLosses:
+        """Return the losses of some tokens, and turn their logits into the gradient of the sum.
+
+        With a group it runs the all-reduces of `cross_entropy`. If no gradient is wanted, the
+        logits hold anything afterwards. Tokens that do not count get the gradient of others; the
+        caller leaves them out.
+
+        Args:
+            logits: The logits, with neighbouring elements in a row.
+            rows: Which tokens these are, a range with start and stop.
+            wants_grad: Whether to make the gradient.
+
+        Shape:
+            logits: [N, V / ranks]. Returns three of [N].
+        """
+        size = max(1, len(logits))
+        in_cache = self._kernel.softmax and logits.device.type == "cpu" and self.group is None
+        if in_cache and not torch.compiler.is_compiling():
+            # The softmax takes fewer rows at a time than the products that made the logits. With a
+            # group, each part would wait for all-reduces of its own.
+            size = max(16, _CACHED // logits.shape[1])
+        parts = [
+            self._losses_of_part_(logits[i : i + size], rows.start + i, wants_grad=wants_grad)
+            for i in range(0, max(1, len(logits)), size)
+        ]
+        return TokenLosses(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+    def _losses_of_part_(self, logits: Tensor, start: int, *, wants_grad: bool) -> TokenLosses:
+        labels, options = self._labels.rows(slice(start, start + len(logits))), self.options
+        capped, slope = _capped(logits[:, : labels.columns], options.softcap)
+        wants_total, columns = options.label_smoothing > 0, labels.columns
+        if self._kernel.softmax:
+            terms, capped = self._kernel.softmax(capped, labels.local, wants_total=wants_total)
+        elif torch.compiler.is_compiling():  # a kernel is a node of the graph
+            run = torch.ops.mt_fusions.cross_entropy
+            terms = run(capped, labels.local, columns, wants_total, self._kernel.name)
+        else:
+            terms = self._kernel.forward(capped, labels.local, columns, wants_total=wants_total)
+        whole = over_ranks(terms, self.group)
+        if wants_grad:
+            slopes = self._slopes(whole[0], terms[0])
+            if self._kernel.softmax:
+                alone = not options.z_loss and self.group is None  # then the first slope is 1
+                gradient_of_(capped, labels.local, (None if alone else slopes[0], *slopes[1:]))
+            else:
+                capped = self._gradient_(capped, labels.local, terms[0], slopes)
+            _write(logits, capped, slope)
+        return TokenLosses(token_losses(whole, labels, options), whole[0], terms[0])
+
+    def gradient_(self, logits: Tensor, rows: slice, losses: TokenLosses, grad: Tensor) -> None:
+        """Turn logits into their gradient, without communication.
+
+        Args:
+            logits: The logits of some tokens, made again.
+            rows: Which tokens these are.
+            losses: What `losses_` returned for all tokens.
+            grad: Gradient of each token's loss.
+
+        Shape:
+            logits: [N, V / ranks]; grad: [all tokens].
+        """
+        labels, lse, own = self._labels.rows(rows), losses.lse[rows], losses.own_lse[rows]
+        capped, slope = _capped(logits[:, : labels.columns], self.options.softcap)
+        of_lse, of_target, of_total = self._slopes(lse, own)
+        scale = grad[rows]
+        scaled = of_lse * scale, of_target * scale, of_total * scale if len(of_total) else of_total
+        _write(logits, self._gradient_(capped, labels.local, own, scaled), slope)
+
+    def _slopes(self, lse: Tensor, own: Tensor) -> Terms:
+        """Return the gradients of a token's loss for the terms of this rank's columns."""
+        smoothing = self.options.label_smoothing
+        of_lse = (1 + 2 * self.options.z_loss * lse) * (own - lse).exp()
+        share = -smoothing / self._labels.vocab_size
+        of_total = torch.full_like(lse, share) if smoothing else lse.new_empty(0)
+        return of_lse, torch.full_like(lse, smoothing - 1), of_total
+
+    def _gradient_(self, logits: Tensor, local: Tensor, own: Tensor, slopes: Terms) -> Tensor:
+        """Return the gradient of logits, in their memory outside of compiled graphs."""
+        if torch.compiler.is_compiling():
+            run = torch.ops.mt_fusions.cross_entropy_backward
+            return run(logits, local, own, *slopes, logits.shape[1], self._kernel.name)
+        self._kernel.backward(logits, logits, local, own, slopes, logits.shape[1])
+        return logits
+
+
+def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Cap logits, in place if they are wide, and return the derivative of that too."""
+    if softcap is None:
+        return logits, None
+    wide = logits.to(wide_dtype(logits.dtype))
+    turned = torch.tanh(wide / softcap)
+    slope = 1 - turned.square()
+    if torch.compiler.is_compiling():
+        return turned * softcap, slope
+    return torch.mul(turned, softcap, out=wide), slope
+
+
+def _write(logits: Tensor, gradient: Tensor, slope: Tensor | None) -> None:
+    """Write a gradient into the memory of the logits, unless it stands there already."""
+    columns = gradient.shape[1]
+    if slope is not None:
+        gradient.mul_(slope)
+    if gradient.dtype != logits.dtype or torch.compiler.is_compiling():
+        logits[:, :columns] = gradient
+    logits[:, columns:] = 0
