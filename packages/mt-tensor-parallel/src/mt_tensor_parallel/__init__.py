@@ -18,15 +18,15 @@ from mt_tensor_parallel.linear import (
     defer_weight_gradients,
     sum_weight_gradients,
 )
-from mt_tensor_parallel.linear_cross_entropy import (
-    block_rows,
-    linear_cross_entropy,
-    linear_cross_entropy_and_z,
-)
 from mt_tensor_parallel.overlap import Overlap, pick_overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 
 if TYPE_CHECKING:
+    from mt_tensor_parallel.head_loss import (
+        block_rows,
+        linear_cross_entropy,
+        linear_cross_entropy_and_z,
+    )
     from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
     from mt_tensor_parallel.quantized import QuantizedGemm, quantize_gemms
 
@@ -59,9 +59,11 @@ __all__ = [
     "sum_weight_gradients",
 ]
 
-# Adapters and quantised products are resolved at first use, to keep the import of a model short.
+# Adapters, quantised products and the loss, which needs mt-fusions, are imported at first use, so
+# that a program with only the layers starts quickly.
 __getattr__ = resolve_later(
     __name__,
+    head_loss="block_rows linear_cross_entropy linear_cross_entropy_and_z",
     lora="LoraLinear add_lora lora_state save_lora",
     quantized="QuantizedGemm quantize_gemms",
 )

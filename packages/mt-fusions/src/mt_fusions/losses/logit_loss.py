@@ -100,11 +100,9 @@ class LogitLoss:
         wants_total, columns = options.label_smoothing > 0, labels.columns
         if self._kernel.softmax:
             terms, capped = self._kernel.softmax(capped, labels.local, wants_total=wants_total)
-        elif torch.compiler.is_compiling():  # a kernel is a node of the graph
+        else:  # a node of a compiled graph
             run = torch.ops.mt_fusions.cross_entropy
             terms = run(capped, labels.local, columns, wants_total, self._kernel.name)
-        else:
-            terms = self._kernel.forward(capped, labels.local, columns, wants_total=wants_total)
         whole = over_ranks(terms, self.group)
         if wants_grad:
             slopes = self._slopes(whole[0], terms[0])
