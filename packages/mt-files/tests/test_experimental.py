@@ -149,10 +149,10 @@ def test_class_without_a_constructor_still_refuses_arguments():
         ("0.2", "0.2", ValueError, "remove_in='0.2' is not after since='0.2'"),
         ("0.10", "0.9", ValueError, "is not after"),
         ("0.2", "0.2.0", ValueError, "is not after"),
-        ("1", "2.0", ValueError, 'since=\'1\' is no version; write "X.Y" or "X.Y.Z"'),
-        ("0.2", "0.4rc1", ValueError, "remove_in='0.4rc1' is no version"),
-        ("0.2", "0.04", ValueError, "remove_in='0.04' is no version"),
-        (0.2, "0.4", TypeError, "since must be text"),
+        ("1", "2.0", ValueError, 'since=\'1\' is not a version; write "X.Y" or "X.Y.Z"'),
+        ("0.2", "0.4rc1", ValueError, "remove_in='0.4rc1' is not a version"),
+        ("0.2", "0.04", ValueError, "remove_in='0.04' is not a version"),
+        (0.2, "0.4", TypeError, "since must be a string"),
     ],
 )
 def test_versions_are_checked_where_they_are_written(since, remove_in, error, text):

@@ -145,7 +145,7 @@ def test_sending_first_one_by_one_is_found_to_hang(monkeypatch):
     monkeypatch.setattr(Mailbox, "_start_batch", singly)
     monkeypatch.setattr(Mailbox, "_lane", lambda self, action: self._links.up)
     schedule = make_schedule("1f1b", stages=4, microbatches=8)
-    with pytest.raises(CommunicationError, match="ranks wait for ever"):
+    with pytest.raises(CommunicationError, match="ranks wait forever"):
         replay(recorded_ranks(4, lambda rank: run_rank(schedule, rank)))
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_takes_its_messages_in_another_order_is_found_to_hang():
             patch.setattr(Mailbox, "take", lambda self, receive: torch.ones(2))
             run_rank(schedule, rank)
 
-    with pytest.raises(CommunicationError, match="ranks wait for ever"):
+    with pytest.raises(CommunicationError, match="ranks wait forever"):
         replay(recorded_ranks(2, run))
 
 

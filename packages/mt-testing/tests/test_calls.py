@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mt_testing import CommunicationError, fake_world, recorded_calls, recorded_ranks, replay
+from mt_testing import CommunicationError, fake_world, recorded_ranks, replay
+from mt_testing.calls import recorded_calls
 
 
 def connect():
@@ -38,7 +39,7 @@ def test_a_receive_that_is_posted_early_holds_up_what_is_sent_after_it():
         for work in works:
             work.wait()
 
-    with pytest.raises(CommunicationError, match="ranks wait for ever"):
+    with pytest.raises(CommunicationError, match="ranks wait forever"):
         replay(recorded_ranks(2, program))
 
 
@@ -78,7 +79,7 @@ def test_collectives_of_two_groups_in_two_orders_hang():
             dist.all_reduce(torch.zeros(1), group=group)
 
     replay(recorded_ranks(2, lambda rank: program(rank, turned=False)))
-    with pytest.raises(CommunicationError, match="ranks wait for ever"):
+    with pytest.raises(CommunicationError, match="ranks wait forever"):
         replay(recorded_ranks(2, lambda rank: program(rank, turned=True)))
 
 

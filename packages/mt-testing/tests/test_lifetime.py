@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from mt_testing import PoolError, RankPool
+from mt_testing import RankPool
+from mt_testing.errors import PoolError
 
 pytest_plugins = ["pytester"]
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mt_testing import FACTORS, assert_close, tolerance
+from mt_testing import assert_close, tolerance
+from mt_testing.tolerances import FACTORS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,4 +1,4 @@
-"""Outside files: checked reading, typed content, durable writing, locks and digests."""
+"""Files from outside: checked reading, typed content, durable writing, locks and digests."""
 
 from mt_files.argument import check_type, multiples_near
 from mt_files.candidate import AUTO, Candidate, kernel_for

@@ -1,4 +1,4 @@
-"""Checks of what callers pass."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import reprlib
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Raise TypeError unless `value` is of one of the kinds; a bool is no number."""
+    """Raise TypeError unless `value` is an instance of one of the kinds; a bool is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = [kind.__name__ for kind in kinds]
         listed = " or ".join(f"{'an' if n[0].lower() in 'aeiou' else 'a'} {n}" for n in names)
@@ -16,6 +16,6 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def multiples_near(value: int, unit: int) -> str:
-    """Name the multiples of `unit` around a size that is none, for a message."""
+    """Return the nearest multiples of `unit` around a size, for an error message."""
     below = value // unit * unit
     return " or ".join(str(size) for size in (below, below + unit) if size > 0)

@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered while they stay as they were."""
+"""SHA-256 of files, remembered while the files do not change."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def sha256_file(
 
     Args:
         path: The file; see `open_file`.
-        cache: A JSON file that remembers digests by file name. A remembered digest is believed
-            while the file's size, inode, and times of change are the same: that finds every change
-            made through the file system, and no decay of the disk beneath it. A file changed in
-            the last two seconds is not remembered. A cache that can't be read or written is
-            as none.
+        cache: A JSON file that remembers digests by file name. A remembered digest is trusted
+            while the file's size, inode, and times of change are the same. This detects every
+            change made through the file system, but no decay of the disk. A file changed in the
+            last two seconds is not remembered. A cache that can't be read or written is ignored.
         within: See `open_file`.
 
     Raises:

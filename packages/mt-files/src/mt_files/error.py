@@ -9,9 +9,9 @@ _LONGEST, _PART = 1000, 400
 
 
 class UserError(Exception):
-    """What the user of a program can solve: a program shows its message, without a traceback.
+    """An error that the user of a program can solve: the program shows no traceback.
 
-    Packages derive their own errors from it, so that a program need not list them.
+    Packages derive their errors from it, so that a program need not list them.
     """
 
 
@@ -20,7 +20,7 @@ class FileError(OSError):
 
     Attributes:
         path: The file at fault.
-        problem: What is wrong with it.
+        problem: Description of the problem.
     """
 
     def __init__(self, path: str | Path, problem: str) -> None:
@@ -41,12 +41,12 @@ class LockedError(FileError):
 
 
 def printable(path: str | Path) -> str:
-    """Return a path that can be printed: bytes that are no UTF-8 escaped, the middle cut out."""
+    """Return a printable path: invalid UTF-8 is escaped, and a long path loses its middle."""
     text = os.fsencode(path).decode(errors="backslashreplace")
     return text if len(text) <= _LONGEST else f"{text[:_PART]}...{text[-_PART:]}"
 
 
 def system_error(path: str | Path, action: str, error: OSError) -> FileError:
-    """Return the FileError that says what the system said."""
+    """Return a FileError with the operating system's message."""
     kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
     return kind(path, f"cannot {action}: {error.strerror or error}")

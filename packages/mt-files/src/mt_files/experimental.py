@@ -1,4 +1,4 @@
-"""A gate for what may still change: it says so once, in its docstring and in the list of docs."""
+"""A decorator that marks an API as experimental: in a warning, its docstring and the docs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _VERSION = re.compile(r"(0|[1-9]\d{0,5})\.(0|[1-9]\d{0,5})(?:\.(0|[1-9]\d{0,5}))
 
 
 class ExperimentalWarning(FutureWarning):
-    """Something experimental was used: it may change or go with the next version."""
+    """An experimental API was used: the next version may change or remove it."""
 
 
 def experimental(*, since: str, remove_in: str) -> Callable[[T], T]:
-    """Mark a function or a class whose shape isn't settled.
+    """Mark a function or a class whose API may still change.
 
     The first call, or the first instance, in a process warns with `ExperimentalWarning`. The
-    docstring says what the thing is, and `docs/experimental.md` lists it. From version `remove_in`
-    of its package on, the workspace check fails until the mark is gone: the thing has become
-    permanent by then, or was removed.
+    docstring gets a note, and `docs/experimental.md` lists the name. From version `remove_in` of
+    its package on, the workspace check fails until the mark is gone: by then the API is permanent
+    or removed.
 
-    A class stays the class it is. The mark stands above all other decorators (`@dataclass`), but
-    below `@staticmethod`, `@classmethod` and `@property`.
+    A class is changed in place and remains the same class. Put the mark above all other decorators
+    (`@dataclass`), but below `@staticmethod`, `@classmethod` and `@property`.
 
     Args:
-        since: The package's version that brought it, such as `"0.2"`.
+        since: The version of the package that introduced it, such as `"0.2"`.
         remove_in: The version in which the mark ends.
 
     Raises:
-        ValueError: A version is no version, or they are out of order.
-        TypeError: A version is no text, or what is marked is no function and no class.
+        ValueError: A version is malformed, or the versions are out of order.
+        TypeError: A version is not a string, or the marked object is not a function or a class.
     """
     if _version("since", since) >= _version("remove_in", remove_in):
         raise ValueError(
@@ -52,7 +52,7 @@ def experimental(*, since: str, remove_in: str) -> Callable[[T], T]:
         name = f"{marked.__module__.partition('.')[0]}.{marked.__qualname__}"
         fate = f"it may change or go with any version, and is settled in {remove_in}"
         warn = _Once(f"{name} is experimental since {since}: {fate}")
-        if inspect.isclass(marked):  # it stays the class it is: only its __init__ is replaced
+        if inspect.isclass(marked):  # replace only __init__, so that it remains the same class
             result, cls = marked, cast("Any", marked)
             cls.__init__ = _warning_before(cls.__init__, warn)
         else:
@@ -73,7 +73,7 @@ def _warning_before(function: Callable[..., Any], warn: Callable[[], None]) -> C
 
 
 class _Once:
-    """Warn the caller's caller, the first time only; kept by what was marked, not by a module."""
+    """Warn the caller's caller, the first time only; the wrapper of the marked object keeps it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -81,7 +81,7 @@ class _Once:
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        if self._told:  # without the lock: it never becomes false after a warning that was shown
+        if self._told:  # without the lock: it stays true once a warning was shown
             return
         with self._lock:
             first, self._told = not self._told, True
@@ -89,22 +89,22 @@ class _Once:
             return
         try:
             warnings.warn(self._text, ExperimentalWarning, stacklevel=3)
-        except ExperimentalWarning:  # an error by the user's filter, which every use has to raise
+        except ExperimentalWarning:  # the user's filter makes it an error: raise it at every use
             self._told = False
             raise
 
 
 def _with_note(text: str | None, note: str) -> str:
-    """Put the note below the summary of a docstring."""
+    """Insert the note below the summary of a docstring."""
     summary, _, rest = inspect.cleandoc(text or "").partition("\n\n")
     return "\n\n".join(part for part in (summary, note, rest) if part)
 
 
 def _version(name: str, text: object) -> tuple[int, int, int]:
     if not isinstance(text, str):
-        raise TypeError(f'{name} must be text such as "0.2", got {text!r}')
+        raise TypeError(f'{name} must be a string such as "0.2", got {text!r}')
     found = _VERSION.fullmatch(text)
     if found is None:
-        raise ValueError(f'{name}={text[:40]!r} is no version; write "X.Y" or "X.Y.Z"')
+        raise ValueError(f'{name}={text[:40]!r} is not a version; write "X.Y" or "X.Y.Z"')
     major, minor, patch = found.groups(default="0")
     return int(major), int(minor), int(patch)

@@ -1,4 +1,4 @@
-"""What a field of a dataclass may hold, and messages about what it holds instead."""
+"""Checks of the fields of a dataclass, and the messages for wrong values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAMES = {
 
 
 class FieldError(ValueError):
-    """What is wrong with the fields of one dataclass.
+    """One or more fields of a dataclass have wrong values.
 
     Attributes:
-        errors: The text of each problem by the name of its field; a name may be dotted.
+        errors: The description of each problem by the name of its field; a name may be dotted.
     """
 
     def __init__(self, errors: Mapping[str, str], owner: str = "") -> None:
@@ -38,15 +38,15 @@ class FieldError(ValueError):
 
     @property
     def field(self) -> str:
-        """The first field that is wrong."""
+        """Name of the first wrong field."""
         return next(iter(self.errors), "")
 
 
 class Checks:
-    """Collect what is wrong with a dataclass's fields, and raise once.
+    """Collect the problems of a dataclass's fields, and raise them together.
 
-    Made in `__post_init__`; every field is checked against its annotation first, and a field that
-    is wrong already is not looked at again.
+    Use it in `__post_init__`. It first checks every field against its annotation; a field with a
+    problem is not checked further.
 
     Args:
         value: The dataclass.
@@ -61,7 +61,7 @@ class Checks:
                 self.errors[name] = unexpected(hint, found)
 
     def add(self, name: str, text: str) -> None:
-        """Note a problem, unless the field has one."""
+        """Record a problem, unless the field already has one."""
         self.errors.setdefault(name, text)
 
     def at_least(self, minimum: float, *names: str) -> None:
@@ -89,7 +89,7 @@ class Checks:
                 self.add(name, f"{shorten(value)} must be at least 0 and below 1")
 
     def done(self) -> None:
-        """Raise `FieldError` when anything was wrong."""
+        """Raise `FieldError` if there are any problems."""
         if self.errors:
             raise FieldError(self.errors, type(self._value).__name__)
 
@@ -100,7 +100,7 @@ class Checks:
 
 @functools.lru_cache(maxsize=512)
 def hints_of(cls: type) -> Mapping[str, Any]:
-    """Return the annotation of each field of a dataclass that its constructor takes."""
+    """Return the annotations of the fields that a dataclass's constructor takes."""
     hints = typing.get_type_hints(cls)
     names = [item.name for item in dataclasses.fields(cls) if item.init]
     return types.MappingProxyType({name: hints[name] for name in names})
@@ -114,7 +114,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def matches(value: object, hint: Any) -> bool:
-    """Tell whether a value is of an annotated type; a bool is no int, and a float is finite."""
+    """Tell whether a value fits an annotation; a bool is no int, and a float must be finite."""
     return any(_matches(value, option) for option in options_of(hint))
 
 
@@ -143,7 +143,7 @@ def _matches(value: object, hint: Any) -> bool:
 
 
 def unexpected(hint: Any, value: object) -> str:
-    """Say that a value is not what a field takes."""
+    """Return the message for a value that does not fit its field."""
     literals = [o for o in options_of(hint) if typing.get_origin(o) is Literal]
     if not literals or not isinstance(value, str):
         return f"expected {describe(hint)}, found {shorten(value)}"
@@ -154,7 +154,7 @@ def unexpected(hint: Any, value: object) -> str:
 
 
 def describe(hint: Any) -> str:
-    """Name the type of a field in words."""
+    """Describe the type of a field in words."""
     options = options_of(hint)
     if len(options) > 1:
         return " or ".join(dict.fromkeys(describe(option) for option in options))
@@ -172,7 +172,7 @@ def describe(hint: Any) -> str:
 def did_you_mean(word: str, known: Iterable[object], section: str = "") -> str:
     """Suggest the nearest known name, or list them all."""
     names = [str(name) for name in known]
-    import difflib  # only a wrong word needs it
+    import difflib  # only needed for a wrong word
 
     near = difflib.get_close_matches(word[:_MAX_SHOWN], names, n=1, cutoff=0.6)
     prefix = f"{section}." if section else ""
@@ -180,7 +180,7 @@ def did_you_mean(word: str, known: Iterable[object], section: str = "") -> str:
 
 
 def shorten(value: object, length: int = _MAX_SHOWN) -> str:
-    """Show a value of any size in a message of bounded length."""
+    """Return a value of any size as a string of bounded length, for messages."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str | bytes):
@@ -195,7 +195,7 @@ def shorten(value: object, length: int = _MAX_SHOWN) -> str:
 
 
 def divisors(number: int, limit: int = 1 << 40) -> list[int]:
-    """Return the divisors of a size in order; none above `limit`, which would take too long."""
+    """Return the divisors of a number in order; none if it exceeds `limit`."""
     if not 0 < number <= limit:
         return []
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]

@@ -1,4 +1,4 @@
-"""Imports that come at the first use of a name, and imports that take less time."""
+"""Imports at the first use of a name, and faster imports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def resolve_later(package: str, **names: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package.
+    """Return a `__getattr__` for a package that imports its public names at first use.
 
     Args:
-        package: Its `__name__`.
-        names: For each of its modules the public names in it, separated by spaces.
+        package: The package's `__name__`.
+        names: The public names of each module, separated by spaces.
 
     Example:
         __getattr__ = resolve_later(__name__, session="Outcome run", trainer="Trainer")
@@ -33,8 +33,8 @@ def resolve_later(package: str, **names: str) -> Callable[[str], Any]:
 def quick_imports() -> Iterator[None]:
     """Import without the garbage collector, which takes a third of the time of `import torch`.
 
-    Modules live as long as the process, so the collector passes over what is there at the end of
-    the block from then on, and when Python exits.
+    Modules live as long as the process, so at the end of the block all objects are frozen: later
+    collections, and Python's exit, skip them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

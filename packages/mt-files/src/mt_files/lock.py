@@ -1,4 +1,4 @@
-"""A lock that the kernel holds: it ends with its process, however that ends."""
+"""A lock held by the kernel, which releases it when the process ends for any reason."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class FolderLock:
-    """The lock of a folder, as a context manager: one exclusive holder, or any number of shared.
+    """A lock on a folder, as a context manager: one exclusive holder, or any number of shared ones.
 
     It is a `flock` on a small file in the folder, which stays there. A holder that forks shares its
     lock with the child.
 
     Attributes:
-        held: Whether the lock is held. False inside the block only where the file system has no
-            locks or, for a shared lock, can't be written: say so to the user if it matters.
+        held: Whether the lock is held. Inside the block it is False only if the file system has no
+            locks or, for a shared lock, can't be written: tell the user if it matters.
     """
 
     def __init__(
         self, folder: str | Path, *, purpose: str, shared: bool = False, name: str = ".lock"
     ) -> None:
-        """Describe a lock; it is taken when the block begins.
+        """Prepare a lock; entering the block takes it.
 
         Args:
-            folder: Must exist.
-            purpose: What the holder does, for the message that others get: `training`.
-            shared: Hold it beside other shared holders.
-            name: The lock's file in the folder.
+            folder: An existing folder.
+            purpose: Activity of the holder, such as `training`, for the error message of others.
+            shared: Whether other shared holders are allowed.
+            name: Name of the lock file in the folder.
         """
         self.folder = Path(folder)
         self.purpose = purpose
@@ -50,8 +50,8 @@ class FolderLock:
         """Take the lock at once, or fail.
 
         Raises:
-            LockedError: Somebody else holds it; the message says who.
-            FileError: The lock's file can't be made.
+            LockedError: Another process holds it; the message names the process.
+            FileError: The lock file can't be created.
         """
         self._descriptor = self._open()
         if self._descriptor is None:
@@ -86,7 +86,7 @@ class FolderLock:
             return os.open(self._path, flags, 0o666)
         except OSError as error:
             if self.shared and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-                return None  # what can't be written here isn't changed from here either
+                return None  # a folder that we can't write won't be changed by us either
             raise system_error(self._path, "lock it", error) from error
 
     def _take(self, descriptor: int) -> bool:

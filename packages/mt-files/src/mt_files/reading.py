@@ -1,4 +1,4 @@
-"""Reading of files that somebody else may have written."""
+"""Reading of untrusted files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KINDS = {
 
 
 def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO:
-    """Open a regular file for reading. Never waits, as for a FIFO's writer.
+    """Open a regular file for reading, without ever waiting (as for the writer of a FIFO).
 
     Args:
-        path: May be a symbolic link, which is followed.
-        within: A folder that links must not lead out of. Give it for names that were found in a
-            folder or read from a file; leave it out for a path that the user typed.
+        path: The file; symbolic links are followed.
+        within: Folder that links must not leave. Pass it for names found in a folder or in a file;
+            omit it for a path typed by the user.
 
     Raises:
         MissingFileError: There is no such file.
@@ -63,7 +63,7 @@ def read_bytes(path: str | Path, *, limit: int, within: str | Path | None = None
         except OSError as error:
             raise system_error(path, "read it", error) from error
     if len(content) > limit:
-        raise FileError(path, f"grew beyond {limit} bytes, the most that is read of such a file")
+        raise FileError(path, f"grew beyond {limit} bytes, the limit for such a file")
     return content
 
 
@@ -86,14 +86,14 @@ def read_json(path: str | Path, *, limit: int, within: str | Path | None = None)
 
 
 def parse_json(content: bytes | str, *, name: str | Path) -> Any:
-    """Parse one JSON value, as RFC 8259 has it.
+    """Parse one JSON value according to RFC 8259.
 
     NaN, Infinity, numbers beyond fp64, integers of more than 40 digits and nesting deeper than the
     interpreter's recursion limit are refused.
 
     Args:
         content: The text, or its UTF-8 bytes.
-        name: What the error names.
+        name: Name of the content in error messages.
 
     Raises:
         FileError: The content is refused.
@@ -110,7 +110,7 @@ def parse_json(content: bytes | str, *, name: str | Path) -> Any:
 
 
 def _checked(path: str | Path, within: str | Path | None) -> str:
-    """Return where a path leads, to a regular file, without opening it."""
+    """Return the real path of a regular file, without opening it."""
     try:
         real = os.path.realpath(path, strict=True)
         status = os.stat(real, follow_symlinks=False)

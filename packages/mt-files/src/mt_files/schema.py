@@ -1,7 +1,7 @@
-"""One way from plain values to frozen dataclasses and back.
+"""Conversion of plain values to frozen dataclasses and back.
 
 Mappings, lists and scalars from YAML, JSON or a checkpoint's metadata become dataclasses. Types are
-strict, every problem is found in one pass, and each names the path of its value.
+strict, all problems are found in one pass, and each problem names the path of its value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLOAT = re.compile(r"[-+]?(\d{1,60}\.?\d{0,60}|\.\d{1,60})([eE][-+]?\d{1,4})?",
 
 
 class PlainText(str):
-    """A scalar whose type its field decides: YAML's text without quotes."""
+    """A scalar that takes the type of its field: unquoted YAML text."""
 
     __slots__ = ()
 
@@ -44,12 +44,12 @@ class PlainText(str):
 
 
 class FieldProblem(NamedTuple):
-    """One thing that is wrong.
+    """A problem with one value.
 
     Attributes:
-        path: Which value, such as `layers[3].mixer.num_heads`; empty for the whole.
-        text: What is wrong, what is allowed and how to fix it.
-        where: Where it is written, such as `file:line`; empty where that is not known.
+        path: Path of the value, such as `layers[3].mixer.num_heads`; empty for the whole.
+        text: The problem, the allowed values and how to fix it.
+        where: Place of the value, such as `file:line`; empty if unknown.
     """
 
     path: str
@@ -62,13 +62,13 @@ class FieldProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bound(Generic[T]):
-    """What became of a mapping.
+    """The result of `bind`.
 
     Attributes:
-        value: The dataclass, or None when something is wrong.
-        problems: What is wrong, at most `MAX_PROBLEMS`, in the order of the input.
-        hidden: How many more problems there are.
-        parts: The nested dataclasses that are right in themselves, by path.
+        value: The dataclass, or None if there are problems.
+        problems: The problems, at most `MAX_PROBLEMS`, in the order of the input.
+        hidden: Number of further problems.
+        parts: The valid nested dataclasses, by path.
     """
 
     value: T | None
@@ -81,8 +81,8 @@ class SchemaError(ValueError):
     """A value does not fit its dataclass.
 
     Attributes:
-        problems: What is wrong; the message shows `MAX_PROBLEMS` of them.
-        hidden: How many more problems were found and not kept.
+        problems: The problems; the message shows `MAX_PROBLEMS` of them.
+        hidden: Number of further problems that were not kept.
     """
 
     def __init__(self, problems: Sequence[FieldProblem], hidden: int = 0) -> None:
@@ -100,15 +100,15 @@ def build(cls: type[T], value: object, path: str = "") -> T:
 
     Args:
         cls: The dataclass; its fields may be scalars, Literals, tuples, mappings, dataclasses and
-            unions of them. Of several dataclasses, or of the kinds of a base class, the key `type`
-            names the one; a base class may have a `default_kind`. The key of a field is its name,
-            without an underscore at the end (`from_`).
-        value: A mapping, as YAML or JSON gives it; dataclasses in it stay as they are. A class with
-            `keeps_other_keys = "name"` keeps keys that are no fields in that field, a mapping.
+            unions of them. If a field allows several dataclasses, or the kinds of a base class, the
+            key `type` selects one; a base class may have a `default_kind`. The key of a field is
+            its name, without an underscore at the end (`from_`).
+        value: A mapping from YAML or JSON; dataclasses in it are kept. A class with
+            `keeps_other_keys = "name"` collects unknown keys in that field, a mapping.
         path: Prefix of the paths in messages.
 
     Raises:
-        SchemaError: Everything that is wrong, found in one pass.
+        SchemaError: There are problems; it lists all of them.
     """
     bound = bind(cls, value, path)
     if bound.value is None:
@@ -117,7 +117,7 @@ def build(cls: type[T], value: object, path: str = "") -> T:
 
 
 def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
-    """Build a dataclass from plain values, with the problems as a value; see `build`."""
+    """Build a dataclass from plain values, and return the problems as a value; see `build`."""
     binder = _Binder()
     result = binder.bind(cls, value, path)
     return Bound(
@@ -129,12 +129,12 @@ def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return dataclasses as mappings and tuples as lists; `build` of them gives an equal value."""
+    """Convert dataclasses to mappings and tuples to lists, so that `build` restores the value."""
     return _plain(Any, value)
 
 
 def _plain(hint: Any, value: Any) -> Any:
-    """Return a field's plain value; a dataclass that is one of several kinds says which."""
+    """Return a field's plain value, with the key `type` if several kinds are possible."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kinds, hints = _kinds(hint), hints_of(type(value))
         name = next((name for name, cls in kinds.items() if cls is type(value)), None)
@@ -156,7 +156,7 @@ def _item_hint(arguments: tuple[Any, ...], index: int) -> Any:
 
 
 def _kinds(hint: Any) -> dict[str, type]:
-    """Return the dataclasses a field may hold by their names; a base class stands for its kinds."""
+    """Return the dataclasses that a field allows by name; a base class allows its kinds."""
     found: dict[str, type] = {}
     for option in options_of(hint):
         if dataclasses.is_dataclass(option):
@@ -176,15 +176,15 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def kind_name(cls: type) -> str:
-    """Return the word that `type` uses for a dataclass.
+    """Return the value of the key `type` for a dataclass.
 
-    That is its own `type_name`, or else its name without Config, in small.
+    It is the `type_name` of the class, or else its name without Config, in lower case.
     """
     return vars(cls).get("type_name") or cls.__name__.removesuffix("Config").lower()
 
 
 def _key(name: str) -> str:
-    """Return what a field is called in plain values: `from` where Python needs `from_`."""
+    """Return the key of a field in plain values: `from` for `from_`."""
     return name.removesuffix("_")
 
 

@@ -1,4 +1,4 @@
-"""Writing that is all or nothing, and on the disk when it is said to be."""
+"""Atomic and durable writing of files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAME_BYTES = 200  # of the final name in the temporary one; file systems allow 
 
 
 def write_file(path: str | Path, *parts: bytes | memoryview | str) -> None:
-    """Replace a file, or make it; see `writing`. Text is written as UTF-8.
+    """Create or replace a file; see `writing`. Text is written as UTF-8.
 
     Raises:
-        FileError: It can't be written; the old file is as it was.
+        FileError: It can't be written; the old file is unchanged.
     """
     with writing(path) as file:
         for part in parts:
@@ -31,17 +31,17 @@ def write_file(path: str | Path, *parts: bytes | memoryview | str) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """Write a file that is complete or as it was before, whatever happens in between.
+    """Replace a file atomically: afterwards it is complete or unchanged, whatever happens.
 
-    The content goes to a new file of a random name beside `path`, is synced, and then takes its
-    name; the folder is synced last. A link at `path` is replaced, not followed. If the block
-    raises, the new file is removed; if the process is killed, `remove_temporaries` finds it.
+    The content goes to a new file of a random name beside `path`, which is synced and then renamed
+    to `path`; the folder is synced last. A link at `path` is replaced, not followed. If the block
+    raises, the new file is removed; if the process is killed, `remove_temporaries` removes it.
 
     Yields:
         The new file, open for writing and reading.
 
     Raises:
-        FileError: It can't be written; the message says how much room there is.
+        FileError: It can't be written; for a full disk, the message has the free space.
     """
     path = Path(path)
     temporary, file = _create(path)
@@ -50,10 +50,10 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # still locked, so that nobody takes it for a leftover
+            os.replace(temporary, path)  # still locked, so that it is not taken for a leftover
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # What the block itself could not open is not ours to explain.
+        # An error of another file, which the block itself could not open, is passed on unchanged.
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise _write_error(path, error) from error
         raise
@@ -61,7 +61,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def sync(path: str | Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk.
+    """Wait until a file, or the names in a folder, are on the disk.
 
     Raises:
         FileError: The system refuses it.
@@ -77,13 +77,13 @@ def sync(path: str | Path) -> None:
 
 
 def remove_temporaries(folder: str | Path) -> list[Path]:
-    """Remove what writers that were killed left in a folder; leave those that are at work alone.
+    """Remove the temporary files of killed writers from a folder, but not of active writers.
 
-    A writer holds a kernel lock on its file, which ends with its process. Where the file system
-    has no locks, nothing is removed.
+    A writer holds a kernel lock on its file, which ends with its process. If the file system has no
+    locks, nothing is removed.
 
     Returns:
-        What was removed.
+        The removed files.
     """
     removed = []
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -98,7 +98,7 @@ def remove_temporaries(folder: str | Path) -> list[Path]:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """Make a new locked file beside `path`."""
+    """Create a new locked file beside `path`."""
     name = os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
@@ -109,7 +109,7 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
             raise _write_error(path, error) from error
         with contextlib.suppress(OSError):  # no locks on this file system
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # else it was taken for a leftover before it was locked
+        if os.fstat(descriptor).st_nlink:  # else it was removed as a leftover before it was locked
             return temporary, os.fdopen(descriptor, "w+b")
         os.close(descriptor)
 

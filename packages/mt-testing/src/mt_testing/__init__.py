@@ -15,28 +15,24 @@ if TYPE_CHECKING:
         take_turns,
         write_report,
     )
-    from mt_testing.calls import Call, Message, recorded_calls, recorded_ranks, replay
+    from mt_testing.calls import Call, recorded_ranks, replay
     from mt_testing.covering import pairwise
     from mt_testing.device_work import DeviceWork
-    from mt_testing.errors import CommunicationError, PoolError, RankDied, RankFailure, RankTimeout
+    from mt_testing.errors import CommunicationError, RankDied, RankFailure, RankTimeout
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
     from mt_testing.sampling import sample
     from mt_testing.strategies import layouts
-    from mt_testing.syncs import HostSync, HostSyncs
-    from mt_testing.tolerances import FACTORS, assert_close, tolerance
+    from mt_testing.syncs import HostSyncs
+    from mt_testing.tolerances import assert_close, tolerance
 
 __all__ = [
-    "FACTORS",
     "Call",
     "CommunicationError",
     "DeviceWork",
-    "HostSync",
     "HostSyncs",
     "KillAt",
-    "Message",
-    "PoolError",
     "RankDied",
     "RankFailure",
     "RankPool",
@@ -49,7 +45,6 @@ __all__ = [
     "pairwise",
     "quartiles",
     "ratios",
-    "recorded_calls",
     "recorded_ranks",
     "replay",
     "sample",
@@ -64,17 +59,17 @@ __all__ = [
 __getattr__ = resolve_later(
     __name__,
     benchmark="environment quartiles ratios shown take_turns write_report",
-    calls="Call Message recorded_calls recorded_ranks replay",
+    calls="Call recorded_ranks replay",
     covering="pairwise",
     device_work="DeviceWork",
-    errors="CommunicationError PoolError RankDied RankFailure RankTimeout",
+    errors="CommunicationError RankDied RankFailure RankTimeout",
     fake="fake_world",
     faults="KillAt expect_kill",
     pool="RankPool",
     sampling="sample",
     strategies="layouts",
-    syncs="HostSync HostSyncs",
-    tolerances="FACTORS assert_close tolerance",
+    syncs="HostSyncs",
+    tolerances="assert_close tolerance",
 )
 
 

@@ -1,4 +1,4 @@
-"""Ways to do one thing, timed in turns, and what a benchmark says of them, and where."""
+"""Timing of alternatives in turns, and the report of a benchmark."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-Seconds = tuple[float, float]  # of the clock, and of the processors
+Seconds = tuple[float, float]  # wall time and processor time
 CLOCKS = ("wall", "cpu")
-_FEWEST = 3  # rounds, whatever they take
+_FEWEST = 3  # rounds, however long they take
 
 
 def take_turns(
@@ -28,29 +28,29 @@ def take_turns(
     seconds: float = float("inf"),
     wait: Callable[[], object] | None = None,
 ) -> list[dict[str, Seconds]]:
-    """Time all ways in each round, in another order each time, after each has run once.
+    """Time all alternatives in each round, in changing order, after a warm-up call of each.
 
-    What else a machine does disturbs the ways of a round alike, so compare within rounds; it
-    disturbs the processors' time of this process less than the clock. Every second round goes
-    backwards, as a way finds in the caches what the one before it left there.
+    Other work on the machine disturbs the alternatives of a round alike, so compare within rounds;
+    it disturbs this process's processor time less than wall time. Every second round runs in
+    reverse, because the caches hold the data of the previous alternative.
 
     Args:
-        ways: By name.
-        rounds: How many.
-        repeats: Calls of a way in a round.
-        seconds: After so many no round begins, except for the first three.
-        wait: Called after each call and timed with it, such as `torch.cuda.synchronize`.
+        ways: The alternatives by name.
+        rounds: Number of rounds.
+        repeats: Number of calls of an alternative in a round.
+        seconds: Time limit after which no round begins, except for the first three.
+        wait: Function to call and time after each call, such as `torch.cuda.synchronize`.
 
     Returns:
-        For each round the seconds of each way, by the clock and of the processors (of all threads
-        of this process).
+        The wall time and processor time (of all threads of this process) of each alternative, for
+        each round.
 
     Raises:
         ValueError: There is nothing to time.
     """
     if not ways or rounds < 1 or repeats < 1:
         raise ValueError(
-            f"{len(ways)} ways, {rounds} rounds of {repeats} calls: there is nothing to time; give "
+            f"{len(ways)} ways, {rounds} rounds of {repeats} calls: there is nothing to time; pass "
             "at least one of each"
         )
     names = list(ways)
@@ -68,7 +68,7 @@ def take_turns(
 
 
 def ratios(rounds: Sequence[Mapping[str, Seconds]], one: str, other: str) -> dict[str, list[float]]:
-    """Return the quartiles of one way's time over another's within rounds, by clock."""
+    """Return the quartiles of the ratio of two alternatives' times within rounds, by clock."""
     return {
         clock: quartiles(each[one][which] / each[other][which] for each in rounds)
         for which, clock in enumerate(CLOCKS)
@@ -81,13 +81,13 @@ def quartiles(values: Iterable[float]) -> list[float]:
 
 
 def shown(spread: Iterable[float]) -> str:
-    """Write quartiles as a median with the middle half."""
+    """Format quartiles as a median with the middle half."""
     low, middle, high = spread
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Return date, command, kind of machine, and versions of Python and of packages."""
+    """Return the date, the command, the kind of machine, and versions of Python and packages."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
@@ -98,7 +98,7 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Write a report as JSON; not at all for None."""
+    """Write a report as JSON, unless `path` is None."""
     if path is not None:
         path.write_text(json.dumps(report, indent=2) + "\n")
 

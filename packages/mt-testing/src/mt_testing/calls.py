@@ -1,8 +1,8 @@
-"""What ranks ask of NCCL, recorded from the program itself and replayed by NCCL's rules.
+"""Calls of `torch.distributed`, recorded from a program and replayed by NCCL's rules.
 
-NCCL works off what a communicator is given in order, one call after the other, and a call ends only
-when its counterparts on all other ranks have run. Programs that pass with gloo, which matches
-messages one by one, can therefore wait for ever on GPUs.
+NCCL executes the calls of a communicator in order, one after the other, and a call ends only when
+its counterparts on all other ranks have run. Programs that pass with gloo, which matches messages
+one by one, can therefore deadlock on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mt_testing.errors import CommunicationError
 from mt_testing.fake import fake_world
 from mt_testing.place import caller
 
-# By name, the arguments whose tensors all ranks must give alike; none where ranks may differ.
+# For each collective, the arguments whose tensors must agree on all ranks.
 _COLLECTIVES: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("tensor",),
     "broadcast": ("tensor",),
@@ -51,8 +51,8 @@ class Message:
     """One side of a transfer between two ranks.
 
     Attributes:
-        source: Global rank that sends.
-        destination: Global rank that receives.
+        source: Global rank of the sender.
+        destination: Global rank of the receiver.
         what: Number of elements and dtype.
     """
 
@@ -66,15 +66,15 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a rank gives a communicator, or that it waits for that.
+    """A call that a rank makes on a communicator, or a wait for such a call.
 
     Attributes:
-        number: Of the call on its rank; of a wait, that of the call that is waited for.
-        kind: A collective's name, `batch` or `wait`.
+        number: Index of the call on its rank; for a wait, index of the awaited call.
+        kind: Name of a collective, `batch` or `wait`.
         lane: The communicator.
         ranks: Global ranks of the communicator.
-        what: Of a collective, what all ranks must agree on.
-        messages: Of a batch.
+        what: Operation, sizes and dtypes of a collective, which all ranks must agree on.
+        messages: Messages of a batch.
         place: File and line of the caller.
     """
 
@@ -92,7 +92,7 @@ class Call:
 
 
 class _Work:
-    """Stands for `torch.distributed.Work`: done at once, and its waits are recorded."""
+    """A replacement for `torch.distributed.Work`: done at once, and its waits are recorded."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -106,7 +106,7 @@ class _Work:
 
 
 class _Recorder:
-    """Answers for `torch.distributed` and notes what it is asked."""
+    """Replacements for the functions of `torch.distributed`, which record their calls."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -141,7 +141,7 @@ class _Recorder:
             if peer is None:
                 peer = _ranks(group)[given[f"group_{way}"]]
             message = _message(tensor, peer, sends=way == "dst")
-            # What is not in a batch goes through a communicator of the two ranks, for both ways.
+            # A message outside a batch uses a communicator of its two ranks, for both directions.
             pair = tuple(sorted((message.source, message.destination)))
             work = self._add(name, group, tensor.device, messages=(message,), pair=pair)
             if name[0] == "i":
@@ -202,7 +202,7 @@ def _message(tensor: Tensor, peer: int, *, sends: bool) -> Message:
 
 
 def _mirror(name: str, given: Mapping[str, Any]) -> None:
-    """Fill what a gather brings as if every rank had given what this one gives."""
+    """Fill the output of a gather as if every rank had this rank's input."""
     if name == "all_gather":
         for part in given["tensor_list"]:
             part.copy_(given["tensor"])
@@ -214,12 +214,12 @@ def _mirror(name: str, given: Mapping[str, Any]) -> None:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Call]]:
-    """Record what the functions of `torch.distributed` are asked, and answer in their place.
+    """Record the calls of `torch.distributed`, without communicating.
 
-    Nothing is communicated: in a `fake_world` one process can be one rank after the other. A sum
-    stays what this rank has, a gather brings this rank's part from everybody, and what is received
-    stays as it was; a program whose calls depend on such values is not for this. Tensors may be on
-    `meta`. Functional collectives are not recorded, nor what is done with a group's own methods.
+    In a `fake_world` one process can play one rank after the other. A sum keeps this rank's values,
+    a gather returns this rank's part for every rank, and received tensors keep their content, so a
+    program whose calls depend on such values cannot be recorded. Tensors may be on `meta`.
+    Functional collectives and methods of a group are not recorded.
 
     Example:
         >>> with fake_world(2, rank=0), recorded_calls() as calls:
@@ -243,11 +243,11 @@ def recorded_calls() -> Iterator[list[Call]]:
 
 
 def recorded_ranks(world_size: int, program: Callable[[int], object]) -> list[list[Call]]:
-    """Run a program as each rank of a `fake_world` in turn, and return what each asked.
+    """Run a program as each rank of a `fake_world` in turn, and return the calls of each rank.
 
     Args:
-        world_size: How many ranks.
-        program: Called with the global rank.
+        world_size: Number of ranks.
+        program: Function to call with the global rank.
     """
     ranks = []
     for rank in range(world_size):
@@ -258,32 +258,32 @@ def recorded_ranks(world_size: int, program: Callable[[int], object]) -> list[li
 
 
 def replay(ranks: Sequence[Sequence[Call]]) -> None:
-    """Run recorded calls by NCCL's rules; return if all of them end.
+    """Run recorded calls by NCCL's rules, and return if all of them end.
 
-    A communicator has a queue on each rank. A collective ends when it is the first in the queues of
-    all ranks of the communicator; a batch, when each of its messages has met its other side in the
-    first call of the other rank's queue. Before its first call a communicator connects, which all
-    its ranks have to come to. A rank stops at each wait, where the real host may run ahead: what
-    ends here ends however little it does.
+    A communicator has a queue on each rank. A collective ends when it is first in the queues of all
+    ranks of the communicator; a batch ends when each of its messages has met its counterpart in the
+    first call of the other rank's queue. Before its first call a communicator connects, which needs
+    all its ranks. A rank stops at each wait. The real host may run ahead, so a program that ends
+    here also ends there.
 
     Args:
-        ranks: By global rank, what it asked: of `recorded_ranks`.
+        ranks: The calls of each global rank, from `recorded_ranks`.
 
     Raises:
-        CommunicationError: Ranks wait for each other for ever, a call never ends, or two sides
-            differ in what they call or send.
+        CommunicationError: Ranks deadlock, a call never ends, or two sides disagree on an operation
+            or a message.
     """
     _Replay(ranks).run()
 
 
 @dataclass
 class _Rank:
-    """How far a rank is."""
+    """The progress of a rank."""
 
     program: Sequence[Call]
     at: int = 0
     done: set[int] = field(default_factory=set)
-    # By communicator, its calls that have not ended, with the messages not yet sent or received.
+    # Unfinished calls of each communicator, with the messages not yet sent or received.
     queues: dict[str, deque[tuple[Call, list[Message]]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
@@ -321,10 +321,10 @@ class _Replay:
                 while self._settle(lane, members):
                     moved = True
         if any(rank.call or any(rank.queues.values()) for rank in self.ranks):
-            raise CommunicationError(f"ranks wait for ever\n{self._described()}")
+            raise CommunicationError(f"ranks wait forever\n{self._described()}")
 
     def _advance(self, number: int) -> bool:
-        """Let a rank go on as far as it can."""
+        """Let a rank continue as far as it can."""
         rank, moved = self.ranks[number], False
         while (call := rank.call) is not None:
             if call.kind == "wait":
@@ -342,7 +342,7 @@ class _Replay:
         return moved
 
     def _settle(self, lane: str, members: tuple[int, ...]) -> bool:
-        """End what can end on a communicator."""
+        """End the calls of a communicator that can end."""
         firsts = {rank: first for rank in members if (first := self.ranks[rank].first(lane))}
         calls = {rank: call for rank, (call, _) in firsts.items() if not call.messages}
         if len(calls) == len(members):

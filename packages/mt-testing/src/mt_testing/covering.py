@@ -1,4 +1,4 @@
-"""Small samples of large grids, in which every pair of settings meets."""
+"""Small samples of large grids that contain every pair of settings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-_TRIES = 40  # rows drawn for each that is taken
-_PATIENCE = 400  # rows drawn for a pair before it is held to be impossible
+_TRIES = 40  # rows drawn for each row taken
+_PATIENCE = 400  # rows drawn for a pair before it counts as impossible
 
 
 def pairwise(
@@ -17,15 +17,16 @@ def pairwise(
     allowed: Callable[[dict[str, Any]], bool] | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Draw rows of a grid until each pair of values of two factors is in one of them.
+    """Draw rows of a grid until each pair of values of two factors is in a row.
 
-    A defect that needs two settings to meet is found by far fewer rows than the grid has: about
+    A defect caused by two settings together is found by far fewer rows than the whole grid: about
     the product of the two longest factors. The same arguments give the same rows.
 
     Args:
         factors: The values of each factor, at least one.
-        allowed: Says whether a row can be; pairs that no such row was found for are left out.
-        seed: Of the draw.
+        allowed: Function that tells whether a row is possible; pairs without a possible row are
+            left out.
+        seed: Seed of the draw.
 
     Raises:
         ValueError: A factor has no values, or no row is allowed.

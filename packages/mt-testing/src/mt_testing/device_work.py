@@ -1,4 +1,4 @@
-"""What a program asks of a device: how many operations, and how many bytes they move."""
+"""Counts of a program's device operations, and of the bytes that they move."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# They look at a tensor or make room for one, and start nothing.
+# Operations that only inspect or allocate a tensor start no kernel.
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _FREE |= {"detach", "lift_fresh", "_unsafe_view", "set_"}
 
 
 class DeviceWork(TorchDispatchMode):
-    """Counts the operations that reach a device inside, and the bytes that they read and write.
+    """Count the operations that a block gives a device, and the bytes that they read and write.
 
-    An operation is one that torch's dispatcher gives the device: at least one kernel, and for most
-    exactly one; a custom operator is one. Views and new memory count nothing. Bytes are what its
-    tensors hold that it reads or writes, each once: what a perfect cache would still move. Tensors
-    may be on `meta`, so that a layer's work is known without a device, and as a number that a test
-    can hold.
+    An operation is a call of torch's dispatcher: at least one kernel, and mostly exactly one; a
+    custom operator is one operation. Views and allocations do not count. Bytes are the sizes of all
+    tensors that an operation reads or writes, each once, as if the cache were perfect. Tensors may
+    be on `meta`, so that a test can bound a layer's work without a device.
 
     Args:
-        device: The type of the device; None counts what any tensor is asked of.
+        device: The type of the device; None counts the operations of all devices.
 
     Attributes:
-        ops: How often each operation was called, by its name such as `aten::mm`.
-        bytes: Read and written in all.
+        ops: Number of calls of each operation, by name, such as `aten::mm`.
+        bytes: Total number of bytes read and written.
 
     Example:
         >>> x = torch.ones(4, device="meta")
@@ -47,7 +46,7 @@ class DeviceWork(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """How many operations there were."""
+        """Total number of operations."""
         return self.ops.total()
 
     def __torch_dispatch__(
@@ -72,7 +71,7 @@ class DeviceWork(TorchDispatchMode):
 def _moved(
     schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: list[Any], written: list[Any]
 ) -> list[int]:
-    """Return the bytes of each tensor that is read, and of each that is written."""
+    """Return the sizes in bytes of the tensors read and written."""
     found = [_size(x) for x in {id(x): x for x in read}.values()]
     fresh = [x for x in written if all(x is not other for other in read)]
     found += [_size(x) for x in fresh]
@@ -81,7 +80,7 @@ def _moved(
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         sizes = [_size(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
-        # `out=` is written alone; what is changed in place is read too.
+        # An `out=` tensor is only written; a tensor changed in place is also read.
         found += [] if argument.kwarg_only else sizes
     return found
 

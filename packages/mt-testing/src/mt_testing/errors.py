@@ -1,4 +1,4 @@
-"""What a call on ranks can raise."""
+"""Errors of calls on ranks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 
 class PoolError(RuntimeError):
-    """The pool itself could not do its work: its fork server did not start, or died."""
+    """The pool itself failed: its fork server did not start, or died."""
 
 
 class RankFailure(Exception):  # noqa: N818 - a rank failed; not this process
-    """A rank raised. `str()` names the rank, carries its traceback and lists the other ranks.
+    """A rank raised. The message has its number and traceback, and lists the other ranks.
 
     Attributes:
         rank: The rank that failed first.
         world_size: Number of ranks of the call.
-        error_type: Name of the exception class raised on that rank, or "" when it did not raise.
-        tracebacks: Traceback text by rank, for every rank that raised before the call ended.
+        error_type: Name of the exception class raised on that rank, or "" if it did not raise.
+        tracebacks: Traceback of every rank that raised before the call ended.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class RankDied(RankFailure):
     """A rank's process ended before it returned.
 
     Attributes:
-        signal_name: Such as "SIGKILL", or None when the process exited by itself.
-        exit_code: The exit code, or None when a signal ended the process.
-        point: The named point at which a `KillAt` ended the process, if it did.
+        signal_name: Name of the signal, such as "SIGKILL"; None if the process exited by itself.
+        exit_code: The exit code; None if a signal ended the process.
+        point: The point at which a `KillAt` ended the process; None if none did.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class RankDied(RankFailure):
 
 
 class RankTimeout(RankFailure):
-    """Ranks were still running when the call's time was over.
+    """Ranks were still running at the end of the call's time limit.
 
     Attributes:
         running: The ranks that had not returned.
-        stacks: What each of them was doing: the stacks of all its threads.
+        stacks: The stacks of all threads of each of these ranks.
     """
 
     def __init__(self, message: str, *, world_size: int, stacks: Mapping[int, str]) -> None:
@@ -76,7 +76,7 @@ class RankTimeout(RankFailure):
 
 
 class CommunicationError(AssertionError):
-    """Recorded calls of several ranks do not end, or do not fit each other."""
+    """Recorded calls of several ranks deadlock or disagree."""
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Worlds of thousands of ranks in one process, for rank arithmetic."""
+"""Fake worlds of thousands of ranks in one process, for rank arithmetic."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MOST_RANKS = 1 << 20
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process rank `rank` of a world of `size` ranks that exchanges no data.
+    """Make this process rank `rank` of a world of `size` ranks, without communication.
 
-    Groups can be created and asked for their ranks; collectives return at once and leave their
-    outputs as they are. Backed by torch's `fake` backend.
+    Groups can be created and asked for their ranks; collectives return at once and do not change
+    their outputs. It uses torch's `fake` backend.
 
     Raises:
         ValueError: `rank` is not in the world.
@@ -27,7 +27,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
             "0 <= rank < size"
         )
     import torch.distributed as dist
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend known
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     if dist.is_initialized():
         raise RuntimeError(

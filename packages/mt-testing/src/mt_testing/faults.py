@@ -1,4 +1,4 @@
-"""Fault injection: end a rank at a named point and see that the others can go on."""
+"""Fault injection: kill a rank at a named point."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 
 
 class KillAt:
-    """A callback that ends its own process with SIGKILL at a named point.
+    """A callback that kills its own process with SIGKILL at a named point.
 
-    Code under test that takes `on_event: Callable[[str], None] | None` and calls it with the names
-    of the points it passes can be ended at any of them, as a lost node or the out-of-memory killer
-    would: no clean-up runs.
+    The code under test takes `on_event: Callable[[str], None] | None` and calls it with the names
+    of the points that it passes. It can be killed at any of them, as by a lost node or the
+    out-of-memory killer: no clean-up runs.
 
     Args:
         point: The name of the point.
-        rank: The rank to end; others pass. Known from `torch.distributed`, else from the variable
-            RANK, else 0.
-        nth: Which visit of the point ends the process, counted from 1 and anew in each call of a
-            pool.
+        rank: The rank to kill. A process takes its own rank from `torch.distributed`, else from the
+            variable RANK, else it is 0.
+        nth: The visit of the point that is fatal, counted from 1 in each call of a pool.
 
     Example:
         >>> save_checkpoint(root, 20, shards, {}, on_event=KillAt("before_commit", rank=1))
@@ -51,7 +50,7 @@ class KillAt:
         return f"KillAt({self.point!r}, rank={self.rank}, nth={self.nth})"
 
     def __call__(self, name: str) -> None:
-        """Count a visit of the point `name`; does not return if it is the fatal one."""
+        """Count a visit of the point `name`; the fatal visit does not return."""
         self.visits[name] = self.visits.get(name, 0) + 1
         if name == self.point and self.visits[name] == self.nth and _rank() == self.rank:
             _leave_note(name)
@@ -66,11 +65,11 @@ def expect_kill(
     kill: KillAt,
     timeout: float = 60.0,
 ) -> RankDied:
-    """Run `fn(*args, on_event=kill)` on `world_size` ranks and return how the pool reported it.
+    """Run `fn(*args, on_event=kill)` on `world_size` ranks, and return the pool's error.
 
     Raises:
-        AssertionError: The rank passed without being ended, or something else failed first. The
-            message lists the points that the rank visited.
+        AssertionError: The rank was not killed, or something else failed first. The message lists
+            the points that the rank visited.
     """
     if kill.rank >= world_size:
         raise ValueError(f"{kill!r} names a rank outside the world of {world_size}")
@@ -104,6 +103,6 @@ def _rank() -> int:
 
 
 def _leave_note(point: str) -> None:
-    """Tell the pool, or a person outside a pool, what is about to happen."""
+    """Announce the kill to the pool or, outside a pool, on stderr."""
     descriptor = int(os.environ.get(NOTES_VARIABLE, "2"))
     os.write(descriptor, f"KillAt {point}\n".encode())

@@ -1,8 +1,8 @@
-"""A process that has torch and our packages imported and forks ranks from itself.
+"""A server process that imports torch and the installed packages once, and then forks ranks.
 
-Unlike `multiprocessing`'s fork server it reports packages that fail to import, never imports the
-parent's `__main__` again, tells how each rank ended, and ends all of them (and their children)
-when its parent goes away for whatever reason.
+Unlike `multiprocessing`'s fork server, it reports packages that fail to import, never imports the
+parent's `__main__` again, reports how each rank ended, and ends all ranks and their children when
+its parent ends for any reason.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from multiprocessing.connection import Connection, wait
 
 from mt_testing.errors import PoolError, signal_name
 
-# What a rank would otherwise import on first use; dynamo alone takes seconds and torch.optim
-# asks for it.
+# Imports that a rank would otherwise pay for at first use; dynamo, which torch.optim needs, takes
+# seconds alone.
 TORCH_MODULES = (
     "torch",
     "torch._dynamo",
@@ -63,12 +63,12 @@ class ForkServer:
     """The parent's handle of the server process.
 
     Args:
-        preload: Modules to import beside torch and every installed `mt_*` package.
+        preload: Modules to import besides torch and every installed `mt_*` package.
 
     Attributes:
-        control: Readable when the server has a message for `pump`.
-        ended: How ended ranks ended, by process id: an exit code, or minus a signal's number.
-        preload_errors: Traceback text by module that failed to import.
+        control: Connection that is readable when the server has a message for `pump`.
+        ended: Exit code, or minus the signal's number, of each ended rank by process id.
+        preload_errors: Traceback of each module that failed to import.
         directory: A folder that the server removes when it ends.
     """
 
@@ -121,7 +121,7 @@ class ForkServer:
             timeout = 0.0
 
     def fork(self, fds: Iterable[int], *, timeout: float = 60.0) -> int:
-        """Fork a rank that gets these descriptors and return its process id.
+        """Fork a rank that inherits these descriptors, and return its process id.
 
         Raises:
             PoolError: The server has ended or does not answer.
@@ -217,7 +217,7 @@ def _obey(control: Connection, children: set[int], private_fds: tuple[int, ...])
     kind, *values = control.recv()
     if kind == "signal":
         pid, number, whole_group = values
-        if pid in children:  # an ended child is reaped here only, so the number is still its own
+        if pid in children:  # ended children are reaped only here, so the id is not reused yet
             if whole_group:
                 _signal_group(pid, number)
             else:
@@ -262,7 +262,7 @@ def _reap(children: set[int]) -> list[tuple[int, int]]:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             children.discard(pid)
-            _signal_group(pid, signal.SIGKILL)  # what the rank left running
+            _signal_group(pid, signal.SIGKILL)  # processes that the rank left running
             ended.append((pid, os.waitstatus_to_exitcode(status)))
     return ended
 

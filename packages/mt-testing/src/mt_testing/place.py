@@ -1,4 +1,4 @@
-"""Where a call comes from."""
+"""The place in the source that a call comes from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def caller(inside: str) -> tuple[str, int]:
-    """Return file and line of the innermost frame that is neither torch's nor in a file.
+    """Return file and line of the innermost frame outside torch and outside the file `inside`.
 
     Args:
-        inside: That file, which asks.
+        inside: The file that calls this function.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and (

@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the ini option `mt_testing_preload`."""
     parser.addini(
         "mt_testing_preload",
-        "modules that the rank pool imports once, beside torch and every installed mt_* package",
+        "modules that the rank pool imports once, besides torch and every installed mt_* package",
         type="args",
         default=[],
     )
@@ -55,7 +55,7 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Tell which packages could not be preloaded; tests that need them say so themselves."""
+    """Report packages that could not be preloaded; the tests that need them fail by themselves."""
     for name, text in config.stash.get(_ERRORS, {}).items():
         terminalreporter.section(f"mt_testing: could not preload {name} into the rank pool")
         terminalreporter.write_line(text.rstrip())

@@ -46,7 +46,7 @@ class _Worker:
 
 @dataclass(kw_only=True)
 class _Processes:
-    """What has to be ended: the server and the workers it forked."""
+    """The processes of a pool: the server and the workers that it forked."""
 
     server: ForkServer
     workers: list[_Worker] = field(default_factory=list)
@@ -63,16 +63,16 @@ class _Processes:
 
 
 class RankPool:
-    """Runs functions on N ranks, each a process with its own process group member.
+    """Run functions on N ranks, each of them a process in a process group.
 
-    The first call starts a fork server (the only slow step: it imports torch once); processes are
-    forked when a call needs them and kept for the next call. Use it as a context manager, or call
-    `close`; processes are ended at interpreter exit in any case.
+    The first call starts a fork server, which imports torch once (the only slow step). Processes
+    are forked when a call needs them, and kept for the next call. Use it as a context manager, or
+    call `close`; in any case, the processes end with the interpreter.
 
     Args:
-        preload: Modules to import once in the fork server, beside torch and every installed
+        preload: Modules to import once in the fork server, besides torch and every installed
             `mt_*` package.
-        start_timeout: Seconds that the imports may take.
+        start_timeout: Time limit of the imports in seconds.
 
     Example:
         >>> with RankPool() as ranks:
@@ -96,12 +96,12 @@ class RankPool:
 
     @property
     def preload_errors(self) -> dict[str, str]:
-        """Traceback text by module that could not be preloaded; empty before the first call."""
+        """Traceback of each module that could not be preloaded; empty before the first call."""
         return {} if self._processes is None else dict(self._processes.server.preload_errors)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks that are alive, by rank."""
+        """Process ids of the living ranks, by rank."""
         return () if self._processes is None else tuple(w.pid for w in self._processes.workers)
 
     def __call__(
@@ -112,13 +112,13 @@ class RankPool:
         timeout: float = 60.0,
         backend: Literal["gloo", "nccl"] = "gloo",
     ) -> list[T]:
-        """Run `fn(*args)` on every rank of a fresh world and return the results by rank.
+        """Run `fn(*args)` on every rank of a new world, and return the results by rank.
 
         Args:
             world_size: Number of ranks, 1 to 32.
-            fn: Any function, closures and lambdas too; it is sent by value.
-            *args: Sent to every rank.
-            timeout: Seconds until ranks still running are reported and ended.
+            fn: Any function, even a closure or a lambda; it is sent by value.
+            *args: Arguments, sent to every rank.
+            timeout: Time limit in seconds, after which running ranks are reported and ended.
             backend: "gloo", or "nccl" for "cpu:gloo,cuda:nccl" with one GPU per rank.
 
         Raises:
@@ -158,7 +158,7 @@ class RankPool:
         self._cleaning = []
 
     def kill(self) -> None:
-        """End the ranks, hanging or not, and keep the fork server for the next call."""
+        """End the ranks, even hanging ones, and keep the fork server for the next call."""
         processes = self._processes
         self._cleaning = []
         if processes is None:
@@ -194,9 +194,9 @@ class RankPool:
         return processes
 
     def _await_cleaning(self) -> None:
-        """Start over if a rank does not come back from the last call's cleaning up.
+        """Start new ranks if one does not return from cleaning up after the last call.
 
-        So a call only ever sends to ranks that listen, and is not blamed for what is not its own.
+        So a call only sends to ranks that listen, and is not blamed for the previous call.
         """
         cleaning = {worker.connection: worker.rank for worker in self._cleaning}
         deadline = time.monotonic() + CLEANING
@@ -226,7 +226,7 @@ class RankPool:
         return processes.workers[:count]
 
     def _discard_ended(self, processes: _Processes) -> None:
-        """Start over when the server or an idle rank has ended since the last call."""
+        """Start new processes if the server or an idle rank has ended since the last call."""
         try:
             processes.server.pump()
         except PoolError:
@@ -245,8 +245,8 @@ class RankPool:
             world_size=world_size,
             backend=backend,
             store=os.path.join(self._server.directory, f"call{next(self._calls)}"),
-            # Longer than the call's own limit, so that a hang is reported with its stacks and not
-            # as gloo's or the store's time-out on some peer.
+            # Longer than the call's own limit, so that a hang is reported with stacks and not as a
+            # time-out of gloo or of the store on some peer.
             timeout=timeout + 30.0,
             environ=environ,
             directory=os.getcwd(),
@@ -254,7 +254,7 @@ class RankPool:
         )
 
     def _collect(self, workers: list[_Worker], outcome: Outcome, deadline: float) -> None:
-        """Gather answers until all have come, or the time or a failed call's grace is over."""
+        """Collect answers until all are there, or the time or a failed call's grace is over."""
         server = self._server
         waiting = {worker.connection: worker for worker in workers}
         while outcome.running:
@@ -266,7 +266,7 @@ class RankPool:
                 if connection not in ready:
                     continue
                 del waiting[connection]
-                # No answer means that the process ended; how, comes from the server.
+                # No answer means that the process ended; the server reports how.
                 with contextlib.suppress(EOFError, ConnectionResetError):
                     outcome.answered(worker.rank, pickle.loads(connection.recv_bytes()))  # noqa: S301
             server.pump()
@@ -286,7 +286,7 @@ class RankPool:
         return None
 
     def _stacks(self, workers: list[_Worker], running: set[int]) -> dict[int, str]:
-        """Have the running ranks write what they are doing."""
+        """Let the running ranks write their stacks, and return them."""
         hanging = [worker for worker in workers if worker.rank in running]
         for worker in hanging:
             self._server.signal(worker.pid, signal.SIGUSR2)
@@ -322,7 +322,7 @@ def _fork(server: ForkServer, rank: int) -> _Worker:
 
 def _send(workers: list[_Worker], message: bytes) -> None:
     for worker in workers:
-        with contextlib.suppress(ConnectionError):  # it ended; the server says how
+        with contextlib.suppress(ConnectionError):  # it ended; the server reports how
             worker.connection.send_bytes(message)
 
 

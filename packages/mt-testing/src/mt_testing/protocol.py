@@ -1,4 +1,4 @@
-"""What the pool and its ranks say to each other."""
+"""Messages between the pool and its ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ NOTES_VARIABLE = "MT_TESTING_NOTES_FD"  # file descriptor that outlives the rank
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call as sent to every rank.
+    """One call, as sent to every rank.
 
     Attributes:
         payload: The serialised function and arguments.
-        store: Path of a `FileStore`. A `TCPStore` looks the peer's name up on every connection,
-            which now and then costs the seconds of a DNS time-out where no server answers.
-        timeout: Of the process group and its store, in seconds.
+        store: Path of a `FileStore`. A `TCPStore` would look up the peer's name on every
+            connection, which sometimes costs a DNS time-out of seconds.
+        timeout: Timeout of the process group and its store, in seconds.
     """
 
     payload: bytes

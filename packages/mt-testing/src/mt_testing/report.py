@@ -1,4 +1,4 @@
-"""What became of the ranks of one call, and the message that tells it."""
+"""The outcome of a call on all its ranks, and the error that reports it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outcome:
 
     @property
     def running(self) -> set[int]:
-        """Ranks that have neither answered nor died."""
+        """Ranks without an answer that are alive."""
         return set(range(self.world_size)) - set(self.results) - set(self.errors) - set(self.deaths)
 
     @property
@@ -53,7 +53,7 @@ class Outcome:
     def failure(self, notes: Mapping[int, str]) -> RankFailure:
         """Return the error of a failed call.
 
-        A death goes first: that its peers then fail is only its consequence, and their report may
+        A death comes first: the failures of its peers are only consequences, even if their reports
         arrive earlier.
         """
         tracebacks = {rank: text for rank, (_, _, text) in self.errors.items()}
@@ -83,7 +83,7 @@ class Outcome:
         )
 
     def timed_out(self, timeout: float, stacks: Mapping[int, str]) -> RankTimeout:
-        """Return the error of a call whose time was over."""
+        """Return the error of a call that exceeded its time limit."""
         parts = [
             f"{_ranks(stacks)} of {self.world_size} still running after {timeout:g} s; "
             f"returned: {_ranks(self.results)}"
@@ -123,7 +123,7 @@ def trim_stack(text: str) -> str:
 
 
 def _stack(notes: str) -> str:
-    """The stack that faulthandler left when a fatal signal such as SIGSEGV came."""
+    """Return the stack that faulthandler wrote at a fatal signal such as SIGSEGV."""
     start = notes.find("Fatal Python error")
     return f"\n\n{trim_stack(notes[start:])}" if start >= 0 else ""
 

@@ -1,4 +1,4 @@
-"""Rows of which CI runs a sample, and a campaign all."""
+"""A sample of test rows for CI; the campaign runs all rows."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,10 +8,10 @@ import pytest
 def sample(
     rows: Iterable[tuple[object, ...]], *, every: int, name: Callable[..., str] | None = None
 ) -> list[object]:
-    """Return the rows as parameters, all but every so many marked for the campaign.
+    """Return the rows as parameters; all except each `every`-th one are marked for the campaign.
 
-    With `every` prime to the number of rows of a kind, and below it, each kind has one in CI, and
-    their places in the kinds differ. `name` gives the id of a row.
+    Choose `every` below the number of rows of each kind and coprime to it: then CI runs a row of
+    each kind, at different places within the kinds. `name` returns the id of a row.
     """
     marks = [pytest.mark.campaign]
     return [

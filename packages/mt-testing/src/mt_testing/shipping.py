@@ -1,4 +1,4 @@
-"""Moves functions to ranks and their results back."""
+"""Serialisation of functions for ranks, and of their results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REGISTRY_LOCK = threading.Lock()  # cloudpickle's registry of by-value modules 
 
 
 def dump_call(fn: Any, args: tuple[Any, ...]) -> bytes:
-    """Serialise a call so that a process that never saw the test module can run it.
+    """Serialise a call, so that a process without the test module can run it.
 
-    Functions and classes of modules that are not part of an importable package travel by value,
-    with the globals that they use.
+    Functions and classes from outside importable packages are sent by value, with the globals that
+    they use.
 
     Raises:
         TypeError: `fn` or an argument cannot be serialised.
@@ -36,8 +36,8 @@ def dump_call(fn: Any, args: tuple[Any, ...]) -> bytes:
         except Exception as error:
             name = getattr(fn, "__qualname__", repr(fn))
             raise TypeError(
-                f"cannot send {name} to the ranks: {error}. It, its arguments and what it closes "
-                "over must be picklable; create process groups, locks and generators inside it"
+                f"cannot send {name} to the ranks: {error}. It, its arguments and its closure "
+                "must be picklable; create process groups, locks and generators inside it"
             ) from error
         finally:
             for module in pickler.registered:
@@ -53,7 +53,7 @@ def dump_result(value: object) -> bytes:
 
 
 class _CallPickler(cloudpickle.Pickler):
-    """Has cloudpickle send by value what a rank could not import."""
+    """A pickler that sends by value the functions and classes that a rank could not import."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -86,12 +86,13 @@ class _ResultPickler(cloudpickle.Pickler):
 
 
 def _is_found(module: ModuleType, *, in_package: bool = False) -> bool:
-    """Whether a rank's import would find this very module.
+    """Tell whether a rank's import would find the same module.
 
     Args:
         module: The module.
-        in_package: Whether a single file beside others does not count, such as a test module under
-            pytest's prepend mode: its import would run the test file again in every rank.
+        in_package: Whether to require a package. A single file, such as a test module under
+            pytest's prepend mode, then does not count: importing it would run the test file again
+            in every rank.
     """
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     path = getattr(top, "__file__", None)

@@ -27,12 +27,12 @@ def layouts(
 
     Args:
         max_world: Largest world.
-        axes: Which axes to draw, out of tp, cp, dp, pp, ep and etp; a dict has exactly these keys.
+        axes: Axes to draw, out of tp, cp, dp, pp, ep and etp; the dict has exactly these keys.
         world: Draw factorisations of exactly this world (needs "dp" among the axes, which takes
-            what the others leave).
+            the remaining factor).
 
     Raises:
-        ValueError: Unknown or repeated axes, or a world that cannot be.
+        ValueError: Unknown or repeated axes, or an impossible world.
     """
     from hypothesis import strategies as st
 
@@ -55,8 +55,8 @@ def layouts(
         most = len(_divisors(world or max_world))
         for axis in EXPERT_AXES:
             if axis in axes:
-                # A place beyond the last divisor means the last, so that a smaller world keeps the
-                # axis above one and shrinking does not get stuck at a large one.
+                # An index beyond the last divisor means the last one, so that the axis stays above
+                # one in a smaller world, and shrinking does not get stuck at a large world.
                 divisors = _divisors(experts)
                 place = draw(st.integers(0, most - 1))
                 sizes[axis] = divisors[min(place, len(divisors) - 1)]

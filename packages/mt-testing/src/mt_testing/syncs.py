@@ -1,4 +1,4 @@
-"""Where the host waits for a device, found without one."""
+"""Detection of the host's waits for a device, without a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from mt_testing.place import caller
 
-_STAND_IN = 1  # what a number is that nobody knows; positive, so that a norm clips
+_STAND_IN = 1  # value of an unknown number; positive, so that a norm clips
 _NUMBERS = ("aten::_local_scalar_dense", "aten::item")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
@@ -24,10 +24,10 @@ class HostSync:
     """One wait of the host for a device.
 
     Attributes:
-        op: torch's operation, such as `aten::_local_scalar_dense`.
-        file: The innermost file outside of torch that called it; in backward of an operation of
-            torch, the one that called backward.
-        line: The line there.
+        op: The operation of torch, such as `aten::_local_scalar_dense`.
+        file: The innermost file outside torch that called it; in the backward of an operation of
+            torch, the file that called backward.
+        line: The line in that file.
     """
 
     op: str
@@ -39,21 +39,21 @@ class HostSync:
 
 
 class HostSyncs(TorchDispatchMode):
-    """Collects what makes the host wait for a device, from tensors that have no data.
+    """Collect the operations that make the host wait for a device, using tensors without data.
 
-    A wait is a number or a truth value that Python is given (`item()`, `tolist()`, `if tensor:`),
-    a result whose shape depends on values (`nonzero()`, indexing with a mask), and a copy between
-    a device and the host that is not `non_blocking`. A number that is asked for is 1, so that the
-    program goes on. Tensors are on `meta`, for forward and backward, or fake ones on `cuda`
+    The host waits when Python needs a number or a truth value (`item()`, `tolist()`, `if tensor:`),
+    when the shape of a result depends on values (`nonzero()`, indexing with a mask), and when a
+    copy between device and host is not `non_blocking`. Unknown numbers are 1, so that the program
+    continues. Use tensors on `meta`, for forward and backward, or fake tensors on `cuda`
     (`torch._subclasses.FakeTensorMode`, entered first), whose backward torch refuses without a
-    device. Iterate for the waits in their order.
+    device. Iterating returns the waits in order.
 
-    What a kernel does inside is not seen. `tolist()` is one wait on `meta`, as on a device, and one
-    for each element of a fake tensor. A result whose shape nobody knows is torch's error, after
-    its wait is noted. Pinning leaves a tensor as it is.
+    Waits inside a kernel are not seen. `tolist()` is one wait on `meta`, as on a device, but one
+    for each element of a fake tensor. A result of unknown shape raises torch's error, after its
+    wait is recorded. Pinning returns the tensor unchanged.
 
     Args:
-        device: The type of the device that is waited for.
+        device: The type of the device.
 
     Example:
         >>> x = torch.ones(3, device="meta")
@@ -84,7 +84,7 @@ class HostSyncs(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note a wait, and run the operation."""
+        """Record a wait, and run the operation."""
         kwargs, name = dict(kwargs or {}), func._schema.name
         if self._waits(func, name, args, kwargs):
             file, line = caller(__file__)
@@ -121,7 +121,7 @@ class HostSyncs(TorchDispatchMode):
             return False
         if name in _INDEXED:
             masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-            # One value is written by masked_fill.
+            # A single value is written by masked_fill, which does not wait.
             return bool(masks) and (name == "aten::index" or args[2].numel() != 1)
         if name == "aten::repeat_interleave":
             return kwargs.get("output_size") is None

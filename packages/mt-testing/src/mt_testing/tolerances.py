@@ -1,7 +1,7 @@
-"""How far a result may be from its reference, by dtype and kind of operation.
+"""Tolerances of results by dtype and kind of operation.
 
-Tolerances are multiples of the unit of the dtype, `eps = torch.finfo(dtype).eps`, and written
-here once, so that a test names what it computes and not a number that happened to pass.
+Tolerances are multiples of `eps = torch.finfo(dtype).eps`. They are defined once, here, so that a
+test names its operation and not a number that happened to pass.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FACTORS: Mapping[str, tuple[float, float]] = {
 
 
 def tolerance(dtype: torch.dtype, op: str) -> float:
-    """Return how far one element may be off, as the table has it for a dtype and an operation.
+    """Return the tolerance of one element for a dtype and an operation, from the table.
 
-    It is allowed `|actual - expected| <= tolerance * (|expected| + scale)`, where `scale` is the
-    root mean square of the expected values unless the caller knows better: a sum that cancels to
-    nearly zero keeps the rounding errors of its terms, which have that size.
+    A result passes if `|actual - expected| <= tolerance * (|expected| + scale)`. By default `scale`
+    is the root mean square of the expected values, because a sum that cancels to nearly zero keeps
+    the rounding errors of its terms, which have that size.
 
     Args:
-        dtype: Of the computed values; integers and bool are always exact.
+        dtype: Dtype of the computed values; integers and bool are always exact.
         op: A key of `FACTORS`.
 
     Raises:
@@ -72,14 +72,14 @@ def assert_close(
     The comparison is done in fp64, so the reference may have a wider dtype than the result.
 
     Args:
-        actual: What was computed.
+        actual: The computed values.
         expected: The reference, of the same structure and shapes.
         op: The kind of operation, a key of `FACTORS`.
-        dtype: Whose tolerance to use, when the values went through a narrower dtype than
-            `actual` shows; `actual.dtype` by default.
-        scale: Size of the terms that were summed; the root mean square of `expected` by default.
-            An all-zero reference allows no error at all unless a scale is given.
-        name: Put before the message.
+        dtype: Dtype of the tolerance, if the values went through a narrower dtype than
+            `actual.dtype`, the default.
+        scale: Size of the summed terms; the root mean square of `expected` by default. An all-zero
+            reference allows no error at all unless a scale is given.
+        name: Prefix of the message.
 
     Raises:
         AssertionError: Naming the place, the worst element and the tolerance.
@@ -122,7 +122,7 @@ def _assert_tensors_close(
     bound = tolerance(dtype or actual.dtype, op)
     kind = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
     if bound == 0.0 and actual.dtype == expected.dtype:
-        kind = actual.dtype  # int64 and uint64 have values that fp64 has not
+        kind = actual.dtype  # fp64 cannot represent all values of int64 and uint64
     left, right = actual.cpu().to(kind), expected.cpu().to(kind)
     if scale is None:
         scale = _root_mean_square(right)

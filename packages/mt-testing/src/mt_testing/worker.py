@@ -42,7 +42,7 @@ def run_worker(connection: Connection, notes_fd: int) -> None:
             answer = FINISH
         else:
             answer = _answer(pickle.loads(message), rank, notes_fd)  # noqa: S301
-            sys.stdout.flush()  # so that a failed test shows it
+            sys.stdout.flush()  # so that a failed test shows the output
         try:
             connection.send_bytes(answer)
         except BrokenPipeError:
@@ -57,7 +57,7 @@ def _answer(call: Call, rank: int, notes_fd: int) -> bytes:
             result = fn(*args)
         return pickle.dumps(("ok", _dump(result)))
     except BaseException as error:  # noqa: BLE001 - SystemExit in a test is a failure of the test
-        # The frames of this file say nothing to the reader of a failed test.
+        # The frames of this file would not help the reader of a failed test.
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, frames))
         summary = "".join(traceback.format_exception_only(error)).strip()
