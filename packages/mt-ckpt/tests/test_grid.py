@@ -11,11 +11,11 @@ from mt_ckpt import (
     TensorShard,
     load_checkpoint,
     param_shards,
-    range_boxes,
     save_checkpoint,
     verify_checkpoint,
 )
 from mt_ckpt.grid import Box, chunk_indices, plan_chunks
+from mt_ckpt.shard import range_boxes
 from mt_parallel_state import ParallelLayout, PartitionSpec, shard_param
 from torch import nn
 

@@ -1,7 +1,6 @@
 """Checkpoints as folders of Zarr arrays that any layout can read."""
 
-from mt_ckpt.array import ArraySpec
-from mt_ckpt.error import CheckpointError, Problem
+from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.load import (
@@ -15,16 +14,14 @@ from mt_ckpt.manifest import Manifest
 from mt_ckpt.root import clean, latest_checkpoint
 from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
 from mt_ckpt.save import save_checkpoint
-from mt_ckpt.shard import TensorShard, param_shards, range_boxes
+from mt_ckpt.shard import TensorShard, param_shards
 from mt_ckpt.state import load, save
 
 __all__ = [
     "ArrayReader",
-    "ArraySpec",
     "Box",
     "CheckpointError",
     "Manifest",
-    "Problem",
     "RunFolder",
     "SavedModel",
     "SavedTokenizer",
@@ -37,7 +34,6 @@ __all__ = [
     "load_checkpoint",
     "open_arrays",
     "param_shards",
-    "range_boxes",
     "save",
     "save_checkpoint",
     "verify_checkpoint",

@@ -15,6 +15,7 @@ from mt_quant.checkpoints.kv_layout import describe_kv_cache
 from mt_quant.checkpoints.stored import (
     StoredLinear,
     by_channel,
+    check_e4m3,
     check_shape,
     group_of,
     integer_weight,
@@ -317,8 +318,7 @@ def _read_float(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Qu
         data = needed(tensors, "weight_packed")[0]
         return _read_fp4(data, scale, tensors)
     data = needed(tensors, "weight")[0]
-    if data.dtype != torch.float8_e4m3fn:
-        raise QuantizationError(f"weight is {data.dtype}, and torch.float8_e4m3fn is needed")
+    check_e4m3("weight", data)
     if scale.dtype == torch.uint8:
         check_shape("weight_scale", scale, (data.shape[0], data.shape[1] // 32))
         return float_weight(data, scale, WeightFormat(type="mxfp8", group=32))
@@ -388,7 +388,6 @@ def nvfp4_weight(data: Tensor, scale: Tensor, level: Tensor) -> QuantizedWeight:
         QuantizationError: The scales are not as many, or not e4m3.
     """
     check_shape("weight_scale", scale, (data.shape[0], 2 * data.shape[1] // 16))
-    if scale.dtype != torch.float8_e4m3fn:
-        raise QuantizationError(f"weight_scale is {scale.dtype}, and torch.float8_e4m3fn is needed")
+    check_e4m3("weight_scale", scale)
     format = WeightFormat(type="nvfp4", group=16)
     return float_weight(data, scale.view(torch.uint8), format, level)

@@ -17,7 +17,7 @@ from mt_quant.error import QuantizationError
 from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.weight import QuantizedMatrix
 from mt_quant.layers.linear import QuantizedLinear, tensors_of
-from mt_quant.layers.shape import LinearShape
+from mt_quant.layers.shape import LinearShape, shape_of
 
 
 def install(model: nn.Module, layers: Mapping[str, StoredLinear]) -> None:
@@ -32,9 +32,7 @@ def install(model: nn.Module, layers: Mapping[str, StoredLinear]) -> None:
     """
     for name, stored in layers.items():
         layer = model.get_submodule(name)
-        shape = LinearShape.of(layer)
-        if shape is None:
-            raise QuantizationError(f"{name} is no linear layer but {type(layer).__name__}")
+        shape = shape_of(layer, name)
         try:
             made = _layer(layer, shape, stored)
         except QuantizationError as error:

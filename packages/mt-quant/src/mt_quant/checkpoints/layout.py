@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from mt_quant.checkpoints.compressed import (
     read_compressed,
     scaled_weight,
 )
-from mt_quant.checkpoints.stored import StoredLinear, check_shape, needed
+from mt_quant.checkpoints.stored import StoredLinear, check_e4m3, check_shape, needed
 from mt_quant.error import QuantizationError
 from mt_quant.formats.packing import unpack_words
 
@@ -58,13 +58,7 @@ class Layout:
                 f"quant_method {shorten(name)} of quantization_config is not known. "
                 f"{did_you_mean(str(name), LAYOUTS)}"
             )
-        known = LAYOUTS[str(name)]
-        return cls(
-            name=known.name,
-            leaves=known.leaves,
-            reader=known.reader,
-            config=config,
-        )
+        return replace(LAYOUTS[str(name)], config=config)
 
     def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return outputs and inputs of a layer.
@@ -146,18 +140,13 @@ def _bits(config: Mapping[str, Any]) -> int:
 def _fp8(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> StoredLinear:
     del name
     data, scale = needed(tensors, "weight", "weight_scale_inv")
-    _check_fp8(data)
+    check_e4m3("weight", data)
     block = config.get("weight_block_size")
     if block is None:
         return StoredLinear(weight=scaled_weight(data, scale))
     if not isinstance(block, list) or len(block) != 2:
         raise QuantizationError(f"weight_block_size is {shorten(block)}, and two are needed")
     return StoredLinear(weight=block_weight(data, scale, (int(block[0]), int(block[1]))))
-
-
-def _check_fp8(data: Tensor) -> None:
-    if data.dtype != torch.float8_e4m3fn:
-        raise QuantizationError(f"weight is {data.dtype}, and torch.float8_e4m3fn is needed")
 
 
 LAYOUTS: Mapping[str, Layout] = {

@@ -15,7 +15,7 @@ from mt_files import shorten
 from torch import Tensor
 
 from mt_quant.checkpoints.compressed import block_weight, float_weight, nvfp4_weight, scaled_weight
-from mt_quant.checkpoints.stored import StoredLinear, check_shape, needed
+from mt_quant.checkpoints.stored import StoredLinear, check_e4m3, check_shape, needed
 from mt_quant.error import QuantizationError
 from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.kv_format import KVFormat
@@ -125,8 +125,7 @@ def read_modelopt(
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", BLOCKS_ALONE):
         known = ", ".join((*dict.fromkeys(_ALGORITHMS.values()), "NVFP4", BLOCKS_ALONE))
         raise QuantizationError(f"quant_algo {shorten(algorithm)} is not read; {known} are")
-    if data.dtype != torch.float8_e4m3fn:
-        raise QuantizationError(f"weight is {data.dtype}, and torch.float8_e4m3fn is needed")
+    check_e4m3("weight", data)
     if algorithm == "MXFP8":
         check_shape("weight_scale", scale, (data.shape[0], data.shape[1] // 32))
         weight = float_weight(data, scale, WeightFormat(type="mxfp8", group=32))

@@ -189,6 +189,12 @@ def needed(tensors: Mapping[str, Tensor], *names: str) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
+def check_e4m3(name: str, tensor: Tensor) -> None:
+    """Raise QuantizationError unless a tensor is of fp8's dtype."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        raise QuantizationError(f"{name} is {tensor.dtype}, and torch.float8_e4m3fn is needed")
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise QuantizationError unless a tensor has this shape."""
     if tuple(tensor.shape) != shape:

@@ -235,3 +235,15 @@ class LinearShape:
     def describe(self) -> dict[str, Any]:
         """Return sizes, as messages and fingerprints have them."""
         return {"outputs": list(self.outputs), "inputs": list(self.inputs), "split": self.split}
+
+
+def shape_of(layer: nn.Module, name: str) -> LinearShape:
+    """Return the shape of a linear layer.
+
+    Raises:
+        QuantizationError: The layer, which the message calls `name`, is no linear layer.
+    """
+    shape = LinearShape.of(layer)
+    if shape is None:
+        raise QuantizationError(f"{name} is {type(layer).__name__}, no linear layer")
+    return shape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mt_quant.calibration.statistics import Collector, Statistics
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.formats.format import WeightFormat
-from mt_quant.layers.shape import LinearShape
+from mt_quant.layers.shape import LinearShape, shape_of
 from mt_quant.methods.awq import awq_scale
 from mt_quant.methods.output_error import hessian_of, needed
 from mt_quant.methods.smoothquant import smoothquant_scale
@@ -142,7 +142,7 @@ def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
         raise QuantizationError("a scale must be finite and above 0")
     source = LinearShape.of(shared.source)
     for layer in shared.layers:
-        shape = _shape_of(layer, "a layer")
+        shape = shape_of(layer, "a layer")
         if shape.whole_columns != len(factor):
             raise QuantizationError(
                 f"the scale has {len(factor)} features and a layer {shape.whole_columns} inputs"
@@ -152,7 +152,7 @@ def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
     else:
         _divide_linear(shared, source, factor)
     for layer in shared.layers:
-        shape = _shape_of(layer, "a layer")
+        shape = shape_of(layer, "a layer")
         columns = shape.own(factor.device)[1]
         weight = cast("nn.Parameter", layer.weight)
         own = factor if columns is None else factor[columns]
@@ -203,7 +203,7 @@ def _scale(
 ) -> Tensor | None:
     """The scale of one input; the same for features that one output of the source makes."""
     weights = [
-        _shape_of(layer, "a layer").gathered(cast("nn.Parameter", layer.weight))
+        shape_of(layer, "a layer").gathered(cast("nn.Parameter", layer.weight))
         for layer in shared.layers
     ]
     columns = weights[0].shape[1]
@@ -229,7 +229,7 @@ def _parts(inputs: list[InputSource], statistic: str) -> list[list[InputSource]]
     parts: list[list[InputSource]] = []
     held = _BYTES
     for shared in inputs:
-        columns = _shape_of(shared.layers[0], "a layer").whole_columns
+        columns = shape_of(shared.layers[0], "a layer").whole_columns
         size = 4 * columns * (columns if statistic == "hessian" else 1)
         if not parts or held + size > _BYTES:
             parts.append([])
@@ -248,7 +248,7 @@ def _collected(
     """Run the model, and return statistics of each input."""
     statistic, names = what
     collectors = [
-        Collector(names[id(s.layers[0])], _shape_of(s.layers[0], "a layer"), {statistic})
+        Collector(names[id(s.layers[0])], shape_of(s.layers[0], "a layer"), {statistic})
         for s in inputs
     ]
     hooks = [
@@ -285,16 +285,9 @@ def _check(shared: InputSource, names: dict[int, str]) -> None:
             raise QuantizationError(
                 f"{type(module).__name__} of a shared input is no module of the model"
             )
-    sizes = {_shape_of(m, names[id(m)]).whole_columns for m in shared.layers}
+    sizes = {shape_of(m, names[id(m)]).whole_columns for m in shared.layers}
     if len(sizes) > 1:
         raise QuantizationError(
             f"{', '.join(names[id(m)] for m in shared.layers)} can't share an input: they have "
             f"{sorted(sizes)} inputs"
         )
-
-
-def _shape_of(layer: nn.Module, name: str) -> LinearShape:
-    shape = LinearShape.of(layer)
-    if shape is None:
-        raise QuantizationError(f"{name} is {type(layer).__name__}, no linear layer")
-    return shape

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from mt_files import check_type
 from mt_parallel_state import shardings
 from torch import Tensor, nn
 
 from mt_quant.error import QuantizationError
+from mt_quant.formats.format import WeightFormat
 from mt_quant.layers.linear import CODES, QuantizedLinear, dims_of
-from mt_quant.models.places import linear_of, places_of, replaced
+from mt_quant.layers.shape import shape_of
+from mt_quant.models.places import places_of, replaced
 from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.rule import Decision
 
@@ -61,7 +64,7 @@ def load_quantized(
 def _layer(
     name: str, layer: nn.Module, decision: Decision, state: Mapping[str, Tensor]
 ) -> QuantizedLinear:
-    shape, format = linear_of(name, layer, decision)
+    shape, format = shape_of(layer, name), cast("WeightFormat", decision.weight)
     prefix = f"{name}." if name else ""
     names = [key for key in CODES if f"{prefix}{key}" in state]
     try:

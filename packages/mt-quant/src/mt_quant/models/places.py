@@ -6,18 +6,6 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from mt_quant.formats.format import WeightFormat
-from mt_quant.layers.shape import LinearShape
-from mt_quant.rules.rule import Decision
-
-
-def linear_of(name: str, layer: nn.Module, decision: Decision) -> tuple[LinearShape, WeightFormat]:
-    """Return shape and format of a linear layer that gets one."""
-    shape, format = LinearShape.of(layer), decision.weight
-    if shape is None or format is None:
-        raise ValueError(f"{name} is no linear layer with a format for its weight: {decision}")
-    return shape, format
-
 
 def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """Return under which names each module is found, itself included: a module may be shared."""

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from mt_quant.calibration.statistics import Collector, Statistics
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.formats.activation import step_of
+from mt_quant.formats.format import WeightFormat
 from mt_quant.formats.weight import QuantizedMatrix
 from mt_quant.layers.linear import QuantizedLinear, tensors_of
-from mt_quant.layers.shape import LinearShape
+from mt_quant.layers.shape import LinearShape, shape_of
 from mt_quant.methods.registry import METHODS
 from mt_quant.models.layer_folder import LayerFolder, origin_of
-from mt_quant.models.places import linear_of, places_of, replaced
+from mt_quant.models.places import places_of, replaced
 from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.rule import Decision
 
@@ -103,6 +104,7 @@ class _Work:
         self.model, self.decisions, self.finished = model, decisions, set[str]()
         self._folder, self._progress = folder, progress
         self._places = places_of(model, decisions)
+        self._shapes = {name: shape_of(self._module(name), name) for name in decisions}
         self._training = {name: self._module(name).training for name in decisions}
 
     def calibrated(self, batches: list[Any], needs: Mapping[str, frozenset[str]]) -> None:
@@ -119,7 +121,9 @@ class _Work:
         self, walk: Walk, stage: str, names: list[str], needs: Mapping[str, frozenset[str]]
     ) -> None:
         saved = {name: self._saved(name) for name in names}
-        wanted = {n: self._collector(n, needs[n]) for n in names if needs[n] and not saved[n]}
+        wanted = {
+            n: Collector(n, self._shapes[n], needs[n]) for n in names if needs[n] and not saved[n]
+        }
         if wanted:
             with ExitStack() as hooks:
                 for name, collector in wanted.items():
@@ -140,19 +144,17 @@ class _Work:
         saved: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Replace a layer, by what the folder has of it or by what its method makes."""
-        layer, decision = self._module(name), self.decisions[name]
-        shape, format = linear_of(name, layer, decision)
+        layer, decision, shape = self._module(name), self.decisions[name], self._shapes[name]
         tensors = saved or self._saved(name)
         try:
             if tensors is None:
-                origin = self._origin(name)
                 tensors = make_tensors(layer, shape, decision, statistics)
                 if self._folder is not None:
-                    self._folder.save(name, tensors, origin, shape)
+                    self._folder.save(name, tensors, self._origin(name), shape)
+            format = cast("WeightFormat", decision.weight)
             made = QuantizedLinear.from_layer(
-                layer, shape, tensors,
-                format=format, input=decision.input, output=decision.output,
-            )  # fmt: skip
+                layer, shape, tensors, format=format, input=decision.input, output=decision.output
+            )
         except QuantizationError as error:
             raise type(error)(f"{name}: {error}") from error
         made.train(self._training[name])  # a walk has the layers in eval mode
@@ -165,21 +167,14 @@ class _Work:
     def _module(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
 
-    def _collector(self, name: str, needs: frozenset[str]) -> Collector:
-        shape, _ = linear_of(name, self._module(name), self.decisions[name])
-        return Collector(name, shape, needs)
-
     def _origin(self, name: str) -> dict[str, str]:
-        if self._folder is None:
-            return {}
-        layer, decision = self._module(name), self.decisions[name]
-        return origin_of(cast(Tensor, layer.weight), decision, linear_of(name, layer, decision)[0])
+        weight = cast(Tensor, self._module(name).weight)
+        return origin_of(weight, self.decisions[name], self._shapes[name])
 
     def _saved(self, name: str) -> dict[str, Tensor] | None:
         if self._folder is None:
             return None
-        shape, _ = linear_of(name, self._module(name), self.decisions[name])
-        return self._folder.load(name, self._origin(name), shape)
+        return self._folder.load(name, self._origin(name), self._shapes[name])
 
 
 @torch.no_grad()

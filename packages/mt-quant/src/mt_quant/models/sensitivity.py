@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mt_quant.error import QuantizationError
 from mt_quant.formats.format import WeightFormat
 from mt_quant.formats.weight import quantize_weight
-from mt_quant.layers.shape import LinearShape
+from mt_quant.layers.shape import LinearShape, shape_of
 from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.rule import Rule
 
@@ -166,7 +166,7 @@ def _with_layer(
 ) -> float:
     """Measure the model with the weight of one layer rounded."""
     layer = model.get_submodule(name)
-    shape, weight = cast("LinearShape", LinearShape.of(layer)), cast("nn.Parameter", layer.weight)
+    shape, weight = shape_of(layer, name), cast("nn.Parameter", layer.weight)
     made = quantize_weight(shape.gathered(weight), format).take(*shape.own(weight.device))
     before = weight.detach().clone()
     weight.copy_(made.dequantize().view_as(weight))
