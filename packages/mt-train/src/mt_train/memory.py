@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from mt_model import (
-    DTYPES,
     GPT,
     KeptBytes,
     ModelConfig,
@@ -31,6 +30,8 @@ from mt_train.config.loading import LoadedConfig, planned_vocab_size
 from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.activations import batch_of
+from mt_train.parts.registry import wanted_parts
+from mt_train.training.stages import stage_options
 
 Plan = Recompute | RecomputePlan
 _MIB = 2**20
@@ -115,12 +116,7 @@ def count(loaded: LoadedConfig) -> list[RankMemory]:
 
 
 def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.precision.recipe is not None:
-        yield "precision.recipe", "what quantised layers keep is not counted; leave it out to count"
-    if config.quantization.given is not None:
-        yield "quantization", "what rounded layers keep is not counted; leave it out to count"
-    if config.distillation.teacher is not None:
-        yield "distillation.teacher", "a teacher is not counted; leave it out to count"
+    yield from (part.uncounted for part in wanted_parts(config) if part.uncounted is not None)
     if config.parallel.ep > 1 or config.parallel.etp not in (None, config.parallel.tp):
         yield "parallel.ep", "what ranks send each other's experts depends on values; count with 1"
     if config.data.spans is not None:
@@ -174,21 +170,8 @@ def _world_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
 def _stage(
     config: RunConfig, model: ModelConfig, state: ParallelState, layers: range, plan: Plan
 ) -> GPT:
-    parallel = config.parallel
-    return cast(
-        "GPT",
-        model.build(
-            state,
-            layers=layers,
-            sequence_parallel=parallel.sequence_parallel,
-            context_algorithm=parallel.cp_algorithm,
-            context_inner_size=parallel.cp_inner,
-            kernels=config.model.kernels,
-            recompute=plan,
-            seed=None,
-            dtype=DTYPES[config.training.dtype],
-        ),
-    )
+    options = {**stage_options(config), "recompute": plan, "seed": None}
+    return cast("GPT", model.build(state, layers=layers, **options))
 
 
 def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -6,53 +6,62 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from mt_model import GPT, KeptBytes, RecomputePlan, expected_bytes
+from mt_model import KeptBytes, RecomputePlan, expected_bytes
+from mt_optim import DistributedOptimizer
 from mt_parallel_state import ParallelState
 
 from mt_train.config.run_config import RunConfig
+from mt_train.parts.part import Setup, TrainerPart
 from mt_train.reporting.metrics import Record
 
 
-class ActivationWatch:
-    """Compares, once, what a rank's stages keep of a micro-batch with what their plan lets expect.
+class ActivationWatch(TrainerPart):
+    """Compares, once, what the stages keep of a micro-batch with what their plan lets expect.
 
-    It does so for runs with a plan of `training.recompute`. What is expected is measured on one
-    row; parameters that are shared out over ranks are not there for that, and so with
-    data_parallel.strategy `full` nothing is expected; nor is it of a model with an encoder, of
-    compiled layers, or of quantised ones. Every rank makes one.
-
-    Args:
-        config: The run.
-        stages: Of this rank.
-        state: This rank's place.
+    It does so for runs with a plan of `training.recompute`. The expectation is measured on one
+    row. There is none where parameters are shared out over ranks (data_parallel.strategy `full`),
+    nor for a model with an encoder, for compiled layers or for quantised ones.
     """
 
-    def __init__(self, config: RunConfig, stages: Sequence[GPT], state: ParallelState) -> None:
-        self._stages, self._kept = stages, list[Mapping[int, KeptBytes]]()
-        self._wanted = not RecomputePlan.of(config.training.recompute).is_empty
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._kept = list[Mapping[int, KeptBytes]]()
         self._expected: KeptBytes | None = None
+        self._is_measured = False
+
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether the run has a plan."""
+        return not RecomputePlan.of(config.training.recompute).is_empty
+
+    def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
+        """Measure what the plan lets expect, where one row shows it."""
+        del optimizer
+        config, state = self.setup.config, self.setup.state
         measures = config.data_parallel.strategy != "full" and config.data.spans is None
         measures = measures and not config.training.compile  # the compiler says what it keeps
         measures = measures and config.precision.recipe is None  # whose state sees every forward
-        if self._wanted and measures:
+        if measures:
             batch = batch_of(config, state)
             batch = {name: x.to(state.device) for name, x in batch.items()}
-            found = (expected_bytes(stage, batch).values() for stage in stages)
+            found = (expected_bytes(stage, batch).values() for stage in self.setup.stages)
             self._expected = _total(kept for each in found for kept in each)
 
     @contextmanager
-    def first_step(self) -> Iterator[None]:
-        """Measure the step inside, if none was yet."""
-        if not self._wanted:
+    def passes(self) -> Iterator[None]:
+        """Measure the first step."""
+        if self._is_measured:
             yield
             return
         with ExitStack() as stack:
-            self._kept = [stack.enter_context(s.watch_activations()) for s in self._stages]
+            stages = self.setup.stages
+            self._kept = [stack.enter_context(s.watch_activations()) for s in stages]
             yield
-        self._wanted = False
+        self._is_measured = True
 
-    def record(self) -> Record:
-        """Return what was measured, once; nothing without a plan."""
+    def record(self, sums: Sequence[float], so_far: Record) -> Record:
+        """Return what was measured, once."""
+        del sums, so_far
         kept, self._kept = self._kept, []
         if not kept:
             return {}
@@ -62,6 +71,14 @@ class ActivationWatch:
             found["expected_activation_bytes"] = self._expected.device
             found["expected_offloaded_bytes"] = self._expected.host
         return found
+
+    def notes(self, record: Record) -> Iterator[str]:
+        """Yield what was measured, on the first rank."""
+        if "activation_bytes" in record and self.setup.state.rank == 0:
+            text = f"the layers keep {_both(record, '')} for each micro-batch"
+            if "expected_activation_bytes" in record:
+                text += f"; the plan: {_both(record, 'expected_')}"
+            yield text
 
 
 def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]:
@@ -74,16 +91,6 @@ def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]
     if config.data.packing == "documents":
         batch["documents"] = torch.zeros(rows, length, dtype=torch.long)
     return batch
-
-
-def describe(record: Record) -> str | None:
-    """Say what a record of a step has of activations; None where it has nothing."""
-    if "activation_bytes" not in record:
-        return None
-    text = f"the layers keep {_both(record, '')} for each micro-batch"
-    if "expected_activation_bytes" in record:
-        text += f"; the plan: {_both(record, 'expected_')}"
-    return text
 
 
 def _both(record: Record, prefix: str) -> str:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from mt_model import GPT
-from mt_optim import qk_clip_scales
-from mt_parallel_state import ParallelState
+from mt_optim import DistributedOptimizer, qk_clip_scales
 from torch import Tensor
 
 from mt_train.agreement import WORLD
-from mt_train.config.optimizer_section import QKClipEntry
+from mt_train.config.misfits import clipped_heads
+from mt_train.config.run_config import RunConfig
+from mt_train.parts.part import Setup, TrainerPart
 
 
-class LogitClip:
-    """Finds each head's largest score of a step over all ranks, and what scales it back.
+class LogitClip(TrainerPart):
+    """Finds each head's largest score of a step over all ranks, and what scales it back."""
 
-    Args:
-        section: Threshold and share.
-        stages: What this rank holds of the model.
-        state: Its place.
-        kv_heads: Key heads of each layer of the whole model that are to be clipped.
-    """
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        section = setup.config.optimizer.qk_clip
+        assert section is not None, "is_wanted looked"  # noqa: S101
+        self._section, self._stages, self._state = section, setup.stages, setup.state
+        self._kv_heads = clipped_heads(setup.model)
 
-    def __init__(
-        self,
-        section: QKClipEntry,
-        stages: Sequence[GPT],
-        state: ParallelState,
-        kv_heads: Sequence[int],
-    ) -> None:
-        self._section, self._stages, self._state = section, stages, state
-        self._kv_heads = list(kv_heads)
-        for stage in stages:
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether scores are to be clipped."""
+        return config.optimizer.qk_clip is not None
+
+    def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
+        """Watch the scores, and have the optimizer scale weights by them."""
+        for stage in self._stages:
             stage.watch_logits()
+        optimizer.inner.rescale = self.factors
 
-    def start(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Forget the scores of a step that was not taken."""
+        del step
         for stage in self._stages:
             stage.max_logits()
 

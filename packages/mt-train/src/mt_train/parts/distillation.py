@@ -27,66 +27,69 @@ from mt_train.config.loading import LoadedConfig
 from mt_train.config.misfits import layout_misfits
 from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
 from mt_train.config.run_config import RunConfig
+from mt_train.parts.objective import Objective
+from mt_train.parts.part import Run, Setup, TrainerPart
 
 LOSS = "distillation"
 
 
-class Distillation:
-    """The teacher of a run; none without `distillation.teacher`.
+class Distillation(TrainerPart):
+    """A teacher whose stages lie beside the model's, and the loss of its scores."""
 
-    Args:
-        config: The run.
-        model: The student.
-        state: This rank's place.
-        microbatches: Of a step.
+    uncounted = ("distillation.teacher", "a teacher is not counted; leave it out to count")
 
-    Attributes:
-        hidden_size: Numbers that each token has more between stages.
-    """
-
-    def __init__(
-        self, config: RunConfig, model: ModelConfig, state: ParallelState, *, microbatches: int
-    ) -> None:
-        self._section, self._stages, self.hidden_size = config.distillation, [], 0
-        if self._section.teacher is None:
-            return
-        config = _for_teacher(config, model)
-        teacher = read_teacher(self._section.teacher)
-        teacher = replace(teacher, vocab_multiple=model.vocab_multiple, mtp=None)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._section, state = setup.config.distillation, setup.state
+        folder, model = self._section.teacher or "", setup.model
+        config = _for_teacher(setup.config, model)
+        self._teacher = replace(read_teacher(folder), vocab_multiple=model.vocab_multiple, mtp=None)
         plan = plan_pipeline(
             config.pipeline,
             ranks=state.size("pp"),
-            microbatches=microbatches,
-            num_layers=teacher.num_layers,
+            microbatches=setup.microbatches,
+            num_layers=self._teacher.num_layers,
         )
-        self.hidden_size = teacher.hidden_size
-        self._stages = _build(plan, teacher, config, state)
-        _fill(self._stages, Path(self._section.teacher), state, model.vocab_multiple)
+        self._stages = _build(plan, self._teacher, config, state)
+        _fill(self._stages, Path(folder), state, model.vocab_multiple)
 
-    def weights(self, of_model: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights of all losses, from those of the model."""
-        if not self._stages:
-            return dict(of_model)
-        return {**of_model, "lm": self._section.lm_weight, LOSS: self._section.weight}
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether the run has a teacher."""
+        return config.distillation.teacher is not None
 
-    def counts(self, of_model: Mapping[str, str]) -> dict[str, str]:
-        """Return by what each loss is divided."""
-        return {**of_model, LOSS: of_model["lm"]} if self._stages else dict(of_model)
+    @staticmethod
+    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+        """Check that the teacher knows the student's tokens and sequences."""
+        check_distillation(loaded, model)
 
-    def around(
-        self, runs: Sequence[Callable[..., Any]], stages: Sequence[GPT]
-    ) -> list[Callable[..., Any]]:
-        """Return what the pipeline calls: each stage with the teacher's beside it."""
-        if not self._stages:
-            return [*runs]
-        beside = zip(runs, stages, self._stages, strict=True)
+    @staticmethod
+    def check_layout(loaded: LoadedConfig, model: ModelConfig, layout: ParallelLayout) -> None:
+        """Check that the teacher can be laid out as the student is."""
+        check_teacher_layout(loaded, model, layout)
+
+    @property
+    def extra_hidden_size(self) -> int:
+        """The teacher's hidden size: a token carries both hidden states between stages."""
+        return self._teacher.hidden_size
+
+    def objective(self, objective: Objective) -> Objective:
+        """Weigh the model's own loss, and add the loss of the teacher's scores."""
+        section = self._section
+        return Objective(
+            weights={**objective.weights, "lm": section.lm_weight, LOSS: section.weight},
+            count_of={**objective.count_of, LOSS: objective.count_of["lm"]},
+        )
+
+    def wrap(self, runs: list[Run]) -> list[Run]:
+        """Return each stage with the teacher's beside it."""
+        beside = zip(runs, self.setup.stages, self._stages, strict=True)
         heat = self._section.temperature
         return [TaughtStage(*each, temperature=heat) for each in beside]
 
     def lines(self) -> Iterator[str]:
-        """Say once who teaches."""
-        if self._section.teacher is not None:
-            yield f"distillation from {self._section.teacher}"
+        """Yield who teaches."""
+        yield f"distillation from {self._section.teacher}"
 
 
 class TaughtStage:

@@ -1,95 +1,83 @@
-"""What the layers of a rank's stages run through in training and evaluation."""
+"""CUDA graphs of layers or stages, and of the optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from mt_data_parallel import GradBuffer
 from mt_fusions import GraphPool
-from mt_model import GPT, GraphOptions, graph_stage
-from mt_optim import DistributedOptimizer, device_step_obstacle
-from mt_parallel_state import ParallelState
+from mt_model import GraphOptions, graph_stage
+from mt_optim import device_step_obstacle
 
-from mt_train.config.run_config import TrainingSection
-from mt_train.parts.captured_step import CapturedStep
+from mt_train.config.run_config import RunConfig
+from mt_train.parts.captured_update import CapturedUpdate
 from mt_train.parts.graph_sinks import GraphSinks
+from mt_train.parts.part import Run, Setup, TrainerPart
+from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record
 
 
-def wrap_stages(
-    stages: Sequence[GPT],
-    training: TrainingSection,
-    buffer: GradBuffer,
-    *,
-    microbatches: int,
-    on_eager: Callable[[str], object],
-) -> tuple[list[Callable[..., Any]], GraphPool | None]:
-    """Put around what each layer or stage computes what the configuration asks for.
+class CudaGraphs(TrainerPart):
+    """Captures what `training.cuda_graphs` names."""
 
-    Linear layers are told where their weights' gradients go.
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._unit = setup.config.training.cuda_graphs
+        self._pool: GraphPool | None = None
+        self._sinks: GraphSinks | None = None
+        self._reasons: list[str] = []  # why something runs eagerly, until it is printed
+        self._captures_update = False
 
-    Args:
-        stages: Of this rank.
-        training: Says what.
-        buffer: Where gradients go.
-        microbatches: Of a step; as many passes run before graphs are captured.
-        on_eager: Told of each reason why something is not captured.
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether anything is to be captured."""
+        return config.training.cuda_graphs != "none"
 
-    Returns:
-        What the pipeline calls in place of the stages, and the pool of their graphs, if any.
-    """
-    if training.compile:
-        for stage in stages:
-            stage.wrap_layers(torch.compile)
-    if training.cuda_graphs == "none":
-        for stage in stages:
-            stage.sum_weight_gradients(buffer.sink)
-        return [*stages], None
-    sinks = GraphSinks(buffer.sink)
-    for stage in stages:
-        stage.sum_weight_gradients(sinks.sink)
-    options = GraphOptions(
-        warmup=microbatches, slots=microbatches, around=sinks.around, on_eager=on_eager
-    )
-    unit = "layer" if training.cuda_graphs == "layer" else "stage"
-    return [graph_stage(stage, unit, options) for stage in stages], options.pool
+    def parameters_ready(self, buffer: GradBuffer) -> None:
+        """Have replayed backwards add weight gradients to the buffer themselves."""
+        self._sinks = GraphSinks(buffer.sink)
+        for stage in self.setup.stages:
+            stage.sum_weight_gradients(self._sinks.sink)
 
+    def wrap(self, runs: list[Run]) -> list[Run]:
+        """Return a graph for each stage, or the stage with a graph for each of its layers."""
+        del runs
+        assert self._sinks is not None, "parameters_ready made them"  # noqa: S101
+        number = self.setup.microbatches
+        options = GraphOptions(
+            warmup=number, slots=number, around=self._sinks.around, on_eager=self._reasons.append
+        )
+        self._pool = options.pool
+        unit = "layer" if self._unit == "layer" else "stage"
+        return [graph_stage(stage, unit, options) for stage in self.setup.stages]
 
-def captured_step(
-    optimizer: DistributedOptimizer,
-    state: ParallelState,
-    training: TrainingSection,
-    pool: GraphPool | None,
-    on_eager: Callable[[str], object],
-) -> CapturedStep | None:
-    """Return the optimizer's step as a graph where that is asked for and can be; else None."""
-    if pool is None or training.cuda_graphs != "step":
-        return None
-    why = device_step_obstacle(optimizer)
-    if why is not None:
-        on_eager(f"the optimizer's step runs eagerly: {why}")
-        return None
-    return CapturedStep(optimizer, state, pool=pool, on_eager=on_eager)
+    def wrap_update(self, update: Update) -> Update:
+        """Return the optimizer's step as a graph, where that is asked for and can be."""
+        if self._unit != "step" or self._pool is None:
+            return update
+        why = device_step_obstacle(update.optimizer)
+        if why is not None:
+            self._reasons.append(f"the optimizer's step runs eagerly: {why}")
+            return update
+        self._captures_update = True
+        return CapturedUpdate(
+            update.optimizer, update.state, pool=self._pool, on_eager=self._reasons.append
+        )
 
+    def lines(self) -> Iterator[str]:
+        """Yield what is captured."""
+        device = self.setup.state.device
+        what = "each layer" if self._unit == "layer" else "each stage"
+        what += ", and the optimizer's step" if self._captures_update else ""
+        first = f"cuda_graphs: forward and backward of {what}, from the second step on"
+        if device.type != "cuda":
+            first += f"; on a {device.type.upper()} they run eagerly, held to the rules of a graph"
+        yield first
+        if self._unit == "layer":
+            yield "cuda_graphs: the optimizer's step runs eagerly; step captures it"
 
-def graph_lines(training: TrainingSection, device: torch.device, *, step: bool) -> list[str]:
-    """Say what is captured, where that was asked for; `step`: the optimizer's step too."""
-    if training.cuda_graphs == "none":
-        return []
-    what = "each layer" if training.cuda_graphs == "layer" else "each stage"
-    what += ", and the optimizer's step" if step else ""
-    first = f"cuda_graphs: forward and backward of {what}, from the second step on"
-    if device.type != "cuda":
-        first += f"; on a {device.type.upper()} they run eagerly, held to the rules of a graph"
-    if training.cuda_graphs == "layer":
-        return [first, "cuda_graphs: the optimizer's step runs eagerly; step captures it"]
-    return [first]
-
-
-def describe(record: Record) -> str | None:
-    """Say how long a run that compiles took for its first step; None for other steps."""
-    if "first_step_seconds" not in record:
-        return None
-    return f"the first step took {record['first_step_seconds']:.1f} s, with compilation"
+    def notes(self, record: Record) -> Iterator[str]:
+        """Yield each reason why something runs eagerly, once."""
+        del record
+        reasons, self._reasons[:] = list(self._reasons), []
+        return (f"cuda_graphs: {reason}" for reason in reasons)

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
+from mt_ckpt import RunFolder
+from mt_data_parallel import GradBuffer
 from mt_files import did_you_mean, multiples_near, shorten
 from mt_fp8 import DelayedScales, PrimaryWeights, Recipe, end_step
 from mt_fp8 import recipe as recipe_of
@@ -34,40 +36,56 @@ from mt_train.config.parallel_section import ParallelSection
 from mt_train.config.precision_section import PrecisionSection
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.expert_precision import LowPrecisionExperts
+from mt_train.parts.part import Setup, TrainerPart
 
 
-class LowPrecision:
-    """The quantised linear layers of a rank's stages; none without a recipe.
+class LowPrecision(TrainerPart):
+    """Quantises linear layers by a recipe, and keeps the state of their scales.
 
-    Every rank makes one. The state of delayed scaling is the same on all ranks that have a layer,
-    and that of an expert on those that have the expert.
-
-    Args:
-        config: The run.
-        stages: Of this rank, with their parameters where they will be.
-        state: This rank's place.
-        primary: Holds the weights that are kept in codes alone; None where none are.
+    The state of delayed scaling is the same on all ranks that have a layer, and that of an expert
+    on those that have the expert.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        stages: Sequence[GPT],
-        state: ParallelState,
-        *,
-        primary: PrimaryWeights | None = None,
-    ) -> None:
-        self._section, self._state, self._stages = config.precision, state, stages
+    folder = RunFolder.SCALING
+    uncounted = (
+        "precision.recipe",
+        "what quantised layers keep is not counted; leave it out to count",
+    )
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._section, self._state, self._stages = (
+            setup.config.precision,
+            setup.state,
+            setup.stages,
+        )
         self._gemms: dict[str, QuantizedGemm] = {}
         self._experts: list[LowPrecisionExperts] = []
-        own = (layer for stage in stages for layer in block_linears(stage).values())
+        own = (layer for stage in setup.stages for layer in block_linears(stage).values())
         self._is_mirrored = any("mirror" in sharding_of(x.weight).partial_grad for x in own)
+        self._primary = primary_weights(setup.config, setup.stages)
+
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether a recipe is given."""
+        return config.precision.recipe is not None
+
+    @staticmethod
+    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+        """Check that there is something to quantise, and that ranks' parts are whole blocks."""
+        check_precision(loaded, model)
+
+    def shard_options(self) -> Mapping[str, Any]:
+        """Return what holds the weights that are kept in codes alone."""
+        return {"encoding": self._primary}
+
+    def parameters_ready(self, buffer: GradBuffer) -> None:
+        """Choose the strategies of layers and experts."""
+        config, state = self.setup.config, self._state
+        recipe = read_recipe(self._section)
         keeps_weight = config.data_parallel.strategy != "full"
-        if config.precision.recipe is None:
-            return
-        recipe = read_recipe(config.precision)
-        for stage in stages:
-            chosen = chosen_linears(config.precision, stage, stage.config.num_layers)
+        for stage in self._stages:
+            chosen = chosen_linears(self._section, stage, stage.config.num_layers)
             self._gemms |= quantize_gemms(
                 stage,
                 lambda name, chosen=chosen: recipe if name in chosen else None,
@@ -81,8 +99,9 @@ class LowPrecision:
                     continue
                 how = {"state": state, "keeps_weight": keeps_weight, "seed": config.training.seed}
                 self._experts.append(LowPrecisionExperts(name, layer, chosen, recipe, **how))
-        if primary is not None:
-            self._bind(primary)
+        if self._primary is not None:
+            self._bind(self._primary)
+            buffer.gather_params()  # codes of the initial values, by the recipe's scales
 
     def _bind(self, primary: PrimaryWeights) -> None:
         """Have layers multiply by their primary weights."""
@@ -104,7 +123,7 @@ class LowPrecision:
         for layer in self._experts:
             layer.begin_step(step)
 
-    def end_step(self) -> None:
+    def end_passes(self) -> None:
         """Make the scales of the next step, and let go of this step's weights; all ranks call it.
 
         With delayed scaling that is an all-reduce (MAX) over all ranks that have the same layers,
@@ -114,16 +133,16 @@ class LowPrecision:
         end_step(_delayed(self._gemms), self._state.group("tp-cp-dp"), mirror)
         groups = self._state.group("etp"), self._state.group("edp"), mirror
         end_step(_delayed(self._expert_gemms()), *groups, may_rest=True)
-        self.forget_weights()
+        self._forget_weights()
 
-    def forget_weights(self) -> None:
+    def _forget_weights(self) -> None:
         """Have weights quantised again at their next use, as they have changed."""
         for gemm in (self._gemms | self._expert_gemms()).values():
             gemm.forget_weight()
 
-    def resume(self) -> None:
-        """Go on from weights and state that were loaded."""
-        self.forget_weights()
+    def weights_loaded(self) -> None:
+        """Go on from the scales that were loaded, which primary weights are encoded by."""
+        self._forget_weights()
         for delayed in _delayed(self._gemms | self._expert_gemms()):
             delayed.resume()
 
@@ -149,8 +168,6 @@ class LowPrecision:
 
     def lines(self) -> Iterator[str]:
         """Say once what is quantised, and what is not; all ranks of a pipeline call it together."""
-        if self._section.recipe is None:
-            return
         own = [
             [name, len(names), len(chosen.intersection(names))]
             for stage in self._stages

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import cast
 
+from mt_data_parallel import GradBuffer
 from mt_model import GPT, ModelConfig, kv_formats
 from mt_moe import GroupedLinear, unfuse_experts
 from mt_parallel_state import Group, ParallelLayout, ParallelState, group_size, share_json
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.quantization_section import QuantizationSection
 from mt_train.config.run_config import RunConfig
+from mt_train.parts.part import Setup, TrainerPart
 from mt_train.parts.precision import block_linears, grouped_layers
 
 
@@ -55,45 +57,60 @@ class FakeQuantizedGemm(TorchGemm):
         return f"FakeQuantizedGemm(weight={decision.weight}, input={decision.input})"
 
 
-class FakeQuantization:
-    """What of a rank's stages is rounded: linear layers, keys and values; none without a recipe.
+class FakeQuantization(TrainerPart):
+    """Rounds the linear layers, keys and values of a rank's stages by the rules of a recipe."""
 
-    Args:
-        config: The run.
-        stages: Of this rank, with their parameters where they will be.
-        state: This rank's place.
-    """
+    uncounted = ("quantization", "what rounded layers keep is not counted; leave it out to count")
 
-    def __init__(self, config: RunConfig, stages: Sequence[GPT], state: ParallelState) -> None:
-        self._section, self._stages, self._state = config.quantization, stages, state
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._gemms: dict[str, FakeQuantizedGemm] = {}
         self._kept: list[str] = []
-        if self._section.given is None or not stages:
-            return
-        rules = read_rules(self._section)
-        decisions = rules.decide(_whole(stages[0].config))
+
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether rules are given."""
+        return config.quantization.given is not None
+
+    @staticmethod
+    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+        """Check that the rules fit the model, its layout, and what training can round."""
+        check_quantization(loaded, model)
+
+    def parameters_ready(self, buffer: GradBuffer) -> None:
+        """Choose the strategies of layers, and the formats of keys and values."""
+        del buffer
+        config, state = self.setup.config, self.setup.state
+        decisions = read_rules(config.quantization).decide(_whole(self.setup.model))
         keeps = config.data_parallel.strategy != "full"
-        for stage in stages:
+        for stage in self.setup.stages:
             formats = kv_formats(stage, decisions)
             stage.round_kv(formats)
             self._kept += [f"layers.{index}" for index in formats]
             how = {"group": state.group("etp"), "keeps_weight": keeps}
             self._gemms |= fake_quantize(stage, decisions, **how)
 
-    def forget_weights(self) -> None:
+    def end_passes(self) -> None:
+        """Have weights rounded again at their next use, as they will have changed."""
+        self._forget_weights()
+
+    def weights_loaded(self) -> None:
         """Have weights rounded again at their next use, as they have changed."""
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
         for gemm in self._gemms.values():
             gemm.quantizer.forget_weight()
 
     def lines(self) -> Iterator[str]:
         """Say once what is rounded; all ranks of a pipeline call it together."""
-        if self._section.given is None:
-            return
+        state = self.setup.state
         own = [sorted(self._gemms), self._kept]
-        shared = share_json(own, self._state.group("pp"), device=self._state.device)
+        shared = share_json(own, state.group("pp"), device=state.device)
         count, kept = (len({str(n) for rank in shared for n in rank[i]}) for i in (0, 1))
         also = f", and the keys and values of {kept}" if kept else ""
-        yield f"quantization {self._section.given}: {count} linear layers are rounded{also}"
+        given = self.setup.config.quantization.given
+        yield f"quantization {given}: {count} linear layers are rounded{also}"
 
 
 def fake_quantize(

@@ -23,9 +23,7 @@ from mt_train.data.corpus import (
     prepare_corpus,
     verify_corpus,
 )
-from mt_train.parts.distillation import check_distillation
-from mt_train.parts.precision import check_precision
-from mt_train.parts.quantization import check_quantization
+from mt_train.parts.registry import wanted_parts
 from mt_train.problem import ConfigError
 from mt_train.session.starting import Start, check_start, find_start
 from mt_train.training.optimization import check_overrides
@@ -129,9 +127,8 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     check_packing(loaded, corpus)
     model = loaded.model(tokenizer.vocab_size)
     check_overrides(loaded, model)
-    check_precision(loaded, model)
-    check_quantization(loaded, model)
-    check_distillation(loaded, model)
+    for part in wanted_parts(loaded.config):
+        part.check(loaded, model)
     _check_export(loaded, model, start)
     check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)

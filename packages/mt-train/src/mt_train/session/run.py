@@ -41,8 +41,7 @@ from mt_train.config.run_config import RunConfig
 from mt_train.data.corpus import Corpus
 from mt_train.data.datasets import dataset_of
 from mt_train.data.mixture import MixedRows, MixedSamples, sources_of
-from mt_train.parts import activations, graphs
-from mt_train.parts.distillation import check_teacher_layout
+from mt_train.parts.registry import wanted_parts
 from mt_train.reporting.board import Board
 from mt_train.reporting.console import make_console
 from mt_train.reporting.history import record_part
@@ -144,7 +143,8 @@ class _Session:
         tokenizer, model = basis.tokenizer, basis.model
         self.tokenizer = tokenizer
         loaded.check_layout(model, state.layout)
-        check_teacher_layout(loaded, model, state.layout)
+        for part in wanted_parts(config):
+            part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
         datasets = [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]
         mixture = self.start.mixture(sources_of(datasets, corpus.weights))
@@ -198,8 +198,7 @@ class _Session:
             step = self._train_step()
             stopped = step.stop
             reporter.step(step.record)
-            self._say_found(reporter, step.record)
-            self._say_reasons(reporter)
+            self._say_notes(reporter, step.record)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:
@@ -224,11 +223,13 @@ class _Session:
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
 
-    def _say_reasons(self, reporter: Reporter) -> None:
-        """Say why something is not captured, on whichever rank that is."""
-        for reason in self.trainer.reasons:
-            reporter.say_of_rank(self.state.rank, f"cuda_graphs: {reason}")
-        self.trainer.reasons.clear()
+    def _say_notes(self, reporter: Reporter, record: Record) -> None:
+        """Say what a step found beside its losses, on whichever rank that is."""
+        for part in self.trainer.parts:
+            for text in part.notes(record):
+                reporter.say_of_rank(self.state.rank, text)
+        if "skipped" in record:
+            reporter.say(f"skipped {record['skipped']}")
 
     def _export(self, reporter: Reporter) -> None:
         """Write the last checkpoint for other programs, on the first rank; the others wait."""
@@ -341,14 +342,6 @@ class _Session:
             )
         return reporter
 
-    def _say_found(self, reporter: Reporter, record: Record) -> None:
-        """Say what a step found beside its losses."""
-        for text in (activations.describe(record), graphs.describe(record)):
-            if text is not None:
-                reporter.say(text)
-        if "skipped" in record:
-            reporter.say(f"skipped {record['skipped']}")
-
     def _announce(self, reporter: Reporter) -> None:
         layout = self.state.layout
         parameters = self.trainer.count_parameters()
@@ -359,15 +352,9 @@ class _Session:
         compiled = self.config.training.compile
         for line in kernel_lines(self.trainer.stages, self.state, compiled=compiled):
             reporter.say(line)
-        for line in self.trainer.precision.lines():
-            reporter.say(line)
-        for line in self.trainer.quantization.lines():
-            reporter.say(line)
-        for line in self.trainer.distillation.lines():
-            reporter.say(line)
-        captured = self.trainer.captured is not None
-        for line in graphs.graph_lines(self.config.training, self.state.device, step=captured):
-            reporter.say(line)
+        for part in self.trainer.parts:
+            for line in part.lines():
+                reporter.say(line)
         for line in self.start.describe(self.config, self.tokenizer.sha256):
             reporter.say(line)
         if self.trainer.finished:

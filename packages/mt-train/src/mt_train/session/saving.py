@@ -23,6 +23,7 @@ from mt_parallel_state import PartitionSpec, shard_param, sharding_of
 from torch.nn import Parameter
 
 from mt_train.agreement import WORLD, summed
+from mt_train.parts.registry import PARTS
 from mt_train.session.saved import ResumeError, SavedRun
 from mt_train.training.trainer import NonFiniteLossError, Trainer
 
@@ -103,9 +104,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
         name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
-    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
-    trainer.optimizer.sync_params()
-    trainer.quantization.forget_weights()
+    trainer.weights_loaded()
     if not _is_finite(trainer):
         raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
 
@@ -137,11 +136,11 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         tensors.pop(RunFolder.EMA, None)
     ignored = [RunFolder.OPTIMIZER] if weights_only else []
     ignored += [] if continues_ema else [RunFolder.EMA]
-    scaling = [] if weights_only else _saved_scaling(trainer, path)
-    ignored.append(RunFolder.SCALING)  # layers that are no longer quantised have no use for it
+    of_parts = [] if weights_only else _saved_part_shards(trainer, path)
+    ignored += _part_folders()  # a part that is no longer wanted has no use for its state
     load_checkpoint(
         path,
-        _to_fill(trainer, tensors) + _buffer_shards(trainer) + scaling,
+        _to_fill(trainer, tensors) + _buffer_shards(trainer) + of_parts,
         group=trainer.state.group(WORLD),
         ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only,
@@ -150,16 +149,18 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     for key in () if weights_only else inner.moment_keys:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
-    trainer.precision.resume()  # primary weights are encoded by the scales that were loaded
-    trainer.optimizer.sync_params()
-    trainer.quantization.forget_weights()
+    trainer.weights_loaded()
 
 
-def _saved_scaling(trainer: Trainer, path: Path) -> list[TensorShard]:
-    """List the state of delayed scaling to load: nothing where a layer's was not saved like it."""
-    wanted, found = _scaling_shards(trainer), inspect_checkpoint(path).arrays
+def _saved_part_shards(trainer: Trainer, path: Path) -> list[TensorShard]:
+    """List the state of parts to load: nothing where some of it was saved in other shapes."""
+    wanted, found = _part_shards(trainer), inspect_checkpoint(path).arrays
     others = [s for s in wanted if s.name not in found or found[s.name].shape != s.global_shape]
     return [] if summed(trainer.state, len(others))[0] else wanted
+
+
+def _part_folders() -> list[str]:
+    return [part.folder for part in PARTS if part.folder]
 
 
 def _take_weights(
@@ -199,7 +200,7 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
         whole = trainer.buffer.assemble(tensors).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
     shards += _buffer_shards(trainer)
-    return shards + _factor_shards(trainer, peers=peers) + _scaling_shards(trainer)
+    return shards + _factor_shards(trainer, peers=peers) + _part_shards(trainer)
 
 
 def _buffer_shards(trainer: Trainer) -> list[TensorShard]:
@@ -228,11 +229,13 @@ def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
     return shards
 
 
-def _scaling_shards(trainer: Trainer) -> list[TensorShard]:
-    """List the state of delayed scaling, which all ranks that have a layer have in common."""
-    layout, rank = trainer.state.layout, trainer.state.rank
-    found = trainer.precision.state_tensors()
-    return param_shards(found.items(), layout, rank, prefix=RunFolder.SCALING, params=found)
+def _part_shards(trainer: Trainer) -> list[TensorShard]:
+    """List the state of the trainer's parts, each in its own folder."""
+    layout, rank, shards = trainer.state.layout, trainer.state.rank, list[TensorShard]()
+    for part in trainer.parts:
+        found = part.state_tensors()
+        shards += param_shards(found.items(), layout, rank, prefix=part.folder, params=found)
+    return shards
 
 
 def _to_fill(

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mt_train.agreement import summed
 from mt_train.data.loader import on_host, to_device
 from mt_train.data.mixture import Made
+from mt_train.parts.objective import totals
 from mt_train.reporting.metrics import Record
-from mt_train.training.losses import loss_record, totals
 from mt_train.training.trainer import Trainer
 
 # Micro-batches per stage between two looks at a stop request, and on the device at once.
@@ -59,8 +59,8 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         limit=held_out.max_windows,
         rows=trainer.rows,
     )
-    weights = trainer.loss_weights
-    names = [*weights, *trainer.counts]
+    objective = trainer.objective
+    names = [*objective.weights, *objective.counts]
     sums = [0.0] * len(names)
     trainer.train(training=False)
     try:
@@ -68,7 +68,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             trainer.on_event("evaluate.chunk")
             if trainer.stop_requested():
                 return None
-            if len(weights) > 1:
+            if len(objective.weights) > 1:
                 chunk = [_without_filling(batch) for batch in chunk]
             on_device = to_device(on_host(chunk, state.device), state.device)
             outputs = trainer.executor.evaluate(on_device)
@@ -82,8 +82,9 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
     finally:
         trainer.train(training=True)
     found = dict(zip(names, summed(state, *sums), strict=True))
-    means = {name: found[name] / max(found[trainer.loss_counts[name]], 1) for name in weights}
-    record = {"step": trainer.progress.step, **loss_record(means, weights, "val_")}
+    divisors = {name: max(found[name], 1) for name in objective.counts}
+    losses = objective.record((found[name] for name in objective.weights), divisors, "val_")
+    record = {"step": trainer.progress.step, **losses}
     if held_out.num_bytes is not None and isinstance(windows, SequentialWindows):
         num_bytes = held_out.num_bytes * found["tokens"] / windows.num_labels
         record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from mt_model import GPT, ModelConfig, initializer
+from mt_model import DTYPES, GPT, ModelConfig, initializer
 from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule
 from torch import Tensor, nn
 
 from mt_train.config.pipeline_plan import PipelinePlan
+from mt_train.config.run_config import RunConfig
 
 
 def build_stages(
@@ -50,6 +51,20 @@ def build_stages(
         _share_embedding(stages)
     _share_tables(stages, owns=0 in held)
     return stages
+
+
+def stage_options(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of `ModelConfig.build` that a run's configuration names."""
+    parallel, training = config.parallel, config.training
+    return {
+        "sequence_parallel": parallel.sequence_parallel,
+        "context_algorithm": parallel.cp_algorithm,
+        "context_inner_size": parallel.cp_inner,
+        "kernels": config.model.kernels,
+        "recompute": training.recompute,
+        "seed": training.seed,
+        "dtype": DTYPES[training.dtype],
+    }
 
 
 def initial_values(
