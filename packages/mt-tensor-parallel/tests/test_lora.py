@@ -18,6 +18,7 @@ from mt_tensor_parallel import (
     lora_state,
     recompute,
     save_lora,
+    set_lora_step,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -71,10 +72,10 @@ def test_split_adapters_train_like_whole_ones(
         x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
         a = x.clone().requires_grad_()
         b = (x.chunk(2, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
-        torch.manual_seed(5)
-        expected = dense(a)
-        torch.manual_seed(5 + 100 * rank)  # of the group, rank 0's numbers count
-        actual = split(b)
+        for net in (dense, split):
+            set_lora_step(net, 5)
+        torch.manual_seed(100 * rank)  # no generator counts
+        expected, actual = dense(a), split(b)
         expected.square().sum().backward()
         actual.square().sum().backward()
         if sequence_parallel:
@@ -133,30 +134,52 @@ def test_an_adapter_starts_as_its_base_and_draws_one_matrix_for_any_split(ranks)
         assert not torch.equal(LoraLinear(RowParallelLinear(8, 6), 2, **other).a, alone)
 
 
-def test_dropout_is_fresh_in_each_call_and_the_same_when_recomputed() -> None:
+def test_dropout_is_that_of_its_step_also_when_recomputed() -> None:
     net = adapted(None, dropout=0.5)
     x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(RuntimeError, match="set_lora_step"):
+        net(x)
 
-    def gradients(run) -> list[Tensor]:
+    def gradients(run, step: int = 3) -> list[Tensor]:
         net.zero_grad()
-        torch.manual_seed(3)
+        set_lora_step(net, step)
         inputs = x.clone().requires_grad_()
         run(inputs).square().sum().backward()
         return [inputs.grad, net.up.a.grad, net.down.a.grad]
 
     expected = gradients(net)
     for again in (
+        net,
         lambda inputs: recompute(net, inputs),
         lambda inputs: checkpoint(net, inputs, use_reentrant=False),
     ):
         assert all(map(torch.equal, gradients(again), expected))
-    assert not torch.equal(net(x), net(x))
+    assert not torch.equal(gradients(net, step=4)[0], expected[0])
     ones = torch.ones(40, 50, 6, dtype=F64)
     dropped = net.up._drop(ones)
     assert set(dropped.unique().tolist()) == {0.0, 2.0}
     assert dropped.mean().item() == pytest.approx(1, abs=0.05)
     net.eval()
     assert torch.equal(net(x), net(x))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_layouts_drop_the_same_elements(ranks, sequence_parallel: bool) -> None:
+    def body() -> None:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        torch.manual_seed(rank)
+        dense = adapted(None, dropout=0.5)
+        split = adapted(group, sequence_parallel=sequence_parallel, dropout=0.5)
+        for net in (dense, split):
+            set_lora_step(net, 8)
+        up, down = torch.ones(2, 4, 6, dtype=F64), torch.ones(2, 4, 8, dtype=F64)
+        mask = dense.up._drop(up)
+        expected = mask.chunk(2, 1)[rank] if sequence_parallel else mask
+        assert torch.equal(split.up._drop(torch.ones_like(expected)), expected)
+        mask = dense.down._drop(down).chunk(2, -1)[rank]
+        assert torch.equal(split.down._drop(torch.ones_like(mask)), mask)
+
+    ranks(2, body)
 
 
 def test_adapters_of_several_calls_live_side_by_side() -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         linear_cross_entropy_and_z,
     )
-    from mt_tensor_parallel.lora import LoraLinear, add_lora, lora_state, save_lora
+    from mt_tensor_parallel.lora import LoraLinear, add_lora, set_lora_step
+    from mt_tensor_parallel.lora_files import lora_state, save_lora
     from mt_tensor_parallel.quantized import QuantizedGemm, quantize_gemms
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "quantize_gemms",
     "recompute",
     "save_lora",
+    "set_lora_step",
     "sum_weight_gradients",
 ]
 
@@ -64,6 +66,7 @@ __all__ = [
 __getattr__ = resolve_later(
     __name__,
     head_loss="block_rows linear_cross_entropy linear_cross_entropy_and_z",
-    lora="LoraLinear add_lora lora_state save_lora",
+    lora="LoraLinear add_lora set_lora_step",
+    lora_files="lora_state save_lora",
     quantized="QuantizedGemm quantize_gemms",
 )
