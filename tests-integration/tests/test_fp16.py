@@ -166,7 +166,7 @@ class Spoiler:
         number = trainer.progress.step + 1
         if event == "train.update" and number == self.step:
             self.before = self.state_of(trainer)
-            pieces = trainer.optimizer.pieces
+            pieces = trainer.optimizer.shards
             if trainer.state.rank == self.rank and pieces:
                 piece = pieces[int(self.pick * len(pieces))]
                 piece.grad.view(-1)[int(self.pick * piece.grad.numel())] = self.value
@@ -179,7 +179,7 @@ class Spoiler:
     def state_of(self, trainer):
         inner = trainer.optimizer.inner
         values = []
-        for piece in trainer.optimizer.pieces:
+        for piece in trainer.optimizer.shards:
             moments = [inner.moment(piece.name, key) for key in inner.moments(piece.name)]
             values += [piece.param.detach(), inner.master(piece.name), *moments]
         rates = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]

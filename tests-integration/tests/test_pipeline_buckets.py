@@ -64,7 +64,7 @@ def reduced(name, strategy):
                 launched.append(buffer.num_launched)
                 buffer.finish()
                 buffer.gather_params()
-            for piece in buffer.pieces():
+            for piece in buffer.shards():
                 expected = sums[piece.name].view(-1)[piece.start : piece.end]
                 found = piece.grad.reshape(-1)
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

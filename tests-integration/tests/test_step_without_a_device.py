@@ -185,8 +185,8 @@ def test_a_last_stage_that_leaves_out_the_tied_embedding_is_found():
 
     def forgets(trainer: Trainer) -> None:
         if trainer.state.index("pp") == 1:
-            trainer.optimizer.pieces = [
-                piece for piece in trainer.optimizer.pieces if "embedding" not in piece.name
+            trainer.optimizer.shards = [
+                piece for piece in trainer.optimizer.shards if "embedding" not in piece.name
             ]
 
     ranks = recorded_ranks(2, lambda rank: case.run(change=forgets))

@@ -37,7 +37,7 @@ class Net(nn.Module):
 def ours(strategy: Any, x: Tensor) -> tuple[Step, GradBuffer]:
     model = Net()
     buffer = shard(model, strategy, group=dist.group.WORLD)
-    optimizer = torch.optim.AdamW([p.param for p in buffer.pieces()], fused=True)
+    optimizer = torch.optim.AdamW([p.param for p in buffer.shards()], fused=True)
 
     def step() -> None:
         buffer.start(1)
@@ -91,7 +91,7 @@ def held(buffer: GradBuffer, numel: int) -> float:
                 memory[storage._cdata] = storage.size()
     if not buffer.is_sharded:
         memory["params"] = 4 * numel
-    moments = 8 * sum(piece.param.numel() for piece in buffer.pieces())
+    moments = 8 * sum(piece.param.numel() for piece in buffer.shards())
     return (sum(memory.values()) + moments) / numel
 
 

@@ -118,7 +118,7 @@ def test_a_rank_that_steps_nothing_has_a_piece_that_knows_its_addends(ranks):
             (weight * (dist.get_rank() + 1)).sum().backward()
             buffer.finish()
             buffer.gather_params()
-            empty = buffer.empty_piece()
-            return len(buffer.pieces()), empty.grad, empty.phase.addends.magnitudes()
+            empty = buffer.empty_shard()
+            return len(buffer.shards()), empty.grad, empty.phase.addends.magnitudes()
 
     assert ranks(2, body) == [(1, None, {"w": 1.0}), (0, None, {"w": 2.0})]

@@ -42,7 +42,7 @@ def gradients(strategy, group, backwards, **options):
             for number in backwards:
                 model(rows(number)).backward()
             buffer.finish()
-            for piece in buffer.pieces():
+            for piece in buffer.shards():
                 found[piece.name, piece.start, piece.end, repeat] = piece.grad.flatten().clone()
             buffer.gather_params()
     return found
@@ -116,7 +116,7 @@ def test_what_a_caller_gives_is_never_written():
         for _ in range(2):
             model(rows(0)).backward()
         buffer.finish()
-        assert {piece.name for piece in buffer.pieces()} == backwards.keys()
+        assert {piece.name for piece in buffer.shards()} == backwards.keys()
     assert ((options, backwards), params) == given
 
 
@@ -129,7 +129,7 @@ def after_the_block(strategy):
         model(rows(dist.get_rank())).backward()
         buffer.finish()
         with torch.no_grad():
-            for piece in buffer.pieces():
+            for piece in buffer.shards():
                 piece.param.sub_(piece.grad, alpha=0.1)
         buffer.gather_params()
     return [param.detach().clone() for param in model.parameters()]

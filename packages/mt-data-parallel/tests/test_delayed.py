@@ -75,7 +75,7 @@ def train(strategy, after_all):
             queue.popleft()()
         begun.append(buffer.num_launched[0])
         buffer.finish()
-        return begun, buffer.num_launched[1], {p.name: (p.start, p.grad) for p in buffer.pieces()}
+        return begun, buffer.num_launched[1], {p.name: (p.start, p.grad) for p in buffer.shards()}
 
 
 def reference(world_size):

@@ -123,7 +123,7 @@ def train(strategy, world, how):
     group = None if world == 1 else group_of(hybrid)
     options = {"group": group, "init": fill if meta else None, "bucket_size": 500, **how}
     with shard(model, strategy, encoding=encoding, **options) as buffer:
-        optimizer = torch.optim.SGD([piece.param for piece in buffer.pieces()], lr=0.001)
+        optimizer = torch.optim.SGD([piece.param for piece in buffer.shards()], lr=0.001)
         buffer.gather_params()
         for step in range(STEPS):
             own = 4 // world
@@ -134,7 +134,7 @@ def train(strategy, world, how):
             buffer.finish()
             optimizer.step()
             buffer.gather_params()
-        whole = buffer.assemble({piece.name: piece.param.detach() for piece in buffer.pieces()})
+        whole = buffer.assemble({piece.name: piece.param.detach() for piece in buffer.shards()})
         return {name: value.clone() for name, value in whole.items()}
 
 
@@ -192,7 +192,7 @@ def test_a_gather_sends_one_byte_for_an_element_and_nothing_else_is_held(ranks):
 def test_who_reads_the_parameter_reads_nan_and_nobody_can_write_to_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with shard(model, "optimizer", group=None, encoding=EighthBits()) as buffer:
-        assert {piece.name: piece.param.dtype for piece in buffer.pieces()} == dict.fromkeys(
+        assert {piece.name: piece.param.dtype for piece in buffer.shards()} == dict.fromkeys(
             ("0.weight", "0.bias", "1.weight", "1.bias"), torch.float32
         )
         assert model[1].weight.isnan().all()

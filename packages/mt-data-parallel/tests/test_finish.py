@@ -38,7 +38,7 @@ def step(strategy, branch_on, unused="error"):
         else:
             message = ""
         buffer.gather_params()
-        grads = {p.name: p.grad.abs().sum().item() for p in buffer.pieces()}
+        grads = {p.name: p.grad.abs().sum().item() for p in buffer.shards()}
         buffer.start(1)  # a step that follows is a new one
         net(torch.ones(1, 4), branch=True).backward()
         buffer.finish()
@@ -105,7 +105,7 @@ def test_finish_before_any_backward_is_told():
 def test_a_step_before_finish_is_told():
     """Whoever reads a piece's gradient, or asks the buffer as optimizers do."""
     net, buffer = started()
-    pieces = buffer.pieces()
+    pieces = buffer.shards()
     for _ in range(2):
         net(torch.ones(1, 4), branch=True).backward()
     with pytest.raises(RuntimeError, match=r"'layers.0.weight' before GradBuffer.finish\(\)"):

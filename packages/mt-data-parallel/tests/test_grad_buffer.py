@@ -3,7 +3,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from mt_data_parallel import DEFAULT_BUCKET_SIZE, GradBuffer, grad_of
+from mt_data_parallel import GradBuffer, grad_of
+from mt_data_parallel.buffer import DEFAULT_BUCKET_SIZE
 from torch import nn
 
 MICROBATCHES = 3
@@ -140,8 +141,8 @@ def test_reduction_starts_inside_the_last_backward_and_only_with_overlap(ranks):
             net.hidden.named_parameters(), group=dist.group.WORLD, bucket_size=1, overlap=overlap
         )
         seen = []
-        launch = buffer._launch
-        buffer._launch = lambda: (seen.append("launch"), launch())
+        launch = buffer._queue._launch
+        buffer._queue._launch = lambda: (seen.append("launch"), launch())
         buffer.start(2)
         for index in range(2):
             net(tokens_of(dist.get_rank(), index), branch=False).backward()

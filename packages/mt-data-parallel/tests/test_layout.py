@@ -3,7 +3,8 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data_parallel import plan_buckets, plan_whole
+from mt_data_parallel import plan_buckets
+from mt_data_parallel.layout import plan_whole
 
 NUMELS = {"a": 100, "b": 30, "c": 200}
 

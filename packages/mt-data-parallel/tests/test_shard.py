@@ -77,7 +77,7 @@ def train(strategy, how):
     init = fill if meta else None
     how["bucket_size"] = 100
     with shard(net, strategy, group=group_of(hybrid), init=init, **how) as buffer:
-        pieces = buffer.pieces()
+        pieces = buffer.shards()
         params = [p.param for p in pieces] or [torch.zeros(0)]  # where padding has all of a rank's
         optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
         for step in range(STEPS):
@@ -150,7 +150,7 @@ def train_mixed(strategy, how):
         for name, param in net.named_parameters():
             fill(name, param)
     with shard(net, strategy, group=dist.group.WORLD, init=fill, **how) as buffer:
-        params = [piece.param for piece in buffer.pieces()]
+        params = [piece.param for piece in buffer.shards()]
         assert {p.dtype for p in params} == {torch.float32}
         optimizer = torch.optim.AdamW(params, lr=1e-2)
         for step in range(STEPS):
@@ -210,13 +210,13 @@ def test_an_fp32_model_computes_in_bf16_and_steps_in_fp32(ranks, world_size):
             fill(name, param)
         whole = {name: p.detach().clone() for name, p in net.named_parameters()}
         with shard(net, "full", group=dist.group.WORLD, param_dtype=torch.bfloat16) as buffer:
-            for piece in buffer.pieces():
+            for piece in buffer.shards():
                 values = whole[piece.name].view(-1)[piece.start : piece.end]
                 assert torch.equal(piece.param.detach().view(-1), values)  # not rounded
             buffer.start(1)
             net(tokens_of(0, 0)).backward()
             buffer.finish()
-            assert all(piece.grad.dtype == torch.float32 for piece in buffer.pieces())
+            assert all(piece.grad.dtype == torch.float32 for piece in buffer.shards())
             with buffer.gathered():
                 return all(
                     torch.equal(param, whole[name].bfloat16())
@@ -281,7 +281,7 @@ def test_a_forward_waits_for_the_parameters_it_needs_and_readers_for_all(ranks):
 def stepped(strategy, how):
     net = make_net()
     with shard(net, strategy, group=dist.group.WORLD, bucket_size=100, **how) as buffer:
-        optimizer = torch.optim.SGD([p.param for p in buffer.pieces()], lr=0.1)
+        optimizer = torch.optim.SGD([p.param for p in buffer.shards()], lr=0.1)
         for step in range(4):
             buffer.start(1)
             net(tokens_of(step, dist.get_rank())).backward()
@@ -323,7 +323,7 @@ def starting(offload):
     with shard(
         nn.Sequential(net), "full", group=dist.group.WORLD, init=watched, offload=offload
     ) as buffer:
-        shares = sum(2 * piece.param.nbytes for piece in buffer.pieces())  # with gradients
+        shares = sum(2 * piece.param.nbytes for piece in buffer.shards())  # with gradients
     return max(most) - before, shares, sum(p.numel() * 8 for p in net.parameters())
 
 
@@ -417,7 +417,7 @@ def checked_step(strategy):
                 net(tokens_of(step, state.rank)).backward()
                 buffer.finish()
                 buffer.gather_params()
-            return {piece.name: (piece.start, piece.grad.clone()) for piece in buffer.pieces()}
+            return {piece.name: (piece.start, piece.grad.clone()) for piece in buffer.shards()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -218,7 +218,7 @@ def train(row, state, dtype):
     kept += () if row["strategy"] == "none" else ("offload",)
     how = {key: row[key] for key in kept}
     with shard(net, row["strategy"], group=group_of(row, state), **how) as buffer:
-        pieces = buffer.pieces()
+        pieces = buffer.shards()
         params = [piece.param for piece in pieces] or [torch.zeros(0)]
         optimizer = optimizer_of(row["optimizer"], params)
         for step in range(STEPS):

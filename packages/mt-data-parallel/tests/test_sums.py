@@ -28,7 +28,7 @@ def groups(kind):
 
 
 def summed(kind, options, dtype=torch.float32, whole=False, finish=1.0):
-    """One backward per rank, whose gradients are `addends`; the pieces' sums by name."""
+    """One backward per rank, whose gradients are `addends`; the shards' sums by name."""
     params = {name: nn.Parameter(torch.zeros(size, dtype=dtype)) for name, size in SIZES.items()}
     with GradBuffer(
         params.items(),
@@ -43,7 +43,7 @@ def summed(kind, options, dtype=torch.float32, whole=False, finish=1.0):
             sum((params[name] * grad).sum() for name, grad in own.items()).backward()
             buffer.finish(scale=finish)
             buffer.gather_params()
-        return {p.name: (p.start, p.grad.clone()) for p in buffer.pieces()}
+        return {p.name: (p.start, p.grad.clone()) for p in buffer.shards()}
 
 
 def assert_equal(results, expected, **tolerances):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from mt_optim import AdamW, AdamWRule, NamedOptimizer, default_decay_filter, fused_obstacle
-from mt_optim import update as updating
+from mt_optim import AdamW, NamedOptimizer, default_decay_filter, fused_obstacle
+from mt_optim.rules.adamw import AdamWRule
+from mt_optim.state import update as updating
 from torch import nn
 
 SHAPES = {

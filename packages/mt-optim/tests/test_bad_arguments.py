@@ -8,7 +8,6 @@ from mt_optim import (
     SOAP,
     AdamW,
     GradLimits,
-    GradScaler,
     GroupOverride,
     Lion,
     LossScale,
@@ -17,19 +16,20 @@ from mt_optim import (
     OptimizerConfig,
     ScaleState,
     StepGuard,
-    TorchRule,
     WeightDecaySchedule,
     build_optimizer,
-    by_layer,
     clip_grad_norm,
     default_decay_filter,
     fused_obstacle,
     grad_norm,
     is_hidden_matrix,
     mup_overrides,
-    override_groups,
     qk_clip_scales,
 )
+from mt_optim.gradients.scaler import GradScaler
+from mt_optim.gradients.statistics import by_layer
+from mt_optim.parameters.override import override_groups
+from mt_optim.rules.torch_rule import TorchRule
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -46,7 +46,10 @@ GOOD = [
     (OptimizerConfig, {"lr": 1.0, "loss_scale": "dynamic", "count_zeros": True, "norm_groups": ()}),
     (OptimizerConfig, {"lr": 1.0, "statistics": "layer", "max_value": 1.0}),
     (StepGuard, {"named_params": NAMED, "state": STATE, "limits": GradLimits(max_norm=1.0)}),
-    (StepGuard, {"named_params": NAMED, "state": STATE, "scaler": None, "statistics": by_layer}),
+    (
+        StepGuard,
+        {"named_params": NAMED, "state": STATE, "loss_scale": None, "statistics": by_layer},
+    ),
     (GradLimits, {"max_norm": 1.0, "max_value": 1.0, "skip_above": 2.0, "norm_groups": ()}),
     (NormGroup, {"names": "*", "where": None, "max_norm": 1.0}),
     (LossScale, {"initial": 4.0, "growth_interval": 9, "hysteresis": 1, "minimum": 2.0}),

@@ -52,7 +52,7 @@ def make(state, strategy="none", dtype=torch.float32, grad_dtype=None, **options
     group = state.group("dp")
     buffer = shard(model, strategy, group=group, bucket_size=100, prefetch=0, grad_dtype=grad_dtype)
     config = OptimizerConfig(lr=0.02, **{"max_norm": 0.05, "weight_decay": 0.1} | options)
-    optimizer = DistributedOptimizer(buffer, lambda pieces: build_optimizer(pieces, config, state))
+    optimizer = DistributedOptimizer(buffer, lambda shards: build_optimizer(shards, config, state))
     return model, buffer, optimizer
 
 
@@ -87,7 +87,7 @@ def run(state, *, alone, poison=None, strategy="none", **options):
     left = {name: x.detach().clone() for name, x in model.named_parameters()}
     for name in inner.names:
         left |= {
-            f"{key} of {name}": x.clone() for key, x in inner.state[inner.piece(name).param].items()
+            f"{key} of {name}": x.clone() for key, x in inner.state[inner.shard(name).param].items()
         }
     rates = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
     buffer.close()
@@ -204,7 +204,7 @@ def test_what_the_host_has_to_do_is_said(options, told) -> None:
 def test_what_else_keeps_it_from_running_alone_is_said() -> None:
     with ParallelState(ParallelLayout()) as state:
         _, buffer, optimizer = make(state, name="muon")
-        assert any(is_hidden_matrix(piece.name, piece.source) for piece in optimizer.pieces)
+        assert any(is_hidden_matrix(piece.name, piece.source) for piece in optimizer.shards)
         assert "muon has its rate" in (device_step_obstacle(optimizer) or "")
         buffer.close()
         _, buffer, optimizer = make(state)

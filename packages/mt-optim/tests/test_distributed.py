@@ -33,21 +33,21 @@ def batch(step, dtype):
     return torch.randn(ROWS, 6, generator=generator).to(dtype)
 
 
-def adamw(pieces):
-    return AdamW(pieces, lr=0.02, weight_decay=0.1, decay_filter=default_decay_filter)
+def adamw(shards):
+    return AdamW(shards, lr=0.02, weight_decay=0.1, decay_filter=default_decay_filter)
 
 
-def lion(pieces):
-    return Lion(pieces, lr=0.01)
+def lion(shards):
+    return Lion(shards, lr=0.01)
 
 
-def sgd(pieces):
-    return SGD(pieces, lr=0.05, momentum=0.9)
+def sgd(shards):
+    return SGD(shards, lr=0.05, momentum=0.9)
 
 
-def muon(pieces):
+def muon(shards):
     how = Orthogonalization(dtype=torch.float64, extra_scale=0.2)
-    return Muon(pieces, lr=0.02, orthogonalization=how)
+    return Muon(shards, lr=0.02, orthogonalization=how)
 
 
 def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden=20):
@@ -69,12 +69,12 @@ def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden
                 buffer.start(1)
                 (model(rows).square().sum() / ROWS).backward()
                 buffer.finish()
-                norms.append(clip_grad_norm(optimizer.pieces, state, clip))
+                norms.append(clip_grad_norm(optimizer.shards, state, clip))
                 optimizer.step()
             held = sum(
-                optimizer.inner.moment(piece.name, key).numel()
-                for piece in optimizer.pieces
-                for key in optimizer.inner.moments(piece.name)
+                optimizer.inner.moment(shard.name, key).numel()
+                for shard in optimizer.shards
+                for key in optimizer.inner.moments(shard.name)
             )
             assert optimizer.step_count == STEPS
             assert optimizer.non_finite() == []
@@ -150,7 +150,7 @@ def test_what_is_no_buffer_or_function_is_named():
 def test_a_step_before_the_gradients_are_reduced_is_told():
     model = make_model(torch.float32)
     with GradBuffer(model.named_parameters(), group=None) as buffer:
-        optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
+        optimizer = DistributedOptimizer(buffer, lambda shards: AdamW(shards, lr=0.1))
         before = [param.detach().clone() for param in model.parameters()]
         buffer.start(1)
         with pytest.raises(RuntimeError, match=r"GradBuffer.finish\(\) was not called"):

@@ -81,7 +81,7 @@ def sharded(world):
         group = Reduction(shards=state.group("dp"))
         with GradBuffer(model.named_parameters(), group=group, bucket_size=64) as buffer:
             optimizer = DistributedOptimizer(
-                buffer, lambda pieces: build_optimizer(pieces, config, state)
+                buffer, lambda shards: build_optimizer(shards, config, state)
             )
             for step in range(6):
                 buffer.start(1)
@@ -91,8 +91,8 @@ def sharded(world):
             ema = optimizer.inner.ema
             assert ema is not None
             return [
-                (piece.name, piece.start, piece.end, ema.value(piece.name).clone())
-                for piece in optimizer.pieces
+                (shard.name, shard.start, shard.end, ema.value(shard.name).clone())
+                for shard in optimizer.shards
             ]
 
 
@@ -102,8 +102,8 @@ def test_the_average_is_sharded_like_the_optimizer(ranks):
     train(model, optimizer, range(6))
     assert optimizer.ema is not None
     seen = 0
-    for pieces in ranks(2, sharded, 2):
-        for name, start, end, value in pieces:
+    for shards in ranks(2, sharded, 2):
+        for name, start, end, value in shards:
             whole = optimizer.ema.value(name).reshape(-1)
             torch.testing.assert_close(value.reshape(-1), whole[start:end], rtol=1e-12, atol=1e-14)
             seen += end - start

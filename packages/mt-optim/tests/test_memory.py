@@ -53,10 +53,10 @@ def measured(world, dtype, strategy, settings):
             buffer.finish()
             optimizer.step()
             inner = optimizer.inner
-            params = [*model.parameters(), *(piece.param for piece in optimizer.pieces)]
+            params = [*model.parameters(), *(piece.param for piece in optimizer.shards)]
             here = [*params, *(grad_of(param) for param in params)]
             there = []
-            for piece in optimizer.pieces:
+            for piece in optimizer.shards:
                 kept = inner.state[piece.param].values()
                 (there if inner._storage.is_offloaded(piece) else here).extend(kept)
             return _bytes(here) / count, _bytes(there) / count

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from mt_optim import (
-    AdaptiveMuonRule,
     Muon,
     NamedOptimizer,
     OptimizerConfig,
@@ -11,6 +10,7 @@ from mt_optim import (
     build_optimizer,
     is_hidden_matrix,
 )
+from mt_optim.rules.muon import AdaptiveMuonRule
 from mt_parallel_state import (
     MatrixSpec,
     ParallelLayout,

@@ -162,17 +162,17 @@ def clipped_errors(layout, kind):
                 for name, param in params.items()
             ).backward()
             buffer.finish()
-            norm = clip_grad_norm(buffer.pieces(), state, 0.5)
+            norm = clip_grad_norm(buffer.shards(), state, 0.5)
             errors = [
                 (
-                    piece.grad.view(-1)
-                    - own_gradient(state, piece.name).reshape(-1)[piece.start : piece.end]
+                    shard.grad.view(-1)
+                    - own_gradient(state, shard.name).reshape(-1)[shard.start : shard.end]
                     * (0.5 / (norm + 1e-6))
                 )
                 .abs()
                 .max()
                 .item()
-                for piece in buffer.pieces()
+                for shard in buffer.shards()
             ]
         return norm, max(errors, default=0.0)
 

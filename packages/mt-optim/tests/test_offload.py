@@ -9,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data_parallel import shard
 from mt_optim import (
-    AdamWRule,
     DistributedOptimizer,
     NamedOptimizer,
     OptimizerConfig,
     StateStorage,
-    Traffic,
     build_optimizer,
     is_hidden_matrix,
 )
-from mt_optim import update as updating
-from mt_optim.host import HostMemory, Mover, choose_offloaded
+from mt_optim.rules.adamw import AdamWRule
+from mt_optim.state import update as updating
+from mt_optim.state.host import HostMemory, Mover, Traffic, choose_offloaded
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -64,14 +63,14 @@ def build(model, **options):
 
 def assert_same(ours, theirs):
     for name in theirs.names:
-        assert torch.equal(ours._piece(name).param, theirs._piece(name).param)
+        assert torch.equal(ours.shard(name).param, theirs.shard(name).param)
         assert torch.equal(ours.master(name), theirs.master(name))
         for key in theirs.moments(name):
             assert torch.equal(ours.moment(name, key), theirs.moment(name, key))
 
 
 def offloaded(optimizer):
-    pieces = [optimizer._piece(name) for name in optimizer.names]
+    pieces = [optimizer.shard(name) for name in optimizer.names]
     return [piece for piece in pieces if optimizer._storage.is_offloaded(piece)]
 
 
@@ -325,7 +324,7 @@ def train_sharded(strategy, world, dtype, masters, share, name="adamw"):
             with buffer.gathered():
                 params = {key: param.detach().clone() for key, param in model.named_parameters()}
             there = sum(piece.param.numel() for piece in offloaded(optimizer.inner))
-            return params, there, sum(piece.param.numel() for piece in optimizer.pieces)
+            return params, there, sum(piece.param.numel() for piece in optimizer.shards)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -12,8 +12,8 @@ from mt_optim import (
     default_decay_filter,
     is_hidden_matrix,
     mup_overrides,
-    override_groups,
 )
+from mt_optim.parameters.override import override_groups
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -112,7 +112,7 @@ def test_mup_scales_the_hidden_matrices_of_adam_and_what_is_no_matrix_for_sgd():
         overrides = mup_overrides(4, is_hidden_matrix, name=name)
         groups = override_groups(make_model().named_parameters(), overrides)
         other = [group for group in groups if "lr_scale" in group]
-        assert [piece.name for group in other for piece in group["params"]] == scaled
+        assert [shard.name for group in other for shard in group["params"]] == scaled
         assert {key: value for key, value in other[0].items() if key != "params"} == (
             dict.fromkeys(keys, factor)
         )

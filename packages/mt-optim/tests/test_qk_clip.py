@@ -3,12 +3,7 @@
 import pytest
 import torch
 from mt_data_parallel import GradBuffer, Reduction
-from mt_optim import (
-    DistributedOptimizer,
-    OptimizerConfig,
-    build_optimizer,
-    qk_clip_scales,
-)
+from mt_optim import DistributedOptimizer, OptimizerConfig, build_optimizer, qk_clip_scales
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -57,7 +52,7 @@ def train(dtype, world=1, masters="full", rescales=True):
         group = Reduction(shards=state.group("dp"))
         with GradBuffer(model.named_parameters(), group=group, bucket_size=64) as buffer:
             optimizer = DistributedOptimizer(
-                buffer, lambda pieces: build_optimizer(pieces, config, state)
+                buffer, lambda shards: build_optimizer(shards, config, state)
             )
             optimizer.inner.rescale = factors if rescales else None
             for step in range(1):
@@ -70,7 +65,7 @@ def train(dtype, world=1, masters="full", rescales=True):
             assert inner.ema is not None
             for name in inner.names:
                 torch.testing.assert_close(inner.ema.value(name), inner.master(name))
-            masters_here = {piece.name: inner.master(piece.name) for piece in optimizer.pieces}
+            masters_here = {shard.name: inner.master(shard.name) for shard in optimizer.shards}
         return {name: p.detach().clone() for name, p in model.named_parameters()}, masters_here
 
 

@@ -246,7 +246,7 @@ def train(row, dtype, eps=None):
         ) as buffer:
             config = config_of(row, dtype, eps)
             optimizer = DistributedOptimizer(
-                buffer, lambda pieces: build_optimizer(pieces, config, state)
+                buffer, lambda shards: build_optimizer(shards, config, state)
             )
             norms = [step(net, buffer, optimizer, state, row, n) for n in range(STEPS)]
             assert optimizer.step_count == STEPS
@@ -263,7 +263,7 @@ def step(net, buffer, optimizer, state, row, number):
         first = state.index("dp") * own + part * per_backward
         net((number, slice(first, first + per_backward))).backward()
     buffer.finish()
-    reduce_partial_grads(optimizer.pieces, state)
+    reduce_partial_grads(optimizer.shards, state)
     return optimizer.step().grad_norm
 
 

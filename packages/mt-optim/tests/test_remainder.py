@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from mt_optim import OptimizerConfig, build_optimizer
-from mt_optim.remainder import join, split
+from mt_optim.state.remainder import join, split
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
@@ -75,7 +75,7 @@ def assert_same(ours, theirs):
         for key in theirs.moments(name):
             assert torch.equal(ours.moment(name, key), theirs.moment(name, key))
     pairs = zip(ours.names, theirs.names, strict=True)
-    assert all(torch.equal(ours._piece(a).param, theirs._piece(b).param) for a, b in pairs)
+    assert all(torch.equal(ours.shard(a).param, theirs.shard(b).param) for a, b in pairs)
 
 
 RULES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
@@ -116,7 +116,7 @@ def test_seventeen_bits_take_the_place_of_thirty_two():
     size = {}
     for masters in ("full", "remainder"):
         optimizer = build(make_model(), masters, lr=1.0)
-        state = optimizer.state[optimizer._piece("0.weight").param]
+        state = optimizer.state[optimizer.shard("0.weight").param]
         kept = (state[key] for key in state if key not in ("step", "exp_avg", "exp_avg_sq"))
         size[masters] = sum(tensor.numel() * tensor.element_size() for tensor in kept) / 960
     assert size == {"full": 4, "remainder": 2.125}

@@ -5,15 +5,8 @@ import math
 
 import pytest
 import torch
-from mt_optim import (
-    SGD,
-    AdamW,
-    AdamWRule,
-    Lion,
-    NamedOptimizer,
-    OptimizerConfig,
-    build_optimizer,
-)
+from mt_optim import SGD, AdamW, Lion, NamedOptimizer, OptimizerConfig, build_optimizer
+from mt_optim.rules.adamw import AdamWRule
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 

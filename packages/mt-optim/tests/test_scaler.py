@@ -7,13 +7,13 @@ import torch
 from mt_data_parallel import GradBuffer
 from mt_optim import (
     AdamW,
-    GradScaler,
     LossScale,
     OptimizerConfig,
     ScaleState,
     build_optimizer,
     default_decay_filter,
 )
+from mt_optim.gradients.scaler import GradScaler
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 

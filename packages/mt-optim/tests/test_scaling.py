@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from mt_optim.scaling import root
+from mt_optim.gradients.scaling import root
 
 
 def test_a_square_root_is_that_of_python() -> None:

@@ -153,7 +153,7 @@ class Run:
             loss_scale=how if place.dtype == "fp16" else None,
         )
         self.optimizer = DistributedOptimizer(
-            self.buffer, lambda pieces: build_optimizer(pieces, config, state)
+            self.buffer, lambda shards: build_optimizer(shards, config, state)
         )
 
     def axes(self, name):
@@ -191,11 +191,11 @@ class Run:
                 flat[int(self.place.pick * flat.numel())] = self.place.poison
             (self.model(grads) * self.optimizer.loss_scale).backward()
         self.buffer.finish()
-        reduce_partial_grads(self.buffer.pieces(), self.state)
+        reduce_partial_grads(self.buffer.shards(), self.state)
 
     def spoil(self):
         """Put the poison into a reduced gradient of this rank; return whose it is."""
-        pieces = self.optimizer.pieces
+        pieces = self.optimizer.shards
         if not pieces:
             return None
         piece = pieces[int(self.place.pick * len(pieces))]
@@ -207,7 +207,7 @@ class Run:
         inner = self.optimizer.inner
         with self.buffer.gathered():
             values = [p.detach().clone() for p in self.params.values()]
-        for piece in self.optimizer.pieces:
+        for piece in self.optimizer.shards:
             values.append(inner.master(piece.name))
             values += [inner.moment(piece.name, key) for key in inner.moments(piece.name)]
         rates = [group["lr"] for group in inner.param_groups]
@@ -307,7 +307,7 @@ def reported(strategy, own, options):
         group = Reduction(replicas=state.group("dp"), **options)
         buffer = shard(model, strategy, group=group, units=list(model.values()))
         config = OptimizerConfig(lr=1e-2, skip_above=5.0)
-        make = lambda pieces: build_optimizer(pieces, config, state)  # noqa: E731
+        make = lambda shards: build_optimizer(shards, config, state)  # noqa: E731
         optimizer = DistributedOptimizer(buffer, make)
         with buffer:
             buffer.start(1)

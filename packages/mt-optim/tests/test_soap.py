@@ -10,10 +10,10 @@ from mt_optim import (
     DistributedOptimizer,
     NamedOptimizer,
     OptimizerConfig,
-    SOAPRule,
     build_optimizer,
     is_hidden_matrix,
 )
+from mt_optim.rules.soap import SOAPRule
 from mt_parallel_state import (
     MatrixSpec,
     ParallelLayout,
@@ -219,7 +219,7 @@ def sharded(world):
             model.named_parameters(), group=group, bucket_size=100, whole=is_hidden_matrix
         ) as buffer:
             optimizer = DistributedOptimizer(
-                buffer, lambda pieces: SOAP(pieces, lr=0.02, frequency=3)
+                buffer, lambda shards: SOAP(shards, lr=0.02, frequency=3)
             )
             for step in range(STEPS):
                 x = torch.randn(16, 12, generator=torch.Generator().manual_seed(step))
@@ -227,7 +227,7 @@ def sharded(world):
                 model(x.double().chunk(world)[state.rank]).square().sum().backward()
                 buffer.finish()
                 optimizer.step()
-            held = sum(len(optimizer.inner.factors(piece.name)) for piece in optimizer.pieces)
+            held = sum(len(optimizer.inner.factors(shard.name)) for shard in optimizer.shards)
         return [param.detach().clone() for param in model.parameters()], held
 
 

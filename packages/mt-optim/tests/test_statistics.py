@@ -13,8 +13,8 @@ from mt_optim import (
     OptimizerConfig,
     StepGuard,
     build_optimizer,
-    by_layer,
 )
+from mt_optim.gradients.statistics import by_layer
 from mt_parallel_state import ParallelLayout, ParallelState, PartitionSpec, shard_param
 from torch import nn
 
@@ -83,7 +83,7 @@ def admitted(sizes, sharded):
             ).backward()
             buffer.finish()
             guard = StepGuard(
-                buffer.pieces(),
+                buffer.shards(),
                 state,
                 limits=GradLimits(max_norm=1.0, norm_groups=GROUPS),
                 zeros=True,
@@ -91,11 +91,11 @@ def admitted(sizes, sharded):
             )
             result = guard.admit()
             factors = {
-                piece.name: (
-                    piece.grad.view(-1).sum()
-                    / grads[piece.name].reshape(-1)[piece.start : piece.end].sum()
+                shard.name: (
+                    shard.grad.view(-1).sum()
+                    / grads[shard.name].reshape(-1)[shard.start : shard.end].sum()
                 ).item()
-                for piece in buffer.pieces()
+                for shard in buffer.shards()
             }
         return result, factors
 
@@ -171,7 +171,7 @@ def few_elements():
         config = OptimizerConfig(lr=1e-2, statistics="layer")
         with GradBuffer(params.items(), group=Reduction(shards=state.group("dp"))) as buffer:
             optimizer = DistributedOptimizer(
-                buffer, lambda pieces: build_optimizer(pieces, config, state)
+                buffer, lambda shards: build_optimizer(shards, config, state)
             )
             buffer.start(1)
             (params["layers.0.bias"] * torch.tensor([0.0, 1.0, -1.0])).sum().backward()
@@ -306,7 +306,7 @@ def test_what_ranks_agree_on_travels_with_the_norm(ranks, world):
                 with GradBuffer(model.named_parameters(), group=group) as buffer:
                     config = OptimizerConfig(lr=0.1, max_norm=0.01)
                     optimizer = DistributedOptimizer(
-                        buffer, lambda pieces: build_optimizer(pieces, config, state)
+                        buffer, lambda shards: build_optimizer(shards, config, state)
                     )
                     buffer.start(num_backwards=1)
                     model(torch.full((2, 5), 1.0 + state.rank)).sum().backward()
@@ -344,7 +344,7 @@ def test_what_ranks_agree_on_travels_with_the_norm(ranks, world):
 def test_numbers_cannot_travel_with_a_norm_that_nobody_measures():
     model = nn.Linear(2, 2)
     with GradBuffer(model.named_parameters(), group=None) as buffer:
-        optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
+        optimizer = DistributedOptimizer(buffer, lambda shards: AdamW(shards, lr=0.1))
         buffer.start(num_backwards=1)
         model(torch.ones(1, 2)).sum().backward()
         buffer.finish()

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from mt_optim import AdamWRule, NamedOptimizer, OptimizerConfig, StateStorage, build_optimizer
-from mt_optim.storage import MomentStorage
+from mt_optim import NamedOptimizer, OptimizerConfig, StateStorage, build_optimizer
+from mt_optim.rules.adamw import AdamWRule
+from mt_optim.state.moments import MomentStorage
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 

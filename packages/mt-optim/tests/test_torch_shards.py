@@ -29,7 +29,7 @@ def train(whole):
         with GradBuffer(named, group=group, bucket_size=100, whole=whole) as buffer:
             try:
                 optimizer = DistributedOptimizer(
-                    buffer, lambda pieces: build_optimizer(pieces, CONFIG, state)
+                    buffer, lambda shards: build_optimizer(shards, CONFIG, state)
                 )
             except ValueError as error:
                 return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mt_data_parallel import DEFAULT_BUCKET_SIZE
+from mt_data_parallel import GradBuffer
 from mt_model import FIELDS
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import _options_last, _run_folder, main
@@ -262,7 +263,8 @@ def test_every_key_has_a_meaning_and_the_page_is_current() -> None:
 
 def test_the_default_bucket_is_that_of_the_buffer() -> None:
     fields = {item.name: item.default for item in dataclasses.fields(ParallelSection)}
-    assert fields["bucket_size"] == DEFAULT_BUCKET_SIZE
+    default = inspect.signature(GradBuffer).parameters["bucket_size"].default
+    assert fields["bucket_size"] == default
 
 
 @pytest.mark.parametrize(("name", "code"), [("run", 75), ("config", 130)])

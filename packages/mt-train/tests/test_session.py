@@ -491,7 +491,7 @@ class Spoiler:
             gc.collect()
             (trainer,) = (o for o in gc.get_objects() if type(o).__name__ == "Trainer")
             if trainer.progress.step + 1 in self.steps:
-                (piece,) = (p for p in trainer.optimizer.pieces if p.name == self.name)
+                (piece,) = (p for p in trainer.optimizer.shards if p.name == self.name)
                 piece.grad.view(-1)[1] = self.value
 
 

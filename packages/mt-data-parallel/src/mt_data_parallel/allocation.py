@@ -1,4 +1,4 @@
-"""The memory of buckets, and the views of it that parameters and pieces are."""
+"""The memory of buckets, and the views of it that parameters and shards are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from mt_parallel_state import shard_param, sharding_of, twin_group
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Bucket, BufferKey, Release, Residency, Slot, resize
+from mt_data_parallel.bucket import Bucket, BufferKey, Release, ShardingPolicy, Slot, resize
 from mt_data_parallel.encoding import Encoding
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
+from mt_data_parallel.param_shard import ParamShard, Phase
 from mt_data_parallel.partial import is_partial
-from mt_data_parallel.piece import Phase, Piece
 
 
 def plan(
@@ -51,7 +51,7 @@ def allocate(
     params: Mapping[str, Tensor],
     key: BufferKey,
     layout: BufferLayout,
-    residency: Residency,
+    policy: ShardingPolicy,
     phase: Phase,
 ) -> list[Bucket]:
     """Allocate the buckets of one buffer, with a slot per parameter.
@@ -62,20 +62,20 @@ def allocate(
     for index, bounds in enumerate(layout.buckets):
         places = [place for place in layout.params if place.bucket == index]
         device = params[places[0].name].device
-        bucket = _empty_bucket(key, bounds.end - bounds.start, device, residency, phase)
+        bucket = _empty_bucket(key, bounds.end - bounds.start, device, policy, phase)
         whole = bucket.params
         if whole is not None and key.shard_dtype != key.param_dtype:
             whole = torch.zeros_like(whole, dtype=key.shard_dtype)
         for place in places:
             param, start = params[place.name], place.start - bounds.start
-            _fill(place.name, param, residency.init)
+            _fill(place.name, param, policy.init)
             if whole is None or bucket.params is None:
                 slot = _plain_slot(param, place.name, start, bucket, phase)
             else:
                 whole[start : start + param.numel()].view(param.shape).copy_(param.detach())
                 slot = _sharded_slot(param, place.name, start, bucket, bucket.params)
-                if residency.encoding is not None and key.is_encoded:
-                    _have_codes(slot, bucket.params, residency.encoding)
+                if policy.encoding is not None and key.is_encoded:
+                    _have_codes(slot, bucket.params, policy.encoding)
             if bucket.release == "nothing":
                 setattr(param, MAIN_GRAD, slot.main_grad)
             bucket.slots.append(slot)
@@ -90,11 +90,11 @@ def allocate(
 
 
 def _empty_bucket(
-    key: BufferKey, numel: int, device: torch.device, residency: Residency, phase: Phase
+    key: BufferKey, numel: int, device: torch.device, policy: ShardingPolicy, phase: Phase
 ) -> Bucket:
     sharded = key.param_dtype is not None
-    release: Release = residency.release if sharded else "nothing"
-    offload = residency.offload and sharded
+    release: Release = policy.release if sharded else "nothing"
+    offload = policy.offload and sharded
     grads = torch.zeros(numel, dtype=key.grad_dtype, device=device)
     params = torch.zeros(numel, dtype=key.param_dtype, device=device) if sharded else None
     size = numel // key.reduction.num_shards
@@ -130,8 +130,10 @@ def _plain_slot(param: Tensor, name: str, start: int, bucket: Bucket, phase: Pha
     # In the parameter's own order of memory, which fused optimizers rely on.
     strides = torch.empty_like(param, device="meta").stride()
     main_grad = bucket.grads.as_strided(param.shape, strides, start)
-    piece = Piece(name=name, source=param, param=param, start=0, end=param.numel(), phase=phase)
-    return Slot(name, param, main_grad, piece, bucket, start)
+    shard = ParamShard(
+        name=name, source=param, param=param, start=0, end=param.numel(), phase=phase
+    )
+    return Slot(name, param, main_grad, shard, bucket, start)
 
 
 def _sharded_slot(param: Tensor, name: str, start: int, bucket: Bucket, params: Tensor) -> Slot:
@@ -155,7 +157,7 @@ def _have_codes(slot: Slot, params: Tensor, encoding: Encoding) -> None:
 
 
 def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
-    """Take this rank's part of the parameters, and make pieces of it."""
+    """Take this rank's part of the parameters, and make shards of it."""
     params, own = bucket.params, bucket.own_params
     assert params is not None  # noqa: S101 - it is sharded
     assert own is not None  # noqa: S101
@@ -164,12 +166,12 @@ def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
     if whole is not params and not bucket.key.is_encoded:
         params.copy_(whole)
     for slot in bucket.slots:
-        slot.piece = _piece(slot, own, bucket, phase)
+        slot.shard = _shard(slot, own, bucket, phase)
     bucket.drop()
 
 
-def _piece(slot: Slot, own_params: Tensor, bucket: Bucket, phase: Phase) -> Piece | None:
-    """Make a piece of our part of a parameter."""
+def _shard(slot: Slot, own_params: Tensor, bucket: Bucket, phase: Phase) -> ParamShard | None:
+    """Make a shard of our part of a parameter."""
     param, size = slot.param, own_params.numel()
     base = bucket.reduction.shard * size
     first, last = max(slot.start, base), min(slot.start + param.numel(), base + size)
@@ -182,7 +184,7 @@ def _piece(slot: Slot, own_params: Tensor, bucket: Bucket, phase: Phase) -> Piec
     if isinstance(param, nn.Parameter) and shape == param.shape:
         record = sharding_of(param)
         shard_param(own, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
-    return Piece(
+    return ParamShard(
         name=slot.name,
         source=param,
         param=own,

@@ -1,4 +1,4 @@
-"""From tensors of pieces to tensors of parameters, each on the rank that has its first element."""
+"""From tensors of shards to tensors of parameters, each on the rank that has its first element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def assemble_bucket(
     Args:
         bucket: What is assembled.
         group: Its shards.
-        values: Tensors of this rank's pieces of it, of the same parameters on all ranks.
+        values: Tensors of this rank's shards of it, of the same parameters on all ranks.
 
     Returns:
         The whole tensors of the parameters whose first element this rank has.
@@ -30,7 +30,7 @@ def assemble_bucket(
     rank, ranks = group.rank(), group.size()
     size = bucket.grads.numel() // ranks
     slots = sorted(bucket.slots, key=lambda slot: slot.start)
-    own = [slot for slot in slots if slot.name in values and slot.piece is not None]
+    own = [slot for slot in slots if slot.name in values and slot.shard is not None]
     dtypes = {values[slot.name].dtype for slot in own}
     if len(dtypes) > 1:
         raise ValueError(f"the values have the dtypes {sorted(map(str, dtypes))}; give one at once")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_data_parallel.addend import Addends
-from mt_data_parallel.encoding import Encoding, Part
+from mt_data_parallel.encoding import EncodedShard, Encoding
 from mt_data_parallel.exchange import Exchange, start_gather
-from mt_data_parallel.piece import Piece
+from mt_data_parallel.param_shard import ParamShard
 from mt_data_parallel.reduction import Reduction
 from mt_data_parallel.sum import Sum
 
@@ -21,7 +21,7 @@ Release = Literal["nothing", "gradients", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residency:
+class ShardingPolicy:
     """What of a sharded model is in memory when, where, and in which dtype.
 
     Attributes:
@@ -239,7 +239,7 @@ class Bucket:
         if self.params is not None and self.release == "all":
             resize(self.params, 0)
 
-    def part(self, slot: Slot) -> Part:
+    def part(self, slot: Slot) -> EncodedShard:
         """Return what this rank steps of a parameter, with the place of its codes."""
         own, codes, size = self.own_params, self.own_codes, self.own_grads.numel()
         assert own is not None  # noqa: S101 - it is encoded
@@ -247,7 +247,7 @@ class Bucket:
         first = self.reduction.shard * size
         start = max(slot.start, first)
         inside = slice(start - first, max(min(slot.inside.stop, first + size), start) - first)
-        return Part(
+        return EncodedShard(
             name=slot.name,
             source=slot.param,
             values=own[inside],
@@ -281,7 +281,7 @@ class Slot:
         name: The parameter's name.
         param: The parameter.
         main_grad: Its gradient in the bucket.
-        piece: What of it this rank steps, if anything.
+        shard: What of it this rank steps, if anything.
         bucket: Where it lies.
         start: Its first element there.
         accumulated: Gradients since `start`.
@@ -292,7 +292,7 @@ class Slot:
     name: str
     param: Tensor
     main_grad: Tensor
-    piece: Piece | None
+    shard: ParamShard | None
     bucket: Bucket
     start: int
     accumulated: int = 0

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from mt_data_parallel.allocation import allocate, plan
 from mt_data_parallel.arrival import Sink, Unused, announced, missing_gradients
 from mt_data_parallel.assemble import assemble_bucket
-from mt_data_parallel.bucket import Bucket, BufferKey, Residency, Slot
+from mt_data_parallel.bucket import Bucket, BufferKey, ShardingPolicy, Slot
 from mt_data_parallel.grad import MAIN_GRAD
+from mt_data_parallel.launch_queue import LaunchQueue
 from mt_data_parallel.layout import BufferLayout
 from mt_data_parallel.membership import checked, compare, is_shared, keys_of
-from mt_data_parallel.piece import Phase, Piece
+from mt_data_parallel.param_shard import ParamShard, Phase
 from mt_data_parallel.reduction import GroupChoice
 
 # 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.
@@ -37,11 +38,11 @@ class GradBuffer:
     whose parameters become ready in different orders still agree. The sum is never divided:
     divide the loss by the global token count instead.
 
-    After `finish`, an optimizer steps `pieces()`: parameters, or under a reduction with shards
+    After `finish`, an optimizer steps `shards()`: parameters, or under a reduction with shards
     this rank's ranges of them, each with the sum over the group as its gradient
     (`mt_data_parallel.grad_of`; also `.grad`, where it has the parameter's dtype, so
     torch.optim works). `gather_params()` then fetches what other ranks stepped. Without shards
-    pieces are the parameters, and there is nothing to fetch. Whoever forgets `finish` or
+    shards are the parameters, and there is nothing to fetch. Whoever forgets `finish` or
     `gather_params` is told by the next call.
 
     Args:
@@ -64,7 +65,7 @@ class GradBuffer:
         pad_for_bandwidth: Pad buckets to a multiple of 65536 elements, as some networks like it.
         whole: Says by name and parameter which ones are never cut into ranges but owned whole by
             one rank, balanced by the cost of orthogonalising them (Muon).
-        residency: What is in memory when and where; made by `shard`.
+        policy: What is in memory when and where; made by `shard`.
 
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
@@ -93,7 +94,7 @@ class GradBuffer:
         unused: Unused = "error",
         pad_for_bandwidth: bool = False,
         whole: Callable[[str, Tensor], bool] | None = None,
-        residency: Residency | None = None,
+        policy: ShardingPolicy | None = None,
     ) -> None:
         if grad_dtype is not None and not isinstance(grad_dtype, torch.dtype):
             raise TypeError(f"grad_dtype must be a torch.dtype or None, got {grad_dtype!r:.60}")
@@ -107,22 +108,24 @@ class GradBuffer:
         self._unused: Unused = unused
         self._pads = pad_for_bandwidth
         self._layouts: dict[BufferKey, BufferLayout] = {}
-        residency = residency or Residency()
-        self._release, self._encoding = residency.release, residency.encoding
+        policy = policy or ShardingPolicy()
+        self._release, self._encoding = policy.release, policy.encoding
         self._phase = Phase()
-        keys = keys_of(params, group, grad_dtype, whole, residency)
-        self._buckets = self._allocate(params, keys, bucket_size, residency)
+        keys = keys_of(params, group, grad_dtype, whole, policy)
+        self._buckets = self._allocate(params, keys, bucket_size, policy)
         at_once = unused == "zero" and self._release == "all" and self.is_sharded
         for bucket in self._buckets:
             bucket.at_once = at_once
-        self._overlap = overlap and not at_once
         slots = {slot.name: slot for bucket in self._buckets for slot in bucket.slots}
         self._slots = {name: slots[name] for name in params}
         self._phase.addends.sort(list(params))
         self._closed = self._agreed = False
         self._is_gathered, self._waits = True, True
-        self._next = 0
-        self._sequence: list[Bucket] = []
+        self._queue = LaunchQueue(
+            self._buckets,
+            overlap=overlap and not at_once,
+            releases=self._release != "nothing",
+        )
         self._at_close: list[Callable[[], None]] = []
         for slot in self._slots.values():
             hook = partial(self._accumulate, slot)
@@ -141,21 +144,21 @@ class GradBuffer:
     @property
     def num_launched(self) -> tuple[int, int]:
         """How many reductions have begun since `start`, and of how many until `finish` ends."""
-        return self._next, len(self._sequence)
+        return self._queue.progress
 
     @property
     def is_sharded(self) -> bool:
         """Whether some parameters are stepped in parts, and have to be fetched afterwards."""
         return any(bucket.params is not None for bucket in self._buckets)
 
-    def pieces(self) -> list[Piece]:
+    def shards(self) -> list[ParamShard]:
         """Return what this rank steps, in model order; under shards it may be nothing at all."""
-        return [piece for slot in self._slots.values() if (piece := slot.piece)]
+        return [shard for slot in self._slots.values() if (shard := slot.shard)]
 
-    def empty_piece(self) -> Piece:
-        """Return a piece without elements, for the optimizer of a rank that has no others."""
+    def empty_shard(self) -> ParamShard:
+        """Return a shard without elements, for the optimizer of a rank that has no others."""
         empty = nn.Parameter(torch.zeros(0))
-        return Piece(name="", source=empty, param=empty, start=0, end=0, phase=self._phase)
+        return ParamShard(name="", source=empty, param=empty, start=0, end=0, phase=self._phase)
 
     def addends(self) -> dict[str, float]:
         """Return by parameter the greatest magnitude of the gradients that this rank has added.
@@ -238,28 +241,28 @@ class GradBuffer:
                 bucket.drop()
 
     def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bring tensors of pieces together to tensors of parameters, as checkpoints write them.
+        """Bring tensors of shards together to tensors of parameters, as checkpoints write them.
 
         Every rank calls it. What is cut into parts is sent to the rank that has the parameter's
         first element (so the memory and the writing are shared out as well); the rest is returned
         as it came.
 
         Args:
-            values: For pieces by name a tensor with their elements, such as a moment; of the same
+            values: For shards by name a tensor with their elements, such as a moment; of the same
                 parameters on all ranks.
 
         Returns:
             Whole tensors by name. Under two levels only the first replica has those that are cut.
 
         Raises:
-            ValueError: A name is no piece of this rank, or a tensor has another size.
+            ValueError: A name is no shard of this rank, or a tensor has another size.
         """
-        sizes = {piece.name: piece.param.numel() for piece in self.pieces()}
+        sizes = {shard.name: shard.param.numel() for shard in self.shards()}
         for name, value in values.items():
             if sizes.get(name) != value.numel():
                 raise ValueError(
                     f"values has {value.numel()} elements for {name!r}, of which this rank has "
-                    f"{sizes.get(name, 0)}; give the values of pieces()"
+                    f"{sizes.get(name, 0)}; give the values of shards()"
                 )
         whole: dict[str, Tensor] = {}
         for bucket in self._buckets:
@@ -311,18 +314,15 @@ class GradBuffer:
         if not self._is_gathered:
             raise RuntimeError(
                 "GradBuffer.start() without gather_params() since the last finish(): ranks have "
-                "stepped their own pieces only; call gather_params() after the optimizer's step"
+                "stepped their own shards only; call gather_params() after the optimizer's step"
             )
         expected = announced(num_backwards, self._slots)
         self._agree()
         self._phase.reducing = True
         self._phase.addends.forget()
-        self._next = 0
         for bucket in self._buckets:
             bucket.expect(expected)
-        # The same on all ranks, whichever of their parameters become ready first.
-        rounds = max((bucket.rounds for bucket in self._buckets), default=0)
-        self._sequence = [b for turn in range(rounds) for b in self._buckets if turn < b.rounds]
+        self._queue.begin()
 
     def finish(self, *, scale: float = 1.0) -> None:
         """Reduce what is left and wait until every gradient is the sum over the group.
@@ -340,17 +340,7 @@ class GradBuffer:
         if not self._phase.reducing:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
         missing = missing_gradients(list(self._slots.values()), self._unused)
-        while self._next < len(self._sequence):
-            self._launch()
-        for bucket in self._buckets:
-            bucket.advance()
-        for bucket in self._buckets:
-            bucket.settle()
-            bucket.launch_replicas()
-        for bucket in self._buckets:
-            bucket.advance()
-        for bucket in self._buckets:
-            bucket.settle()
+        self._queue.drain()
         self.wait_params()  # of modules that no forward came to
         self._phase.reducing = False
         self._is_gathered = not self.is_sharded
@@ -360,9 +350,9 @@ class GradBuffer:
             torch._foreach_mul_([bucket.own_grads for bucket in self._buckets], scale)
             self._phase.addends.factor = scale
         for slot in self._slots.values():
-            piece = slot.piece
-            if piece is not None and slot.main_grad.dtype == piece.param.dtype:
-                piece.param.grad = piece.grad
+            shard = slot.shard
+            if shard is not None and slot.main_grad.dtype == shard.param.dtype:
+                shard.param.grad = shard.grad
 
     def check_finished(self) -> None:
         """Refuse to go on where gradients are not reduced; for what is about to read them.
@@ -399,7 +389,7 @@ class GradBuffer:
             bucket.gathers_over = None
         self._slots.clear()
         self._buckets.clear()
-        self._sequence.clear()
+        self._queue.clear()
         self._layouts.clear()
 
     def __enter__(self) -> Self:
@@ -415,7 +405,7 @@ class GradBuffer:
         params: dict[str, Tensor],
         keys: dict[str, BufferKey],
         bucket_size: int | None,
-        residency: Residency,
+        policy: ShardingPolicy,
     ) -> list[Bucket]:
         """Allocate the flat buffers and return their buckets in launch order."""
         # A bucket is complete when its earliest parameter (in model order) is.
@@ -429,7 +419,7 @@ class GradBuffer:
             pads = self._pads
             layout = plan(own, key, bucket_size=size, alone=alone, pad_for_bandwidth=pads)
             self._layouts[key] = layout
-            buckets += allocate(own, key, layout, residency, self._phase)
+            buckets += allocate(own, key, layout, policy, self._phase)
         earliest = {b: min(position[slot.name] for slot in b.slots) for b in buckets}
         return sorted(buckets, key=lambda bucket: earliest[bucket], reverse=True)
 
@@ -480,18 +470,4 @@ class GradBuffer:
     def _end(self, slot: Slot) -> None:
         """Count a gradient, and launch the buckets that are complete with it."""
         slot.bucket.count(slot)
-        while (
-            self._overlap
-            and self._next < len(self._sequence)
-            and self._sequence[self._next].is_ready
-        ):
-            self._launch()
-
-    def _launch(self) -> None:
-        """Start the next reduction."""
-        if self._release != "nothing" and self._next:
-            self._sequence[self._next - 1].settle()  # at most two are whole at a time
-        elif self._next > 1:
-            self._sequence[self._next - 2].advance()  # the last one is still on its way
-        self._sequence[self._next].launch()
-        self._next += 1
+        self._queue.launch_ready()

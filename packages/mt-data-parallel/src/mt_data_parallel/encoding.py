@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class EncodedShard:
     """What one rank steps of an encoded parameter, and where its codes go.
 
     Attributes:
@@ -53,7 +53,7 @@ class Encoding(Protocol):
         """
         ...
 
-    def encode(self, parts: Sequence[Part]) -> None:
+    def encode(self, parts: Sequence[EncodedShard]) -> None:
         """Write the codes of this rank's parts of all encoded parameters.
 
         Ranks of `shards` call it together, with the same parameters in the same order.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mt_parallel_state import agreement_device, sharding_of
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Bucket, BufferKey, Residency
+from mt_data_parallel.bucket import Bucket, BufferKey, ShardingPolicy
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.reduction import GroupChoice, reduction_of
 
@@ -36,16 +36,16 @@ def keys_of(
     group: GroupChoice,
     grad_dtype: torch.dtype | None,
     whole: Callable[[str, Tensor], bool] | None,
-    residency: Residency,
+    policy: ShardingPolicy,
 ) -> dict[str, BufferKey]:
     """Return the flat buffer that each parameter belongs to."""
     keys: dict[str, BufferKey] = {}
     for name, param in params.items():
         reduction = reduction_of(group, name, param)
-        encoded = residency.encoding is not None and residency.encoding.encodes(name, param)
-        sharded = reduction.shards is not None or residency.is_apart or encoded
-        param_dtype = residency.param_dtype or param.dtype
-        shard_dtype = residency.shard_dtype or param.dtype
+        encoded = policy.encoding is not None and policy.encoding.encodes(name, param)
+        sharded = reduction.shards is not None or policy.is_apart or encoded
+        param_dtype = policy.param_dtype or param.dtype
+        shard_dtype = policy.shard_dtype or param.dtype
         if encoded:
             param_dtype, shard_dtype = torch.uint8, _full_dtype(param.dtype)
         keys[name] = BufferKey(
@@ -54,7 +54,7 @@ def keys_of(
             shard_dtype=shard_dtype if sharded else None,
             reduction=reduction,
             whole=sharded and whole is not None and bool(whole(name, param)),
-            unit=None if residency.unit_of is None else residency.unit_of(name),
+            unit=None if policy.unit_of is None else policy.unit_of(name),
             is_encoded=encoded,
         )
     return keys

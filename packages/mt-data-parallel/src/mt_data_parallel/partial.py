@@ -11,7 +11,7 @@ from mt_parallel_state import ParallelState, sharding_of
 from torch import Tensor, nn
 
 from mt_data_parallel.grad import grad_of
-from mt_data_parallel.piece import Piece, pieces_of
+from mt_data_parallel.param_shard import ParamShard, param_shards
 
 # Not axes of the layout but pairs of pipeline ranks: those of tied embeddings, and those that hold
 # the same stages under a bidirectional schedule.
@@ -19,7 +19,7 @@ PAIRS = ("embedding", "mirror")
 
 
 def reduce_partial_grads(
-    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState
+    named_params: Iterable[tuple[str, nn.Parameter] | ParamShard], state: ParallelState
 ) -> None:
     """Sum every gradient over the axes named in its `ParamSharding.partial_grad`, in place.
 
@@ -32,8 +32,8 @@ def reduce_partial_grads(
     zero first, because the other ranks count on this one.
 
     Args:
-        named_params: This rank's names and parameters, or pieces (`GradBuffer.pieces()`). Ranks
-            of one group hold the same pieces of parameters of equal names with these axes;
+        named_params: This rank's names and parameters, or shards (`GradBuffer.shards()`). Ranks
+            of one group hold the same shards of parameters of equal names with these axes;
             parameters of other stages do not matter.
         state: Process groups of the axes.
 
@@ -43,13 +43,13 @@ def reduce_partial_grads(
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
     grads_of: dict[tuple[bool, str, str], list[tuple[str, Tensor]]] = {}
-    for piece in pieces_of(named_params):
-        if not piece.source.requires_grad:
+    for shard in param_shards(named_params):
+        if not shard.source.requires_grad:
             continue
-        for axes in _reductions(cast("nn.Parameter", piece.source), state):
-            grad = _present_grad(piece.param)
+        for axes in _reductions(cast("nn.Parameter", shard.source), state):
+            grad = _present_grad(shard.param)
             key = (axes in PAIRS, axes, str(grad.dtype))
-            grads_of.setdefault(key, []).append((piece.name, grad))
+            grads_of.setdefault(key, []).append((shard.name, grad))
     # Sorted, so that all ranks of a group issue their collectives in the same order; the mesh
     # axes come first, then the pairs, in which not all pipeline ranks take part.
     for key in sorted(grads_of):

@@ -12,7 +12,7 @@ import torch
 from mt_parallel_state import shardings
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Release, Residency
+from mt_data_parallel.bucket import Release, ShardingPolicy
 from mt_data_parallel.buffer import GradBuffer
 from mt_data_parallel.encoding import Encoding
 from mt_data_parallel.reduction import GroupChoice, Reduction, reduction_of
@@ -51,7 +51,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
     backward; the next unit's are fetched meanwhile. What is in no unit (embedding, head) is fetched
     by the first forward of a step and released after the step. Outside of that, parameters have
     shapes but no memory: read them inside of `GradBuffer.gathered()`, and step
-    `GradBuffer.pieces()`. The parameters stay the objects they are, with their sharding records.
+    `GradBuffer.shards()`. The parameters stay the objects they are, with their sharding records.
 
     Args:
         model: The model. What it calls itself must be called as modules, for the hooks to run.
@@ -71,10 +71,10 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
         param_dtype: What parameters are gathered and computed in; by default their own dtype.
         shard_dtype: Dtype of what is stepped, and kept: fp32 for a bf16 model whose shards are its
             masters. By default the parameters' own.
-        offload: Keep what is stepped, and its gradients, in the host's memory: pieces are CPU
+        offload: Keep what is stepped, and its gradients, in the host's memory: shards are CPU
             tensors then, and copied when parameters are gathered and gradients reduced.
         encoding: Holds and gathers some parameters as codes of a byte, under any strategy, such as
-            `mt_fp8.PrimaryWeights`. Their pieces are fp32 (fp64 for fp64 parameters), and whoever
+            `mt_fp8.PrimaryWeights`. Their shards are fp32 (fp64 for fp64 parameters), and whoever
             reads the parameters reads NaN; call `GradBuffer.gather_params()` before the first
             forward, which makes the codes.
         **options: Further arguments of `GradBuffer`. Under `full` a unit is one bucket, whatever
@@ -105,7 +105,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
     buffer = GradBuffer(
         named,
         group=group if strategy == "none" else partial(_sharded, group),
-        residency=Residency(
+        policy=ShardingPolicy(
             unit_of=unit_of if release == "all" else None,
             release=release,
             init=init,

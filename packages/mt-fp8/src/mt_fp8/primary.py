@@ -26,7 +26,7 @@ from mt_fp8.scaling import Scaling
 
 
 class WeightPart(Protocol):
-    """What a rank steps of one weight; `mt_data_parallel.Part` is one."""
+    """What a rank steps of one weight; `shard` of mt-data-parallel passes them."""
 
     @property
     def name(self) -> str:

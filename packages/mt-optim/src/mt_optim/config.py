@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mt_optim.group import check_count, check_size
-from mt_optim.limits import GradLimits, NormGroup
-from mt_optim.orthogonal import Orthogonalization
-from mt_optim.override import GroupOverride
-from mt_optim.rule import check_bool, check_fraction
-from mt_optim.scaler import LossScale
-from mt_optim.storage import StateStorage
+from mt_optim.checks import check_bool, check_count, check_fraction, check_size
+from mt_optim.gradients.limits import GradLimits, NormGroup
+from mt_optim.gradients.scaler import LossScale
+from mt_optim.parameters.override import GroupOverride
+from mt_optim.rules.orthogonal import Orthogonalization
+from mt_optim.state.storage import StateStorage
 
 NAMES = ("adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap")
 TORCH = "torch.optim."

@@ -11,8 +11,8 @@ from mt_files import check_type
 from torch import Tensor
 
 from mt_optim.distributed import DistributedOptimizer
-from mt_optim.guard import StepGuard
-from mt_optim.result import StepResult
+from mt_optim.gradients.guard import StepGuard
+from mt_optim.gradients.result import StepResult
 
 _RATES: tuple[str, ...] = ("lr", "weight_decay")
 
@@ -57,7 +57,7 @@ class DeviceStep:
         >>> model, state = torch.nn.Linear(4, 2), ParallelState(ParallelLayout())
         >>> buffer = GradBuffer(model.named_parameters(), group=None)
         >>> config = OptimizerConfig(lr=0.1, max_norm=1.0)
-        >>> make = lambda pieces: build_optimizer(pieces, config, state)
+        >>> make = lambda shards: build_optimizer(shards, config, state)
         >>> optimizer = DistributedOptimizer(buffer, make)
         >>> step = DeviceStep(optimizer)
         >>> buffer.start(num_backwards=1)
@@ -154,7 +154,7 @@ class _Tensors(Mapping[str, Tensor]):
         optimizer, found = self._optimizer, dict[str, Tensor]()
         found |= _gradients(optimizer)
         for name in optimizer.inner.names:
-            param = optimizer.inner.piece(name).param
+            param = optimizer.inner.shard(name).param
             found[name] = param.detach()
             found |= {f"{key} of {name}": x for key, x in optimizer.inner.state[param].items()}
         buckets = enumerate(optimizer.buffer.buckets)
@@ -177,6 +177,6 @@ class _Tensors(Mapping[str, Tensor]):
 
 def _gradients(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
     """Return the gradients of what this rank steps, by name."""
-    params = {name: optimizer.inner.piece(name).param for name in optimizer.inner.names}
+    params = {name: optimizer.inner.shard(name).param for name in optimizer.inner.names}
     found = {f"the gradient of {name}": grad_of(param) for name, param in params.items()}
     return {name: grad.detach() for name, grad in found.items() if grad is not None}

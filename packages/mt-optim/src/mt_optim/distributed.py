@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mt_data_parallel import GradBuffer, Piece
+from mt_data_parallel import GradBuffer, ParamShard
 from torch import Tensor
 
-from mt_optim.host import Traffic
+from mt_optim.gradients.result import StepResult
+from mt_optim.gradients.scaler import GradScaler
 from mt_optim.optimizer import NamedOptimizer
-from mt_optim.result import StepResult
-from mt_optim.scaler import GradScaler
+from mt_optim.state.host import Traffic
 
 
 class DistributedOptimizer:
-    """A `NamedOptimizer` over the pieces of a `GradBuffer`, so that its state is sharded like them.
+    """A `NamedOptimizer` over the shards of a `GradBuffer`, so that its state is sharded like them.
 
     With a reduction that has shards (ZeRO-1) `GradBuffer.finish` reduce-scatters the gradients,
     `step` updates what this rank owns and all-gathers the parameters: the same sum, and the same
@@ -24,12 +24,12 @@ class DistributedOptimizer:
 
     Args:
         buffer: Holds parameters and gradients.
-        make: Makes the optimizer of these pieces. What is decided by parameter, such as weight
-            decay, is asked of a piece's `source`, as its `param` may be a flat range.
+        make: Makes the optimizer of these shards. What is decided by parameter, such as weight
+            decay, is asked of a shard's `source`, as its `param` may be a flat range.
 
     Attributes:
         buffer: The buffer.
-        pieces: What this rank steps.
+        shards: What this rank steps.
         inner: What steps them. Where parameters are few a rank may have none; its optimizer has
             one without elements then.
 
@@ -39,7 +39,7 @@ class DistributedOptimizer:
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> buffer = GradBuffer(model.named_parameters(), group=None)
-        >>> optimizer = DistributedOptimizer(buffer, lambda pieces: AdamW(pieces, lr=0.1))
+        >>> optimizer = DistributedOptimizer(buffer, lambda shards: AdamW(shards, lr=0.1))
         >>> buffer.start(num_backwards=1)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> buffer.finish()
@@ -50,16 +50,16 @@ class DistributedOptimizer:
     def __init__(
         self,
         buffer: GradBuffer,
-        make: Callable[[list[Piece]], NamedOptimizer],
+        make: Callable[[list[ParamShard]], NamedOptimizer],
     ) -> None:
         if not isinstance(buffer, GradBuffer):
             raise TypeError(f"buffer must be a GradBuffer, got {buffer!r:.60}")
         if not callable(make):
             raise TypeError(f"make must be a function, got {make!r:.60}")
         self.buffer = buffer
-        self.pieces: list[Piece] = buffer.pieces()
+        self.shards: list[ParamShard] = buffer.shards()
         # A rank may have none where the others have more than one each; all run the same steps.
-        self.inner = make(self.pieces or [buffer.empty_piece()])
+        self.inner = make(self.shards or [buffer.empty_shard()])
 
     @property
     def step_count(self) -> int:
@@ -105,7 +105,7 @@ class DistributedOptimizer:
         return self.inner.guard.measure(also)
 
     def step(self, **options: Any) -> StepResult:
-        """Update this rank's pieces, then fetch what the others updated; every rank calls it.
+        """Update this rank's shards, then fetch what the others updated; every rank calls it.
 
         Args:
             **options: Of the inner optimizer's `step`.

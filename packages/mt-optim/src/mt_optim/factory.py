@@ -6,30 +6,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece, pieces_of
+from mt_data_parallel import ParamShard, param_shards
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
-from mt_optim.adamw import AdamWRule
 from mt_optim.config import TORCH, OptimizerConfig
-from mt_optim.ema import EMA
-from mt_optim.group import default_decay_filter
-from mt_optim.guard import StepGuard
-from mt_optim.lion import LionRule
-from mt_optim.matrix import by_matrix
-from mt_optim.muon import AdaptiveMuonRule, MuonRule
+from mt_optim.gradients.guard import StepGuard
+from mt_optim.gradients.statistics import by_layer
 from mt_optim.optimizer import NamedOptimizer
-from mt_optim.override import override_groups
-from mt_optim.rule import Rule
-from mt_optim.scaler import GradScaler, LossScale
-from mt_optim.sgd import SGDRule
-from mt_optim.soap import SOAPRule
-from mt_optim.statistics import by_layer
-from mt_optim.torch_rule import TorchRule
+from mt_optim.parameters.group import default_decay_filter
+from mt_optim.parameters.matrix import by_matrix
+from mt_optim.parameters.override import override_groups
+from mt_optim.rules.adamw import AdamWRule
+from mt_optim.rules.lion import LionRule
+from mt_optim.rules.muon import AdaptiveMuonRule, MuonRule
+from mt_optim.rules.rule import Rule
+from mt_optim.rules.sgd import SGDRule
+from mt_optim.rules.soap import SOAPRule
+from mt_optim.rules.torch_rule import TorchRule
+from mt_optim.state.ema import EMA
 
 
 def build_optimizer(
-    model: nn.Module | Iterable[tuple[str, nn.Parameter] | Piece],
+    model: nn.Module | Iterable[tuple[str, nn.Parameter] | ParamShard],
     config: OptimizerConfig,
     state: ParallelState,
 ) -> NamedOptimizer:
@@ -40,7 +39,7 @@ def build_optimizer(
     must be reduced over data-parallel ranks before.
 
     Args:
-        model: The model, or this rank's names and parameters, or pieces of a GradBuffer (for muon,
+        model: The model, or this rank's names and parameters, or shards of a GradBuffer (for muon,
             adaptive_muon and soap of one with `whole=is_hidden_matrix`).
         config: What to build.
         state: Process groups and this rank's place in them.
@@ -76,12 +75,11 @@ def build_optimizer(
         decay_filter=default_decay_filter,
         storage=config.storage(),
     )
-    how = LossScale.of(config.loss_scale)
     optimizer.guard = StepGuard(
         named,
         state,
         limits=config.limits,
-        scaler=None if how is None else GradScaler(how),
+        loss_scale=config.loss_scale,
         zeros=config.count_zeros,
         statistics=by_layer if config.statistics == "layer" else config.statistics,
     )
@@ -97,12 +95,12 @@ def _check_settings(
 ) -> None:
     """Refuse what an override sets for a parameter whose rule does not have it."""
     for group in groups:
-        for piece in group["params"]:
-            rule = rules[rule_of(piece.name, piece.source)]
+        for shard in group["params"]:
+            rule = rules[rule_of(shard.name, shard.source)]
             for key, option in (("betas", "betas"), ("eps_scale", "eps")):
                 if key in group and option not in rule.options:
                     raise ValueError(
-                        f"an override sets {key} of parameter {piece.name!r}, which {rule.name} "
+                        f"an override sets {key} of parameter {shard.name!r}, which {rule.name} "
                         f"steps, and that has no {option}; let it match what has"
                     )
 
@@ -113,16 +111,16 @@ def _check_scale(named: Iterable[Any], config: OptimizerConfig) -> None:
     Raises:
         ValueError: One is missing, or is of no use.
     """
-    for piece in pieces_of(named):
-        dtype = piece.source.dtype
+    for shard in param_shards(named):
+        dtype = shard.source.dtype
         if dtype == torch.float16 and config.loss_scale is None:
             raise ValueError(
-                f"parameter {piece.name!r} is fp16 and loss_scale is None: small gradients would "
+                f"parameter {shard.name!r} is fp16 and loss_scale is None: small gradients would "
                 "be zero. Use loss_scale='dynamic' or a number, or a bf16 model"
             )
         if dtype == torch.bfloat16 and config.loss_scale is not None:
             raise ValueError(
-                f"parameter {piece.name!r} is bf16, which holds gradients as small as fp32 does, "
+                f"parameter {shard.name!r} is bf16, which holds gradients as small as fp32 does, "
                 f"and loss_scale is {config.loss_scale!r}; leave it out, or use an fp16 model"
             )
 

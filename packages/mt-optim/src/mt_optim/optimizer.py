@@ -8,11 +8,13 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece, grad_of
+from mt_data_parallel import ParamShard, grad_of
 from torch import Tensor
 
-from mt_optim.ema import EMA
-from mt_optim.group import (
+from mt_optim.gradients.guard import StepGuard
+from mt_optim.gradients.result import StepResult
+from mt_optim.gradients.scaler import GradScaler, read_scale
+from mt_optim.parameters.group import (
     MASTER_DTYPES,
     DecayFilter,
     apply_scales,
@@ -21,15 +23,13 @@ from mt_optim.group import (
     read_groups,
     scaled_rates,
 )
-from mt_optim.guard import StepGuard
-from mt_optim.host import Traffic
-from mt_optim.named_state import NamedState
-from mt_optim.result import StepResult
-from mt_optim.rule import Rule
-from mt_optim.saved import read_options, read_state
-from mt_optim.scaler import GradScaler, read_scale
-from mt_optim.storage import StateStorage
-from mt_optim.update import portions, update
+from mt_optim.rules.rule import Rule
+from mt_optim.state.ema import EMA
+from mt_optim.state.host import Traffic
+from mt_optim.state.named_state import NamedState
+from mt_optim.state.saved import read_options, read_state
+from mt_optim.state.storage import StateStorage
+from mt_optim.state.update import portions, update
 
 RuleFilter = Callable[[str, Tensor], str]
 
@@ -66,7 +66,7 @@ class NamedOptimizer(NamedState):
         guard: Asked by every step whether it may be taken; None, as at first, takes each.
         offload_traffic: What the last step copied between device and host.
         rescale: Called by every step that is taken, after the update, gives by name what parameters
-            are multiplied with, as QK-clip does: tensors that broadcast with `Piece.source`.
+            are multiplied with, as QK-clip does: tensors that broadcast with `ParamShard.source`.
         ema: Updated by every step that is taken; None, as at first, for no average.
 
     Raises:
@@ -92,7 +92,7 @@ class NamedOptimizer(NamedState):
         several = [rules] if isinstance(rules, Rule) else list(rules)
         self._rules = {rule.name: rule for rule in several}
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)
-        self._pieces: dict[str, Piece] = {}
+        self._shards: dict[str, ParamShard] = {}
         self.guard: StepGuard | None = None
         self.ema: EMA | None = None
         self.rescale: Callable[[], Mapping[str, Tensor]] | None = None
@@ -106,7 +106,7 @@ class NamedOptimizer(NamedState):
         for rule in several:
             rule.check(defaults)
         super().__init__(read_groups(params), defaults)
-        if not self._pieces:
+        if not self._shards:
             raise ValueError(
                 "there is no parameter to train: each has requires_grad=False; set it before"
             )
@@ -121,20 +121,20 @@ class NamedOptimizer(NamedState):
             ValueError: As from the constructor; also where these have names and the others none.
             TypeError: As from the constructor.
         """
-        options, pieces, is_named = read_group(param_group, len(self._pieces), tuple(self.defaults))
+        options, shards, is_named = read_group(param_group, len(self._shards), tuple(self.defaults))
         forced = options.pop("rule", None)
         if forced is not None and forced not in self._rules:
             raise ValueError(f"rule must be one of {', '.join(self._rules)}; got {forced!r:.60}")
         if self.param_groups and is_named != ("param_names" in self.param_groups[0]):
             raise ValueError("some groups have parameters with names and some without: give all")
-        pieces = [piece for piece in pieces if piece.param.requires_grad]
-        self._check_new(pieces)
-        self._storage.place(pieces)
-        parts: dict[tuple[str, bool], list[Piece]] = {}
-        for piece in pieces:
-            rule = forced or self._rule_of(piece.name, piece.source)
-            decays = self._decays is None or bool(self._decays(piece.name, piece.source))
-            parts.setdefault((rule, decays), []).append(piece)
+        shards = [shard for shard in shards if shard.param.requires_grad]
+        self._check_new(shards)
+        self._storage.place(shards)
+        parts: dict[tuple[str, bool], list[ParamShard]] = {}
+        for shard in shards:
+            rule = forced or self._rule_of(shard.name, shard.source)
+            decays = self._decays is None or bool(self._decays(shard.name, shard.source))
+            parts.setdefault((rule, decays), []).append(shard)
         if not parts:  # all are frozen: the group keeps its place
             parts[forced or next(iter(self._rules)), True] = []
         for rule, decays in sorted(parts, key=lambda key: not key[1]):
@@ -216,12 +216,12 @@ class NamedOptimizer(NamedState):
         """Say what of a step the host has to do; None where `update_on_device` does all of it."""
         if self.rescale is not None:
             return "QK-clip (rescale) has the host ask which weights it multiplies; use none"
-        pieces = self._by_param()
+        shards = self._by_param()
         for group in self.param_groups:
-            own, rule = [pieces[id(param)] for param in group["params"]], self._rule(group)
+            own, rule = [shards[id(param)] for param in group["params"]], self._rule(group)
             if any(map(self._storage.is_offloaded, own)):
                 return "offload has the host step a share of the states; use offload 0"
-            why = next(filter(None, (rule.device_obstacle(piece.param) for piece in own)), None)
+            why = next(filter(None, (rule.device_obstacle(shard.param) for shard in own)), None)
             if why is not None:
                 return why
         return None
@@ -263,12 +263,12 @@ class NamedOptimizer(NamedState):
         given = super().state_dict()
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        pieces = self._by_param()
+        shards = self._by_param()
         with torch.no_grad():
             for number, param in zip(numbers, params, strict=True):
                 if number in given["state"]:
                     state = given["state"][number]
-                    given["state"][number] = self._storage.saved(pieces[id(param)], state)
+                    given["state"][number] = self._storage.saved(shards[id(param)], state)
         return given if self.scaler is None else {**given, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,20 +297,20 @@ class NamedOptimizer(NamedState):
         for group, read in zip(self.param_groups, options, strict=True):
             self._check_group(self._rule(group), {**group, **read})
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        pieces = self._by_param()
-        states: list[tuple[Piece, dict[str, Tensor]]] = []
+        shards = self._by_param()
+        states: list[tuple[ParamShard, dict[str, Tensor]]] = []
         for group in self.param_groups:
             makes_more = self._rule(group).makes_more
             for param, number in zip(group["params"], numbers, strict=False):
-                found, piece = given["state"].get(number), pieces[id(param)]
-                own, optional = self._storage.template(piece, self.state[param])
+                found, shard = given["state"].get(number), shards[id(param)]
+                own, optional = self._storage.template(shard, self.state[param])
                 values = read_state(
-                    piece.name, found, own, makes_more=makes_more, optional=optional
+                    shard.name, found, own, makes_more=makes_more, optional=optional
                 )
-                states.append((piece, values))
+                states.append((shard, values))
         with torch.no_grad():
-            for piece, values in states:
-                self._storage.load(piece, self.state[piece.param], values)
+            for shard, values in states:
+                self._storage.load(shard, self.state[shard.param], values)
         for group, read in zip(self.param_groups, options, strict=True):
             group.update(read)
         if self.scaler is not None and scale is not None:
@@ -320,7 +320,7 @@ class NamedOptimizer(NamedState):
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_rules": self._rules, "_decays": self._decays, "_pieces": self._pieces}
+        own = {"_rules": self._rules, "_decays": self._decays, "_shards": self._shards}
         own |= {"_rule_of": self._rule_of, "guard": self.guard, "_storage": self._storage}
         own |= {"_is_away": self._is_away, "offload_traffic": self.offload_traffic}
         own |= {"ema": self.ema, "rescale": self.rescale}
@@ -330,7 +330,7 @@ class NamedOptimizer(NamedState):
         self,
         rule_name: str,
         options: Mapping[str, Any],
-        pieces: Sequence[Piece],
+        shards: Sequence[ParamShard],
         *,
         is_named: bool,
     ) -> dict[str, Any]:
@@ -338,17 +338,17 @@ class NamedOptimizer(NamedState):
         rule = self._rules[rule_name]
         keys = ("lr", "weight_decay", *rule.options)
         kept = {key: value for key, value in options.items() if key not in self.defaults}
-        group: dict[str, Any] = {"params": [piece.param for piece in pieces]}
+        group: dict[str, Any] = {"params": [shard.param for shard in shards]}
         group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
         self._check_group(rule, group)
         apply_scales(group, given=options)
         if len(self._rules) > 1:
             group["rule"] = rule_name
         if is_named:
-            group["param_names"] = [piece.name for piece in pieces]
-        for piece in pieces:
-            self._pieces[piece.name] = piece
-            self.state[piece.param] = self._new_state(piece, rule)
+            group["param_names"] = [shard.name for shard in shards]
+        for shard in shards:
+            self._shards[shard.name] = shard
+            self.state[shard.param] = self._new_state(shard, rule)
         return group
 
     def _check_group(self, rule: Rule, group: Mapping[str, Any]) -> None:
@@ -357,42 +357,42 @@ class NamedOptimizer(NamedState):
             raise ValueError(f"lr is a tensor, and {rule.name} takes a number; use lr.item()")
         rule.check(group)
 
-    def _new_state(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
+    def _new_state(self, shard: ParamShard, rule: Rule) -> dict[str, Tensor]:
         try:
-            return self._storage.new(piece, rule)
+            return self._storage.new(shard, rule)
         except ValueError as error:
-            raise ValueError(f"parameter {piece.name!r}: {error}") from None
+            raise ValueError(f"parameter {shard.name!r}: {error}") from None
 
     def _update(
         self, *, rates: Sequence[Mapping[str, Any]] = (), skip: Tensor | None = None
     ) -> None:
-        pieces, work = self._by_param(), []
+        shards, work = self._by_param(), []
         for group, new in zip_longest(self.param_groups, rates, fillvalue={}):
-            own, options = [pieces[id(param)] for param in group["params"]], {**group, **new}
+            own, options = [shards[id(param)] for param in group["params"]], {**group, **new}
             work += portions(own, self._rule(group), options, self._storage, skip=skip)
         gradient = grad_of if self.guard is None else self.guard.gradient
         self.offload_traffic = update(work, self.state, self._storage, gradient)
         if self.guard is not None:
             self.guard.forget()
-        narrow = (p for p in pieces.values() if p.param.dtype != MASTER_DTYPES[p.param.dtype])
-        self._sync(piece for piece in narrow if not self._storage.is_offloaded(piece))
+        narrow = (p for p in shards.values() if p.param.dtype != MASTER_DTYPES[p.param.dtype])
+        self._sync(shard for shard in narrow if not self._storage.is_offloaded(shard))
 
     def _rescale(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply masters, and moments no more than an update would."""
-        changed = [self._pieces[name] for name in factors if name in self._pieces]
-        for piece in changed:
-            factor = factors[piece.name].expand(piece.source.shape).reshape(-1)
-            own = factor[piece.start : piece.end].view(piece.param.shape)
-            state = self.state[piece.param]
-            master = self._storage.master(piece, state)
-            self._storage.set_master(piece, state, master.mul_(own.to(master)))
+        changed = [self._shards[name] for name in factors if name in self._shards]
+        for shard in changed:
+            factor = factors[shard.name].expand(shard.source.shape).reshape(-1)
+            own = factor[shard.start : shard.end].view(shard.param.shape)
+            state = self.state[shard.param]
+            master = self._storage.master(shard, state)
+            self._storage.set_master(shard, state, master.mul_(own.to(master)))
         self._sync(changed)
 
-    def _check_new(self, pieces: list[Piece]) -> None:
-        params = {name: piece.param for name, piece in self._pieces.items()}
+    def _check_new(self, shards: list[ParamShard]) -> None:
+        params = {name: shard.param for name, shard in self._shards.items()}
         names = {param: name for name, param in params.items()}
-        for piece in pieces:
-            if piece.name in params or piece.param in names:
-                first = names.get(piece.param, piece.name)
-                raise ValueError(f"parameter {piece.name!r} is listed twice (first as {first!r})")
-            params[piece.name], names[piece.param] = piece.param, piece.name
+        for shard in shards:
+            if shard.name in params or shard.param in names:
+                first = names.get(shard.param, shard.name)
+                raise ValueError(f"parameter {shard.name!r} is listed twice (first as {first!r})")
+            params[shard.name], names[shard.param] = shard.param, shard.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mt_optim.group import check_number
+from mt_optim.checks import check_number
 
 
 def qk_clip_scales(

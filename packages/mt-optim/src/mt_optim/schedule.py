@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mt_optim.group import LARGEST_LR, check_number, check_size
+from mt_optim.checks import LARGEST_LR, check_number, check_size
 
 KINDS = ("constant", "linear", "cosine", "inverse-sqrt", "wsd")
 

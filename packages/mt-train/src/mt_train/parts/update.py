@@ -21,7 +21,7 @@ class Update:
 
     def reduce(self) -> None:
         """Sum partial gradients over ranks; every rank calls it."""
-        reduce_partial_grads(self.optimizer.pieces, self.state)
+        reduce_partial_grads(self.optimizer.shards, self.state)
 
     def measure(self, own: Tensor, *, lr: float, weight_decay: float) -> list[float]:
         """Sum this rank's numbers over all ranks, with the gradient's norm, and wait for them.

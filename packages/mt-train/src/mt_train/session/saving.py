@@ -179,7 +179,7 @@ def _is_finite(trainer: Trainer) -> bool:
 
 def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
     """List the fp32 (fp64) weights that this rank steps, and the moments, by prefix and name."""
-    inner, names = trainer.optimizer.inner, [piece.name for piece in trainer.optimizer.pieces]
+    inner, names = trainer.optimizer.inner, [shard.name for shard in trainer.optimizer.shards]
     tensors = {RunFolder.WEIGHTS: {name: inner.master(name) for name in names}}
     if inner.ema is not None:
         tensors[RunFolder.EMA] = {name: inner.ema.value(name) for name in names}
@@ -192,8 +192,8 @@ def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Te
 def _to_write(trainer: Trainer) -> list[TensorShard]:
     """List what is saved, in model space; what is stepped in ranges comes together first."""
     peers = {
-        piece.name: [peer - trainer.state.offset for peer in piece.peers]
-        for piece in trainer.optimizer.pieces
+        shard.name: [peer - trainer.state.offset for peer in shard.peers]
+        for shard in trainer.optimizer.shards
     }
     shards: list[TensorShard] = []
     for prefix, tensors in _tensors(trainer, moments=True).items():
@@ -214,7 +214,7 @@ def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
     """List what the rule keeps in shapes of its own, which each rank has for whole parameters."""
     params = dict(trainer.named_parameters)
     shards: list[TensorShard] = []
-    for name in [piece.name for piece in trainer.optimizer.pieces]:
+    for name in [shard.name for shard in trainer.optimizer.shards]:
         is_copy = sharding_of(params[name]).is_copy
         for key, factor in trainer.optimizer.inner.factors(name).items():
             record = shard_param(cast("Parameter", factor), PartitionSpec(), is_copy=is_copy)
@@ -243,9 +243,9 @@ def _to_fill(
 ) -> list[TensorShard]:
     """List what is loaded: the ranges that this rank steps, as boxes in model space."""
     ranges = {
-        piece.name: (piece.start, piece.end)
-        for piece in trainer.optimizer.pieces
-        if not piece.is_whole
+        shard.name: (shard.start, shard.end)
+        for shard in trainer.optimizer.shards
+        if not shard.is_whole
     }
     shards: list[TensorShard] = []
     for prefix, tensors in tensors_of.items():

@@ -129,7 +129,7 @@ class Trainer:
         self.buffer = self._allocate(model_config, named_parameters(*here))
         self.named_parameters = list(named_parameters(*here).items())  # `shard` makes new ones
         self.optimizer = DistributedOptimizer(
-            self.buffer, lambda pieces: build_optimizer(pieces, optimizer_config(config), state)
+            self.buffer, lambda shards: build_optimizer(shards, optimizer_config(config), state)
         )
         self.executor, self._update = self._assemble(plan.schedule, model_config.hidden_size)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
 
-from mt_optim.group import check_number
+from mt_optim.checks import check_number
 
 _KEY = "ema"
 
@@ -31,7 +31,7 @@ class Averaged(Protocol):
         """Return the full-precision parameter."""
         ...
 
-    def piece(self, name: str) -> Piece:
+    def shard(self, name: str) -> ParamShard:
         """Return what is stepped under a name."""
         ...
 
@@ -40,7 +40,7 @@ class EMA:
     """The mean of an optimizer's masters over its steps, of late ones most.
 
     After step t it is `e = d e + (1 - d) w` with `d = min(decay, (1 + t) / (10 + t))`, so that it
-    forgets the initial weights at first. It is of the parameters, or the pieces of them, that the
+    forgets the initial weights at first. It is of the parameters, or the shards of them, that the
     optimizer steps, in the masters' dtype, and lies in its state: it is sharded, saved by
     `state_dict` and loaded with that. An optimizer updates the one that is its `ema` in each step
     that it takes. Nothing waits for the device.
@@ -55,7 +55,7 @@ class EMA:
     """
 
     def __init__(self, optimizer: Averaged, decay: float) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "piece"):
+        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "shard"):
             raise TypeError(f"optimizer must be a NamedOptimizer, got {optimizer!r:.60}")
         if not 0 <= check_number("decay", decay) < 1:
             raise ValueError(f"decay must be a number in [0, 1), got {decay}")
@@ -72,13 +72,13 @@ class EMA:
         Raises:
             KeyError: There is no such parameter.
         """
-        return self._optimizer.state[self._optimizer.piece(name).param][_KEY]
+        return self._optimizer.state[self._optimizer.shard(name).param][_KEY]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Set the average to the weights, after others were loaded."""
         for name in self._optimizer.names:
-            state = self._optimizer.state[self._optimizer.piece(name).param]
+            state = self._optimizer.state[self._optimizer.shard(name).param]
             state[_KEY] = self._optimizer.master(name).clone()
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class EMA:
         optimizer, weight = self._optimizer, None
         copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # each is a wait for the host
         for name in optimizer.names:
-            master, state = optimizer.master(name), optimizer.state[optimizer.piece(name).param]
+            master, state = optimizer.master(name), optimizer.state[optimizer.shard(name).param]
             if weight is None:  # all parameters have taken the same steps
                 done = state["step"].to(torch.float64)
                 weight = 1 - ((1 + done) / (10 + done)).clamp(max=self.decay)

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_parallel_state import MatrixSpec, ParallelState
 from torch import Tensor
 
-from mt_optim.adamw import AdamWRule
-from mt_optim.group import DecayFilter, Params, check_size
-from mt_optim.matrix import Shards, by_matrix, check_whole, matrix_spec
-from mt_optim.optimizer import NamedOptimizer
-from mt_optim.orthogonal import Orthogonalization
-from mt_optim.rule import Batch, Rule, check_bool, check_fraction
+from mt_optim.checks import check_bool, check_fraction, check_size
+from mt_optim.parameters.matrix import TPSplit, check_whole, matrix_spec
+from mt_optim.rules.orthogonal import Orthogonalization
+from mt_optim.rules.rule import Batch, Rule
 
 
 class MuonRule(Rule):
@@ -55,28 +53,28 @@ class MuonRule(Rule):
         check_fraction("momentum", group["momentum"])
         check_bool("nesterov", group["nesterov"])
 
-    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step.
 
         Raises:
             ValueError: It is no whole matrix, or its split needs a state that is not there.
         """
-        check_whole(piece, "Muon")
-        matrix_spec(piece.source)
-        shards = Shards(piece.source, self._state)
+        check_whole(shard, "Muon")
+        matrix_spec(shard.source)
+        tp_split = TPSplit(shard.source, self._state)
         if self.orthogonalization.tp == "distributed":
-            shards.one(1)
-        return super().new_state(piece, master)
+            tp_split.one(1)
+        return super().new_state(shard, master)
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update momentum and masters; communicates as the mode of tensor parallelism says."""
         # One by one: the iterations take nearly all of the time, and find the update in the cache.
-        for each in zip(batch.pieces, batch.masters, batch.grads, batch.states, strict=True):
-            piece, master, grad, state = each
+        for each in zip(batch.shards, batch.masters, batch.grads, batch.states, strict=True):
+            shard, master, grad, state = each
             # What is looked for is freed here: the sum finds its memory, which is in the cache.
-            parts = self._parts(piece, self._sought(grad, state, group))
+            parts = self._parts(shard, self._sought(grad, state, group))
             master.mul_(1 - group["lr"] * group["weight_decay"])
-            self._step(piece, master, parts, state, group)
+            self._step(shard, master, parts, state, group)
         batch.count()
 
     def _sought(
@@ -86,29 +84,29 @@ class MuonRule(Rule):
         mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         return grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
 
-    def _parts(self, piece: Piece, sought: Tensor) -> list[tuple[Tensor, float]]:
-        spec, shards = matrix_spec(piece.source), self._shards(piece)
-        return orthogonal_parts(sought, spec, self.orthogonalization, shards)
+    def _parts(self, shard: ParamShard, sought: Tensor) -> list[tuple[Tensor, float]]:
+        spec, tp_split = matrix_spec(shard.source), self._tp_split(shard)
+        return orthogonal_parts(sought, spec, self.orthogonalization, tp_split)
 
     def _step(
         self,
-        piece: Piece,
+        shard: ParamShard,
         master: Tensor,
         parts: Sequence[tuple[Tensor, float]],
         state: Mapping[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
         """Take a step of one parameter along orthogonal directions."""
-        views = matrix_spec(piece.source).views(master)
+        views = matrix_spec(shard.source).views(master)
         for own, (direction, factor) in zip(views, parts, strict=True):
             own.add_(direction.reshape(own.shape), alpha=-group["lr"] * factor)
 
-    def _shards(self, piece: Piece) -> Shards:
-        return Shards(piece.source, self._state)
+    def _tp_split(self, shard: ParamShard) -> TPSplit:
+        return TPSplit(shard.source, self._state)
 
 
 def orthogonal_parts(
-    update: Tensor, spec: MatrixSpec, how: Orthogonalization, shards: Shards
+    update: Tensor, spec: MatrixSpec, how: Orthogonalization, tp_split: TPSplit
 ) -> list[tuple[Tensor, float]]:
     """Orthogonalise each matrix of a parameter's update.
 
@@ -116,21 +114,21 @@ def orthogonal_parts(
         update: In the shape of the parameter as this rank holds it.
         spec: Of which matrices it is made.
         how: The iterations.
-        shards: How it lies on the ranks.
+        tp_split: How it lies on the ranks.
 
     Returns:
         For each part this rank's shard of the direction, and what it is multiplied with.
     """
     results: list[tuple[Tensor, float]] = []
-    if how.tp == "duplicated" and shards.groups:
-        for part in spec.views(shards.gather(update.to(how.dtype))):
+    if how.tp == "duplicated" and tp_split.groups:
+        for part in spec.views(tp_split.gather(update.to(how.dtype))):
             shape = spec.shape(part.shape)
             whole = how.apply(part.reshape(shape)).reshape(part.shape)
-            results.append((shards.own(whole), how.factor(*shape)))
+            results.append((tp_split.own(whole), how.factor(*shape)))
         return results
     group, split = None, "rows"
     if how.tp == "distributed":
-        group, split = shards.one(update.dim() - spec.in_dims)
+        group, split = tp_split.one(update.dim() - spec.in_dims)
     for part in spec.views(update):
         rows, columns = spec.shape(part.shape)
         direction = how.apply(part.reshape(rows, columns), group=group, split=split)
@@ -187,15 +185,15 @@ class AdaptiveMuonRule(MuonRule):
 
     def _step(
         self,
-        piece: Piece,
+        shard: ParamShard,
         master: Tensor,
         parts: Sequence[tuple[Tensor, float]],
         state: Mapping[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        spec, shards = matrix_spec(piece.source), self._shards(piece)
+        spec, tp_split = matrix_spec(shard.source), self._tp_split(shard)
         how, beta = self.orthogonalization, group["beta2"]
-        groups = [] if how.tp == "blockwise" else list(shards.groups.values())
+        groups = [] if how.tp == "blockwise" else list(tp_split.groups.values())
         squares = spec.views(state["exp_avg_sq"])
         for own, square, (direction, _) in zip(spec.views(master), squares, parts, strict=True):
             step = direction.reshape(own.shape).to(master.dtype, copy=True)
@@ -207,59 +205,3 @@ class AdaptiveMuonRule(MuonRule):
                 count *= dist.get_world_size(ranks)
             size = 0.2 * how.extra_scale * math.sqrt(count)
             own.sub_(step.mul_(group["lr"] * size / total.sqrt().clamp(min=group["eps"])))
-
-
-class Muon(NamedOptimizer):
-    """Muon for the matrices inside of a network, and AdamW for all other parameters.
-
-    With the defaults but `scale="shape_scaling"` matrices are stepped as torch.optim.Muon does.
-
-    Args:
-        params: As of `NamedOptimizer`. A group may set `momentum` and `nesterov`, or `betas` and
-            `eps` for AdamW's, and `rule`, "muon" or "adamw", for all of its parameters.
-        lr: Learning rate of both; a group may have its own.
-        weight_decay: Decoupled weight decay of both, multiplied by the learning rate.
-        momentum: Decay rate of the mean of gradients.
-        orthogonalization: The iterations and the scale; by default updates have the size of
-            AdamW's, so one learning rate serves both.
-        state: Process groups, where parameters are split over tensor-parallel ranks.
-        decay_filter: As of `NamedOptimizer`.
-
-    Raises:
-        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of Muon's.
-        TypeError: As from `NamedOptimizer`.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = Muon(model.named_parameters(), lr=1e-3)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> optimizer.step().stepped
-        True
-        >>> optimizer.moments("weight"), optimizer.moments("bias")
-        (('momentum_buffer',), ('exp_avg', 'exp_avg_sq'))
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        *,
-        orthogonalization: Orthogonalization | None = None,
-        state: ParallelState | None = None,
-        decay_filter: DecayFilter | None = None,
-    ) -> None:
-        rule = MuonRule(
-            momentum=momentum,
-            orthogonalization=orthogonalization or Orthogonalization(extra_scale=0.2),
-            state=state,
-        )
-        super().__init__(
-            params,
-            [rule, AdamWRule(betas=(0.9, 0.95))],
-            lr=lr,
-            weight_decay=weight_decay,
-            decay_filter=decay_filter,
-            rule_filter=by_matrix("muon", "adamw"),
-        )

@@ -8,18 +8,18 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
-from mt_data_parallel import Piece, grad_of, pieces_of
+from mt_data_parallel import ParamShard, grad_of, param_shards
 from mt_files import check_type
 from mt_parallel_state import ParallelState, share_json
 from torch import Tensor, nn
 
-from mt_optim.bad import find_bad
-from mt_optim.clip import check_once, clip_factor
-from mt_optim.limits import GradLimits
-from mt_optim.result import StepResult
-from mt_optim.scaler import GradScaler
-from mt_optim.scaling import clamp_, multiply_, root
-from mt_optim.statistics import WORLD, GradMeter, GradStatistics, Measured, joined
+from mt_optim.gradients.bad import find_bad
+from mt_optim.gradients.clip import check_once, clip_factor
+from mt_optim.gradients.limits import GradLimits
+from mt_optim.gradients.result import StepResult
+from mt_optim.gradients.scaler import GradScaler, LossScale
+from mt_optim.gradients.scaling import clamp_, multiply_, root
+from mt_optim.gradients.statistics import WORLD, GradMeter, GradStatistics, Measured, joined
 
 _Key = tuple[str, str]  # norm group, group of the statistics
 
@@ -43,13 +43,14 @@ class StepGuard:
         named_params: This rank's names and parameters, or the shards that it steps.
         state: Process groups and this rank's place in them.
         limits: Limits on the size of gradients.
-        scaler: The scale of the losses, by which gradients are divided.
+        loss_scale: The factor of the losses, by which gradients are divided: "dynamic", a number,
+            a `LossScale` or None.
         zeros: Whether zeros are counted.
         statistics: A function from a parameter's name to the name of the group in which its
             gradient is described, such as `by_layer`; None for no description.
 
     Attributes:
-        scaler: The scaler; None if there is none.
+        scaler: The current loss scale; None if losses are not scaled.
 
     Raises:
         ValueError: A parameter is listed twice, or is in several norm groups.
@@ -58,28 +59,28 @@ class StepGuard:
 
     def __init__(
         self,
-        named_params: Iterable[tuple[str, nn.Parameter] | Piece],
+        named_params: Iterable[tuple[str, nn.Parameter] | ParamShard],
         state: ParallelState,
         *,
         limits: GradLimits | None = None,
-        scaler: GradScaler | None = None,
+        loss_scale: LossScale | float | str | None = None,
         zeros: bool = False,
         statistics: Callable[[str], str] | None = None,
     ) -> None:
         limits = GradLimits() if limits is None else limits
         check_type("state", state, ParallelState)
         check_type("limits", limits, GradLimits)
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler)
         if statistics is not None and not callable(statistics):
             raise TypeError(f"statistics must be a function or None, got {statistics!r:.60}")
-        self._pieces, self._state, self._limits = pieces_of(named_params), state, limits
-        check_once(self._pieces)
-        self.scaler, self._zeros, self._by = scaler, zeros, statistics
-        self._of: dict[str, list[Piece]] = {name: [] for name in limits.max_norms}
-        for piece in self._pieces:
-            if piece.param.numel():  # a rank may have a parameter and step no element of it
-                self._of[limits.group_of(piece)].append(piece)
+        self._shards, self._state, self._limits = param_shards(named_params), state, limits
+        check_once(self._shards)
+        self._zeros, self._by = zeros, statistics
+        how = LossScale.of(loss_scale)
+        self.scaler = None if how is None else GradScaler(how)
+        self._of: dict[str, list[ParamShard]] = {name: [] for name in limits.max_norms}
+        for shard in self._shards:
+            if shard.param.numel():  # a rank may have a parameter and step no element of it
+                self._of[limits.group_of(shard)].append(shard)
         self._meter: tuple[list[_Key], GradMeter] | None = None
         self._decision: Tensor | None = None
         self._verdict: _Verdict | None = None
@@ -135,11 +136,11 @@ class StepGuard:
     def restrain(self, decision: Tensor) -> None:
         """Unscale and clip the gradients, or leave them alone if the step is skipped."""
         skipped, *factors = decision[: 1 + len(self._of)].unbind()
-        for number, (pieces, factor) in enumerate(zip(self._of.values(), factors, strict=True)):
+        for number, (shards, factor) in enumerate(zip(self._of.values(), factors, strict=True)):
             # The factor of a captured graph is another one in each replay. Where the host has
             # read it, gradients that it leaves alone need no pass over memory.
             known = 0.0 if self._verdict is None else self._verdict.factors[number]
-            grads = self._grads(pieces)
+            grads = self._grads(shards)
             if known != 1:
                 multiply_(grads, factor)
             if self._limits.max_value is not None:
@@ -199,7 +200,7 @@ class StepGuard:
             self.scaler.update(overflow=not math.isfinite(whole.norm))
         bad, num_bad = (), 0
         if verdict.skipped:
-            bad, num_bad = find_bad(self._pieces, self._state, scale=scale)
+            bad, num_bad = find_bad(self._shards, self._state, scale=scale)
         described = [] if self._by is None else dict.fromkeys(name for _, name in parts)
         return StepResult(
             stepped=not verdict.skipped,
@@ -227,11 +228,11 @@ class StepGuard:
 
     def _make_meter(self) -> tuple[list[_Key], GradMeter]:
         """Agree with all ranks on the parts; with pipeline stages they differ."""
-        parts: dict[_Key, list[Piece]] = {}
+        parts: dict[_Key, list[ParamShard]] = {}
         by = self._by or (lambda name: "")
-        for group, pieces in self._of.items():
-            for piece in pieces:
-                parts.setdefault((group, str(by(piece.name))), []).append(piece)
+        for group, shards in self._of.items():
+            for shard in shards:
+                parts.setdefault((group, str(by(shard.name))), []).append(shard)
         described = self._by is not None
         keys = [(group, "") for group in self._of]
         if described:
@@ -257,12 +258,12 @@ class StepGuard:
         """Join the parts whose key has a name at a place: 0 for norm groups, 1 for statistics."""
         return joined((part for key, part in parts.items() if key[place] == name), scale=scale)
 
-    def _grads(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _grads(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         """Return the gradients to change, those of fp16 as fp32 copies."""
         grads: list[Tensor] = []
-        for piece in pieces:
-            grad = piece.grad
+        for shard in shards:
+            grad = shard.grad
             if grad is not None and grad.dtype == torch.float16:
-                grad = self._wide[piece.param] = grad.float()
+                grad = self._wide[shard.param] = grad.float()
             grads += [] if grad is None else [grad]
         return grads

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_files import check_type
 from mt_parallel_state import ParallelState, is_owner, sharding_of
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class GradMeter:
     every rank learns of it.
 
     Args:
-        parts: Pieces that are measured together; every rank gives as many parts, maybe empty ones.
+        parts: Shards that are measured together; every rank gives as many parts, maybe empty ones.
         state: Process groups and this rank's place in them.
         zeros: Whether zeros are counted.
         largest: Whether the greatest magnitudes are found, which communicates once more.
@@ -94,17 +94,17 @@ class GradMeter:
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Piece]],
+        parts: Sequence[Sequence[ParamShard]],
         state: ParallelState,
         *,
         zeros: bool = False,
         largest: bool = False,
     ) -> None:
-        self._own: list[list[Piece]] = [[] for _ in parts]
-        self._others: list[list[Piece]] = [[] for _ in parts]
+        self._own: list[list[ParamShard]] = [[] for _ in parts]
+        self._others: list[list[ParamShard]] = [[] for _ in parts]
         for part, own, others in zip(parts, self._own, self._others, strict=True):
-            for piece in part:
-                (own if counts_here(piece, state) else others).append(piece)
+            for shard in part:
+                (own if counts_here(shard, state) else others).append(shard)
         self._state, self._zeros, self._largest = state, zeros, largest
 
     @torch.no_grad()
@@ -151,35 +151,35 @@ class GradMeter:
             for square, most, zero in zip(values[:count], largest, zeros, strict=True)
         ], others
 
-    def _squares(self, own: Sequence[Piece], others: Sequence[Piece]) -> Tensor:
+    def _squares(self, own: Sequence[ParamShard], others: Sequence[ParamShard]) -> Tensor:
         """Sum squares; what others answer for adds 0, or NaN where it is not finite."""
         device, rest = self._state.device, _grads(others)
         total = _squared_sum(_grads(own), device)
         return total + 0.0 * _squared_sum(rest, device) if rest else total
 
 
-def counts_here(piece: Piece, state: ParallelState) -> bool:
-    """Whether this rank answers for its piece of the parameter."""
-    sharding = sharding_of(cast("nn.Parameter", piece.source))
-    peers = [peer - state.offset for peer in piece.peers]
-    return is_owner(sharding, state.layout, state.rank, peers=peers, replica=piece.replica)
+def counts_here(shard: ParamShard, state: ParallelState) -> bool:
+    """Whether this rank answers for its shard of the parameter."""
+    sharding = sharding_of(cast("nn.Parameter", shard.source))
+    peers = [peer - state.offset for peer in shard.peers]
+    return is_owner(sharding, state.layout, state.rank, peers=peers, replica=shard.replica)
 
 
-def _grads(pieces: Iterable[Piece]) -> list[Tensor]:
-    return [grad.detach() for piece in pieces if (grad := piece.grad) is not None]
+def _grads(shards: Iterable[ParamShard]) -> list[Tensor]:
+    return [grad.detach() for shard in shards if (grad := shard.grad) is not None]
 
 
-def _zeros(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+def _zeros(shards: Sequence[ParamShard], device: torch.device) -> Tensor:
     """Count elements that are zero; those of a missing gradient are."""
-    missing = float(sum(piece.param.numel() for piece in pieces if piece.grad is None))
+    missing = float(sum(shard.param.numel() for shard in shards if shard.grad is None))
     count = torch.full((), missing, dtype=torch.float64, device=device)
-    for grad in _grads(pieces):
+    for grad in _grads(shards):
         count += (grad.numel() - torch.count_nonzero(grad)).to(device)
     return count
 
 
-def _largest(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    sizes = [torch.linalg.vector_norm(g, math.inf) for g in _grads(pieces) if g.numel()]
+def _largest(shards: Sequence[ParamShard], device: torch.device) -> Tensor:
+    sizes = [torch.linalg.vector_norm(g, math.inf) for g in _grads(shards) if g.numel()]
     if not sizes:
         return torch.zeros((), dtype=torch.float64, device=device)
     most = torch.stack([size.to(device, torch.float64) for size in sizes]).amax()

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
-
-from mt_optim.group import check_number
 
 
 @dataclass(frozen=True)
@@ -19,14 +17,14 @@ class Batch:
     """Parameters that are updated together: they have one rule and the same options.
 
     Attributes:
-        pieces: What they are of; a piece's `source` has the sharding record.
+        shards: What they are of; a shard's `source` has the sharding record.
         masters: What is updated, in full precision; the parameter itself where that has it.
         grads: In the masters' dtype and shape.
         states: By name the step, and the moments in the masters' dtype; updated in place.
         skip: On the device 1 where nothing may change, and 0 where it may; None for what may.
     """
 
-    pieces: list[Piece]
+    shards: list[ParamShard]
     masters: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
@@ -39,7 +37,7 @@ class Batch:
     def pick(self, indices: list[int]) -> Batch:
         """Return a part of it."""
         return Batch(
-            [self.pieces[i] for i in indices],
+            [self.shards[i] for i in indices],
             [self.masters[i] for i in indices],
             [self.grads[i] for i in indices],
             [self.states[i] for i in indices],
@@ -81,7 +79,7 @@ class Rule(ABC):
             ValueError: One of them is out of range.
         """
 
-    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step, without the master."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for key in self.moments:
@@ -102,37 +100,3 @@ class Rule(ABC):
     @abstractmethod
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update masters and states of a batch in place, and count the step."""
-
-
-def check_fraction(what: str, value: Any) -> None:
-    """Check a decay rate.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not in [0, 1).
-    """
-    if not 0 <= check_number(what, value) < 1:
-        raise ValueError(f"{what} must be a number in [0, 1), got {value}")
-
-
-def check_betas(betas: Any) -> None:
-    """Check a pair of decay rates.
-
-    Raises:
-        TypeError: One is no number.
-        ValueError: They are not two, or one is not in [0, 1).
-    """
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not all(0 <= check_number("betas", beta) < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-
-
-def check_bool(what: str, value: Any) -> None:
-    """Check a switch.
-
-    Raises:
-        TypeError: It is no bool.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{what} must be True or False, got {value!r:.60}")

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 
 import torch
-from mt_data_parallel import Piece, pieces_of
+from mt_data_parallel import ParamShard, param_shards
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
-from mt_optim.group import check_number
-from mt_optim.scaling import multiply_, root
-from mt_optim.statistics import GradMeter
+from mt_optim.checks import check_number
+from mt_optim.gradients.scaling import multiply_, root
+from mt_optim.gradients.statistics import GradMeter
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -20,23 +20,23 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 
-def check_once(pieces: Iterable[Piece]) -> None:
+def check_once(shards: Iterable[ParamShard]) -> None:
     """Check that no parameter is listed twice.
 
     Raises:
         ValueError: A parameter is.
     """
     names: dict[int, str] = {}
-    for piece in pieces:
-        if names.setdefault(id(piece.param), piece.name) != piece.name:
+    for shard in shards:
+        if names.setdefault(id(shard.param), shard.name) != shard.name:
             raise ValueError(
-                f"parameter {piece.name!r} is listed twice, also as {names[id(piece.param)]!r}; "
+                f"parameter {shard.name!r} is listed twice, also as {names[id(shard.param)]!r}; "
                 "list a shared parameter once, as module.named_parameters() does"
             )
 
 
 def grad_norm(
-    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState
+    named_params: Iterable[tuple[str, nn.Parameter] | ParamShard], state: ParallelState
 ) -> float:
     """Return the L2 norm of the whole model's gradient; every rank gets the same bits.
 
@@ -52,7 +52,7 @@ def grad_norm(
 
     Args:
         named_params: This rank's names and parameters, or the shards that it steps
-            (`GradBuffer.pieces()`, required where a reduction has shards). Gradients are read by
+            (`GradBuffer.shards()`, required where a reduction has shards). Gradients are read by
             `mt_data_parallel.grad_of`; a missing one counts as zero.
         state: Process groups and this rank's place in them.
 
@@ -63,12 +63,14 @@ def grad_norm(
         ValueError: A parameter is listed twice.
         TypeError: `state` is not a ParallelState, or an item is not a parameter.
     """
-    return float(_norm(pieces_of(named_params), state))
+    return float(_norm(param_shards(named_params), state))
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    named_params: Iterable[tuple[str, nn.Parameter] | Piece], state: ParallelState, max_norm: float
+    named_params: Iterable[tuple[str, nn.Parameter] | ParamShard],
+    state: ParallelState,
+    max_norm: float,
 ) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
@@ -90,16 +92,16 @@ def clip_grad_norm(
     """
     if not check_number("max_norm", max_norm) > 0:
         raise ValueError(f"max_norm must be positive (math.inf never clips), got {max_norm}")
-    pieces = pieces_of(named_params)
-    norm = _norm(pieces, state)
+    shards = param_shards(named_params)
+    norm = _norm(shards, state)
     if max_norm < float(norm) + 1e-6 < math.inf:
-        grads = [grad for piece in pieces if (grad := piece.grad) is not None]
+        grads = [grad for shard in shards if (grad := shard.grad) is not None]
         multiply_(grads, clip_factor(norm, max_norm))
     return float(norm)
 
 
-def _norm(pieces: list[Piece], state: ParallelState) -> Tensor:
+def _norm(shards: list[ParamShard], state: ParallelState) -> Tensor:
     if not isinstance(state, ParallelState):
         raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
-    check_once(pieces)
-    return root(GradMeter([pieces], state).sums()[0])
+    check_once(shards)
+    return root(GradMeter([shards], state).sums()[0])

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_parallel_state import ParallelState, share_json
 from torch import Tensor
 
-from mt_optim.statistics import WORLD
+from mt_optim.gradients.statistics import WORLD
 
 MOST_NAMED = 16  # gradients that a report names
 _MOST_PER_RANK = 8
@@ -49,7 +49,7 @@ class BadGradient:
 
 
 def find_bad(
-    pieces: Sequence[Piece], state: ParallelState, *, scale: float = 1.0
+    shards: Sequence[ParamShard], state: ParallelState, *, scale: float = 1.0
 ) -> tuple[tuple[BadGradient, ...], int]:
     """Name the gradients that are not finite on any rank, or the largest ones if all are finite.
 
@@ -60,17 +60,17 @@ def find_bad(
     only when a step is not taken.
 
     Args:
-        pieces: This rank's.
+        shards: This rank's.
         state: Process groups and this rank's place in them.
         scale: What the gradients are to be divided by.
 
     Returns:
         The first of them, by parameter and rank, and how many there are.
     """
-    named = [(piece.name, grad) for piece in pieces if (grad := piece.grad) is not None]
+    named = [(shard.name, grad) for shard in shards if (grad := shard.grad) is not None]
     sums = dict(zip((n for n, _ in named), magnitudes([grad for _, grad in named]), strict=True))
     added: dict[str, float] = {}
-    for phase in {id(piece.phase): piece.phase for piece in pieces}.values():
+    for phase in {id(shard.phase): shard.phase for shard in shards}.values():
         added |= {} if phase is None else phase.addends.magnitudes()
     own = added | {name: size for name, size in sums.items() if name not in added}
     for found, in_sum in ((own, False), (sums, True)):

@@ -16,14 +16,14 @@ _ALIGN = 64  # bytes, at which every tensor of a buffer starts
 
 
 def choose_offloaded(numels: Sequence[int], target: float) -> list[int]:
-    """Choose whole pieces that have a number of elements together.
+    """Choose whole shards that have a number of elements together.
 
     The largest come first, each where it still fits; what is left out is larger than what is
     missing. If the smallest of it brings the sum closer, it is taken as well. So the sum is off by
-    half of the smallest piece that is left out, at most.
+    half of the smallest shard that is left out, at most.
 
     Args:
-        numels: The pieces' elements.
+        numels: The shards' elements.
         target: How many elements to choose.
 
     Returns:

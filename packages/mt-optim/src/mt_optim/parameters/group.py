@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece, pieces_of
+from mt_data_parallel import ParamShard, param_shards
 from torch import Tensor
+
+from mt_optim.checks import LARGEST_LR, check_number, check_size, kind_of
 
 DecayFilter = Callable[[str, Tensor], bool]
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -24,7 +26,6 @@ MASTER_DTYPES = {
 # what eps was multiplied with when the group was made.
 SCALES = ("lr_scale", "wd_scale", "eps_scale")
 _KEYS = ("initial_lr", "name", "rule", *SCALES)
-LARGEST_LR = torch.finfo(torch.float32).max  # of more an fp32 weight becomes infinite
 
 
 def default_decay_filter(name: str, param: Tensor) -> bool:
@@ -39,12 +40,12 @@ def default_decay_filter(name: str, param: Tensor) -> bool:
         dimensions, else True.
     """
     if not isinstance(name, str) or not isinstance(param, Tensor):
-        raise TypeError(f"expected a name and a parameter, got {name!r:.60} and {_kind(param)}")
+        raise TypeError(f"expected a name and a parameter, got {name!r:.60} and {kind_of(param)}")
     return param.ndim >= 2 and not name.endswith("bias")
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the groups that an optimizer's first argument stands for, none of them checked yet.
+    """Return the groups that an optimizer's first argument stands for, unchecked.
 
     Raises:
         TypeError: It is not an iterable of parameters, of pairs or of groups.
@@ -54,8 +55,8 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
         raise TypeError(f"got the module {type(params).__name__}; pass its parameters()")
     if isinstance(params, Tensor | Mapping | str) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params is {_kind(params)}; pass module.parameters(), module.named_parameters() or a "
-            "list of groups such as [{'params': [...], 'lr': 1e-4}]"
+            f"params is {kind_of(params)}; pass module.parameters(), module.named_parameters() or "
+            "a list of groups such as [{'params': [...], 'lr': 1e-4}]"
         )
     items = list(params)
     if not items:
@@ -65,7 +66,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
 
 def read_group(
     group: Any, first: int, keys: tuple[str, ...]
-) -> tuple[dict[str, Any], list[Piece], bool]:
+) -> tuple[dict[str, Any], list[ParamShard], bool]:
     """Read one group.
 
     Args:
@@ -74,14 +75,14 @@ def read_group(
         keys: The options that it may have.
 
     Returns:
-        The group without its parameters; these as pieces; and whether they came with names.
+        The group without its parameters; these as shards; and whether they came with names.
 
     Raises:
         TypeError: The group or something in it is of the wrong type.
         ValueError: A key is unknown or an option out of range.
     """
     if not isinstance(group, Mapping):
-        raise TypeError(f"expected a group as the ones before it, a dict; got {_kind(group)}")
+        raise TypeError(f"expected a group as the ones before it, a dict; got {kind_of(group)}")
     known = ("params", "param_names", *keys, *_KEYS)
     for key in group:
         if key not in known:
@@ -95,24 +96,24 @@ def read_group(
         given = [given]
     if isinstance(given, Mapping | set | str) or not isinstance(given, Iterable):
         raise TypeError(
-            f"the params of a group are {_kind(given)}; pass a list, which has an order"
+            f"the params of a group are {kind_of(given)}; pass a list, which has an order"
         )
     items = list(given)
     is_named = bool(items) and not isinstance(items[0], Tensor)
-    pieces = [_piece(item, str(first + i), is_named=is_named) for i, item in enumerate(items)]
+    shards = [_shard(item, str(first + i), is_named=is_named) for i, item in enumerate(items)]
     names = group.get("param_names")
     if names is not None:
-        if is_named or len(names) != len(pieces):
+        if is_named or len(names) != len(shards):
             raise ValueError(
-                f"a group has {len(pieces)} params and {len(names)} param_names; give one each, "
+                f"a group has {len(shards)} params and {len(names)} param_names; give one each, "
                 "and no pairs beside them"
             )
-        pieces = [
-            _piece((name, piece.param), "", is_named=True)
-            for name, piece in zip(names, pieces, strict=True)
+        shards = [
+            _shard((name, shard.param), "", is_named=True)
+            for name, shard in zip(names, shards, strict=True)
         ]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return options, pieces, is_named or names is not None
+    return options, shards, is_named or names is not None
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -151,44 +152,11 @@ def apply_scales(group: dict[str, Any], *, given: Mapping[str, Any]) -> None:
             group[key] = group[key] * group[scale]
 
 
-def check_size(what: str, value: Any) -> float:
-    """Return a number that is 0 or more.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is negative, or fp32 cannot hold it.
-    """
-    if not 0 <= check_number(what, value) <= LARGEST_LR:
-        raise ValueError(f"{what} must be 0 or more and finite, got {value}")
-    return value
-
-
-def check_count(what: str, value: Any) -> int:
-    """Return a whole number that is 1 or more.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} must be a whole number, got {_kind(value)}")
-    if value < 1:
-        raise ValueError(f"{what} must be 1 or more, got {value}")
-    return value
-
-
-def check_number(what: str, value: Any) -> float:
-    """Return a real number, or raise TypeError."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{what} must be a number, got {_kind(value)}")
-    return value
-
-
-def _piece(item: Any, name: str, *, is_named: bool) -> Piece:
-    if isinstance(item, Piece):
-        piece = item
+def _shard(item: Any, name: str, *, is_named: bool) -> ParamShard:
+    if isinstance(item, ParamShard):
+        shard = item
     elif isinstance(item, Tensor) and not is_named:
-        (piece,) = pieces_of([(name, item)])
+        (shard,) = param_shards([(name, item)])
     elif (
         is_named
         and isinstance(item, tuple | list)
@@ -196,14 +164,14 @@ def _piece(item: Any, name: str, *, is_named: bool) -> Piece:
         and isinstance(item[0], str)
         and isinstance(item[1], Tensor)
     ):
-        (piece,) = pieces_of([(item[0], item[1])])
+        (shard,) = param_shards([(item[0], item[1])])
     else:
         wanted = "a pair of name and parameter" if is_named else "a parameter"
         raise TypeError(
-            f"expected {wanted}, got {_kind(item)}; pass module.parameters() or "
+            f"expected {wanted}, got {kind_of(item)}; pass module.parameters() or "
             "module.named_parameters(), with names for all or for none"
         )
-    name, param = piece.name, piece.param
+    name, param = shard.name, shard.param
     if not param.is_leaf:
         raise ValueError(
             f"parameter {name!r} is the result of an operation, which gets no gradient of its own; "
@@ -212,13 +180,7 @@ def _piece(item: Any, name: str, *, is_named: bool) -> Piece:
     if param.dtype not in MASTER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
         raise TypeError(f"parameter {name!r} is {param.dtype}; an optimizer takes {allowed}")
-    return piece
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.60} ({type(value).__name__})"
+    return shard
 
 
 def scaled_rates(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
 
-from mt_optim.group import check_number
+from mt_optim.checks import check_positive
 
 REST = "rest"  # the parameters that are in no norm group
 
@@ -92,27 +92,16 @@ class GradLimits:
         """The largest norm of each group by its name, `rest` first."""
         return {REST: self.max_norm, **{str(group): group.max_norm for group in self.norm_groups}}
 
-    def group_of(self, piece: Piece) -> str:
+    def group_of(self, shard: ParamShard) -> str:
         """Return the name of a parameter's norm group, `rest` if it is in none.
 
         Raises:
             ValueError: Several groups match it.
         """
-        found = [str(own) for own in self.norm_groups if own.matches(piece.name, piece.source)]
+        found = [str(own) for own in self.norm_groups if own.matches(shard.name, shard.source)]
         if len(found) > 1:
             raise ValueError(
-                f"parameter {piece.name!r} is in the norm groups {' and '.join(found)}; let one of "
+                f"parameter {shard.name!r} is in the norm groups {' and '.join(found)}; let one of "
                 "them match it"
             )
         return found[0] if found else REST
-
-
-def check_positive(what: str, value: float) -> None:
-    """Check a limit.
-
-    Raises:
-        ValueError: It is not positive.
-        TypeError: It is not a number.
-    """
-    if not check_number(what, value) > 0:
-        raise ValueError(f"{what} must be positive (None for no limit), got {value}")

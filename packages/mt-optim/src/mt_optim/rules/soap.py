@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_parallel_state import ParallelState
 from torch import Tensor
 
-from mt_optim.adamw import AdamWRule
-from mt_optim.group import DecayFilter, Params, check_count, check_size
-from mt_optim.matrix import Shards, by_matrix, check_whole, matrix_spec
-from mt_optim.optimizer import NamedOptimizer
-from mt_optim.rule import Batch, Rule, check_betas
+from mt_optim.checks import check_betas, check_count, check_size
+from mt_optim.parameters.matrix import TPSplit, check_whole, matrix_spec
+from mt_optim.rules.rule import Batch, Rule
 
 # Of the mean eigenvalue, added to all. It leaves the order of the eigenvectors, and in directions
 # that no gradient has had yet the basis then depends on the gradients and not on their rounding.
@@ -69,16 +67,16 @@ class SOAPRule(Rule):
         check_betas(group["betas"])
         check_size("eps", group["eps"])
 
-    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step: moments, and per matrix means and bases.
 
         Raises:
             ValueError: It is no whole matrix, or its split needs a state that is not there.
         """
-        check_whole(piece, "SOAP")
-        spec, shards = matrix_spec(piece.source), Shards(piece.source, self._state)
-        state = super().new_state(piece, master)
-        whole = torch.empty(shards.whole_shape(piece.source.shape), device="meta")
+        check_whole(shard, "SOAP")
+        spec, tp_split = matrix_spec(shard.source), TPSplit(shard.source, self._state)
+        state = super().new_state(shard, master)
+        whole = torch.empty(tp_split.whole_shape(shard.source.shape), device="meta")
         for index, part in enumerate(spec.views(whole)):
             for side, size in zip(_SIDES, spec.shape(part.shape), strict=True):
                 if size <= self.max_dim:
@@ -95,24 +93,24 @@ class SOAPRule(Rule):
         """Update means, bases, moments and masters; gathers what tensor parallelism splits."""
         torch._foreach_lerp_(batch.moment("exp_avg"), batch.grads, 1 - group["betas"][0])
         torch._foreach_mul_(batch.masters, 1 - group["lr"] * group["weight_decay"])
-        for each in zip(batch.pieces, batch.masters, batch.grads, batch.states, strict=True):
+        for each in zip(batch.shards, batch.masters, batch.grads, batch.states, strict=True):
             self._step(*each, group)
         batch.count()
 
     def _step(
         self,
-        piece: Piece,
+        shard: ParamShard,
         master: Tensor,
         grad: Tensor,
         state: dict[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
         """Take a step of one parameter."""
-        spec, shards = matrix_spec(piece.source), Shards(piece.source, self._state)
+        spec, tp_split = matrix_spec(shard.source), TPSplit(shard.source, self._state)
         done, (beta1, beta2) = int(state["step"]), group["betas"]
         keys = ("exp_avg", "exp_avg_sq")
         wholes = [grad, *(state[key] for key in keys)]
-        parts = zip(*(spec.views(shards.gather(whole)) for whole in wholes), strict=True)
+        parts = zip(*(spec.views(tp_split.gather(whole)) for whole in wholes), strict=True)
         owns = zip(spec.views(master), spec.views(state["exp_avg_sq"]), strict=True)
         for index, ((own, own_square), part) in enumerate(zip(owns, parts, strict=True)):
             shape = part[0].shape
@@ -124,8 +122,8 @@ class SOAPRule(Rule):
             step = _turn(moment, *bases).div_(root)
             rows, columns = (None if basis is None else basis.T for basis in bases)
             step = _turn(step, rows, columns).reshape(shape)
-            own.sub_(shards.own(step), alpha=group["lr"] / (1 - beta1 ** (done + 1)))
-            own_square.copy_(shards.own(square.reshape(shape)))
+            own.sub_(tp_split.own(step), alpha=group["lr"] / (1 - beta1 ** (done + 1)))
+            own_square.copy_(tp_split.own(square.reshape(shape)))
 
     def _bases(
         self,
@@ -154,52 +152,3 @@ def _turn(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
     """Return `rows^T x columns`, a copy also without either."""
     x = x.clone() if rows is None else rows.T @ x
     return x if columns is None else x @ columns
-
-
-class SOAP(NamedOptimizer):
-    """SOAP for the matrices inside of a network, and AdamW for all other parameters.
-
-    Args:
-        params: As of `NamedOptimizer`. A group may set `betas`, `eps`, and `rule`, "soap" or
-            "adamw", for all of its parameters.
-        lr: Learning rate of both; a group may have its own.
-        betas: Decay rates of the moments.
-        weight_decay: Decoupled weight decay of both, multiplied by the learning rate.
-        frequency: Steps from one refresh of the bases to the next.
-        state: Process groups, where parameters are split over tensor-parallel ranks.
-        decay_filter: As of `NamedOptimizer`.
-
-    Raises:
-        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of SOAP's.
-        TypeError: As from `NamedOptimizer`.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = SOAP(model.named_parameters(), lr=1e-3)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> optimizer.step().stepped
-        True
-        >>> list(optimizer.factors("weight"))
-        ['mean_rows.0', 'basis_rows.0', 'mean_columns.0', 'basis_columns.0']
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 3e-3,
-        betas: tuple[float, float] = (0.95, 0.95),
-        *,
-        weight_decay: float = 0.01,
-        frequency: int = 10,
-        state: ParallelState | None = None,
-        decay_filter: DecayFilter | None = None,
-    ) -> None:
-        rule = SOAPRule(betas=betas, frequency=frequency, state=state)
-        super().__init__(
-            params,
-            [rule, AdamWRule(betas=betas)],
-            lr=lr,
-            weight_decay=weight_decay,
-            decay_filter=decay_filter,
-            rule_filter=by_matrix("soap", "adamw"),
-        )

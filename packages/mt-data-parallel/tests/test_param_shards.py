@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mt_data_parallel import GradBuffer, Reduction, pieces_of
+from mt_data_parallel import GradBuffer, Reduction, param_shards
 from torch import nn
 
 STEPS, MICROBATCHES, ROWS = 10, 2, 3
@@ -47,8 +47,8 @@ def train(strategy, dtype, bucket_size, overlap, make):
         overlap=overlap,
         whole=(lambda _, p: p.dim() == 2) if strategy == "whole" else None,
     ) as buffer:
-        pieces = buffer.pieces()
-        optimizer = make([piece.param for piece in pieces]) if pieces else None
+        shards = buffer.shards()
+        optimizer = make([shard.param for shard in shards]) if shards else None
         for step in range(STEPS):
             buffer.start(MICROBATCHES)
             for part in range(MICROBATCHES):
@@ -58,7 +58,7 @@ def train(strategy, dtype, bucket_size, overlap, make):
             if optimizer is not None:
                 optimizer.step()
             buffer.gather_params()
-        held = sum(piece.param.numel() for piece in pieces)
+        held = sum(shard.param.numel() for shard in shards)
         return {name: p.detach().clone() for name, p in net.named_parameters()}, held
 
 
@@ -103,7 +103,7 @@ def whole_shapes():
     net = make_net(torch.float32)
     group = Reduction(shards=dist.group.WORLD)
     with GradBuffer(net.named_parameters(), group=group, whole=lambda _, p: p.dim() == 2) as buffer:
-        return {p.name: (tuple(p.param.shape), p.is_whole) for p in buffer.pieces()}
+        return {p.name: (tuple(p.param.shape), p.is_whole) for p in buffer.shards()}
 
 
 def test_whole_pieces_have_the_parameters_shape_and_one_owner(ranks):
@@ -118,18 +118,18 @@ def test_whole_pieces_have_the_parameters_shape_and_one_owner(ranks):
 
 def test_parameters_with_names_are_whole_pieces():
     net = make_net(torch.float32)
-    pieces = pieces_of(net.named_parameters())
-    assert [piece.name for piece in pieces] == [name for name, _ in net.named_parameters()]
-    assert all(p.is_whole and p.param is p.source and p.grad is None for p in pieces)
-    with pytest.raises(TypeError, match="expected a piece or a pair of name and parameter"):
-        pieces_of([torch.ones(2)])  # pyright: ignore[reportArgumentType]
+    shards = param_shards(net.named_parameters())
+    assert [shard.name for shard in shards] == [name for name, _ in net.named_parameters()]
+    assert all(p.is_whole and p.param is p.source and p.grad is None for p in shards)
+    with pytest.raises(TypeError, match="expected a shard or a pair of name and parameter"):
+        param_shards([torch.ones(2)])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_buffer_without_shards_steps_the_parameters_themselves():
     net = make_net(torch.float32)
     with GradBuffer(net.named_parameters(), group=None) as buffer:
         assert not buffer.is_sharded
-        assert [piece.param for piece in buffer.pieces()] == [
+        assert [shard.param for shard in buffer.shards()] == [
             p for p in net.parameters() if p.requires_grad
         ]
 
@@ -164,14 +164,14 @@ def test_what_is_no_group_is_named():
 
 
 def assembled(strategy):
-    """Every piece's value is its elements' numbers; who gets which parameter whole?"""
+    """Every shard's value is its elements' numbers; who gets which parameter whole?"""
     net = make_net(torch.float32)
     group = group_for(strategy, dist.get_world_size(), dist.get_rank())
     whole = (lambda _, p: p.dim() == 2) if strategy == "whole" else None
     with GradBuffer(net.named_parameters(), group=group, bucket_size=100, whole=whole) as buffer:
         values = {
             p.name: torch.arange(p.start, p.end, dtype=torch.float64).view(p.param.shape)
-            for p in buffer.pieces()
+            for p in buffer.shards()
         }
         return buffer.assemble(values)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch.distributed as dist
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_parallel_state import (
     MatrixSpec,
     ParallelState,
@@ -39,13 +39,13 @@ def matrix_spec(param: Tensor) -> MatrixSpec:
     return MatrixSpec() if found is None else found
 
 
-def check_whole(piece: Piece, who: str) -> None:
-    """Check that a piece is all of a parameter.
+def check_whole(shard: ParamShard, who: str) -> None:
+    """Check that a shard is all of a parameter.
 
     Raises:
         ValueError: It is a range of one.
     """
-    if not piece.is_whole:
+    if not shard.is_whole:
         raise ValueError(
             f"{who} needs whole matrices and this is a range of one; give the GradBuffer "
             "whole=is_hidden_matrix"
@@ -73,7 +73,7 @@ def by_matrix(matrices: str, others: str) -> Callable[[str, Tensor], str]:
     return lambda name, param: matrices if is_hidden_matrix(name, param) else others
 
 
-class Shards:
+class TPSplit:
     """How a parameter lies on the ranks of a layout, read from its sharding record.
 
     Args:

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
 
-from mt_optim.rule import Rule
-from mt_optim.storage import StateStorage
+from mt_optim.rules.rule import Rule
+from mt_optim.state.storage import StateStorage
 
 
 class NamedState(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose masters, moments and factors have names; others step it."""
 
-    _pieces: dict[str, Piece]
+    _shards: dict[str, ParamShard]
     _rules: dict[str, Rule]
     _storage: StateStorage
     _is_away: bool
@@ -25,15 +25,20 @@ class NamedState(torch.optim.Optimizer):
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, in the order of the groups."""
-        return tuple(self._pieces)
+        return tuple(self._shards)
 
-    def piece(self, name: str) -> Piece:
+    def shard(self, name: str) -> ParamShard:
         """Return what is stepped under a name.
 
         Raises:
             KeyError: There is no such parameter.
         """
-        return self._piece(name)
+        try:
+            return self._shards[name]
+        except (KeyError, TypeError):
+            raise KeyError(
+                f"no parameter {name!r} in this optimizer; it has {', '.join(self._shards)}"
+            ) from None
 
     @property
     def step_count(self) -> int:
@@ -56,8 +61,8 @@ class NamedState(torch.optim.Optimizer):
             The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
             remainders are kept it comes as a copy, and `set_master` changes it.
         """
-        piece = self._piece(name)
-        return self._storage.master(piece, self.state[piece.param]).detach()
+        shard = self.shard(name)
+        return self._storage.master(shard, self.state[shard.param]).detach()
 
     @torch.no_grad()
     def set_master(self, name: str, value: Tensor) -> None:
@@ -67,13 +72,13 @@ class NamedState(torch.optim.Optimizer):
             KeyError: There is no such parameter.
             ValueError: It has another shape.
         """
-        piece = self._piece(name)
-        if value.shape != piece.param.shape:
+        shard = self.shard(name)
+        if value.shape != shard.param.shape:
             raise ValueError(
-                f"the master of parameter {name!r} has shape {tuple(piece.param.shape)}, got "
+                f"the master of parameter {name!r} has shape {tuple(shard.param.shape)}, got "
                 f"{tuple(value.shape)}"
             )
-        self._storage.set_master(piece, self.state[piece.param], value)
+        self._storage.set_master(shard, self.state[shard.param], value)
 
     @property
     def moment_keys(self) -> tuple[str, ...]:
@@ -91,12 +96,12 @@ class NamedState(torch.optim.Optimizer):
             The parameter's. Writing into it changes the state, except where moments are kept with
             scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
         """
-        piece = self._piece(name)
+        shard = self.shard(name)
         if key not in self.moments(name):
             raise KeyError(
                 f"no moment {key!r} of {name!r}; it has {', '.join(self.moments(name)) or 'none'}"
             )
-        return self._storage.moment(piece, self.state[piece.param], key)
+        return self._storage.moment(shard, self.state[shard.param], key)
 
     def factors(self, name: str) -> dict[str, Tensor]:
         """Return what the rule keeps for a parameter in shapes of their own, such as SOAP's bases.
@@ -104,7 +109,7 @@ class NamedState(torch.optim.Optimizer):
         They are of the whole parameter, also where tensor parallelism splits it: every rank that
         steps a part of it has all of them. Writing into them changes the state.
         """
-        state = self.state[self._piece(name).param]
+        state = self.state[self.shard(name).param]
         return {key: state[key] for key in self._rule_of_param(name).factors(state)}
 
     @torch.no_grad()
@@ -121,7 +126,7 @@ class NamedState(torch.optim.Optimizer):
                 f"{key} of parameter {name!r} has shape {tuple(own.shape)}, got "
                 f"{tuple(value.shape)}"
             )
-        self._storage.set_moment(self.state[self._piece(name).param], key, value)
+        self._storage.set_moment(self.state[self.shard(name).param], key, value)
 
     @torch.no_grad()
     def non_finite(self) -> list[str]:
@@ -135,8 +140,8 @@ class NamedState(torch.optim.Optimizer):
             The names, in order; empty where all is well.
         """
         found: list[tuple[str, Tensor]] = []
-        for name, piece in self._pieces.items():
-            if piece.param.numel():
+        for name, shard in self._shards.items():
+            if shard.param.numel():
                 moments = [self.moment(name, key) for key in self.moments(name)]
                 values = [self.master(name), *moments, *self.factors(name).values()]
                 # The greatest magnitude is exact in any dtype, and NaN where there is a NaN.
@@ -150,13 +155,13 @@ class NamedState(torch.optim.Optimizer):
     @torch.no_grad()
     def sync_params(self) -> None:
         """Set parameters of 16 bits to their masters, rounded to nearest even."""
-        self._sync(self._pieces.values())
+        self._sync(self._shards.values())
 
     @torch.no_grad()
     def sync_masters(self) -> None:
         """Set masters to their parameters of 16 bits, after weights were loaded into the model."""
-        for piece in self._pieces.values():
-            self._storage.set_master(piece, self.state[piece.param], piece.param.detach())
+        for shard in self._shards.values():
+            self._storage.set_master(shard, self.state[shard.param], shard.param.detach())
 
     @torch.no_grad()
     def offload_state(self) -> None:
@@ -175,16 +180,16 @@ class NamedState(torch.optim.Optimizer):
         return self._rules[group["rule"]] if "rule" in group else next(iter(self._rules.values()))
 
     def _rule_of_param(self, name: str) -> Rule:
-        param = self._piece(name).param
+        param = self.shard(name).param
         return next(
             self._rule(group)
             for group in self.param_groups
             if any(param is own for own in group["params"])
         )
 
-    def _sync(self, pieces: Iterable[Piece]) -> None:
+    def _sync(self, shards: Iterable[ParamShard]) -> None:
         """Set parameters that are not their own masters to these."""
-        held = [piece.param for piece in pieces if "master" in self.state[piece.param]]
+        held = [shard.param for shard in shards if "master" in self.state[shard.param]]
         if held:
             torch._foreach_copy_(held, [self.state[param]["master"] for param in held])
 
@@ -195,22 +200,14 @@ class NamedState(torch.optim.Optimizer):
                 if away
                 else "the state was not moved; call offload_state() first"
             )
-        for piece in self._pieces.values():
-            if not self._storage.is_offloaded(piece):
-                self._storage.move(piece, self.state[piece.param], away=away)
+        for shard in self._shards.values():
+            if not self._storage.is_offloaded(shard):
+                self._storage.move(shard, self.state[shard.param], away=away)
         self._is_away = away
 
     def _tensors(self) -> list[Tensor]:
-        return [piece.param for piece in self._pieces.values()]
+        return [shard.param for shard in self._shards.values()]
 
-    def _by_param(self) -> dict[int, Piece]:
-        """Return the pieces by the identity of their parameters, whose hash is the slower one."""
-        return {id(piece.param): piece for piece in self._pieces.values()}
-
-    def _piece(self, name: str) -> Piece:
-        try:
-            return self._pieces[name]
-        except (KeyError, TypeError):
-            raise KeyError(
-                f"no parameter {name!r} in this optimizer; it has {', '.join(self._pieces)}"
-            ) from None
+    def _by_param(self) -> dict[int, ParamShard]:
+        """Return the shards by the identity of their parameters, whose hash is the slower one."""
+        return {id(shard.param): shard for shard in self._shards.values()}

@@ -1,4 +1,4 @@
-"""Pieces: the parts of parameters that this rank steps, with their gradients."""
+"""Shards: the parts of parameters that this rank steps, with their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_data_parallel.grad import grad_of
 
 @dataclass(slots=True)
 class Phase:
-    """What all pieces of a buffer are in.
+    """What all shards of a buffer are in.
 
     Attributes:
         reducing: Whether gradients are still coming: between `start` and `finish`.
@@ -25,11 +25,11 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class ParamShard:
     """What one rank steps of one parameter: all of it, or a range of its elements.
 
     `param` is a leaf tensor with a gradient of its own, so any optimizer takes it as a parameter.
-    Writing into it writes into the model's parameter. An optimizer keeps state for pieces only,
+    Writing into it writes into the model's parameter. An optimizer keeps state for shards only,
     so its state is sharded like them.
 
     Attributes:
@@ -43,7 +43,7 @@ class Piece:
         peers: Global ranks that step the other parts, this one among them; empty where the
             parameter is not cut.
         replica: This rank's place among groups of peers that step the same.
-        phase: Of the GradBuffer that it is a piece of.
+        phase: Of the GradBuffer that it is a shard of.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Piece:
         """
         if self.phase is not None and self.phase.reducing:
             raise RuntimeError(
-                f"gradient of the piece {self.name!r} before GradBuffer.finish(): it is not summed "
+                f"gradient of the shard {self.name!r} before GradBuffer.finish(): it is not summed "
                 "over the ranks yet; call finish() after the step's last backward"
             )
         return grad_of(self.param)
@@ -76,26 +76,26 @@ class Piece:
         return self.end - self.start == self.source.numel()
 
 
-def pieces_of(named_params: Iterable[tuple[str, Tensor] | Piece]) -> list[Piece]:
-    """Return pieces, of which parameters with names are whole ones.
+def param_shards(named_params: Iterable[tuple[str, Tensor] | ParamShard]) -> list[ParamShard]:
+    """Return shards, of which parameters with names are whole ones.
 
     Args:
         named_params: Pairs of name and parameter, as `module.named_parameters()` gives them, or
-            pieces, as `GradBuffer.pieces()` does.
+            shards, as `GradBuffer.shards()` does.
 
     Raises:
         TypeError: Something is neither.
     """
-    pieces: list[Piece] = []
+    shards: list[ParamShard] = []
     for item in named_params:
-        if isinstance(item, Piece):
-            pieces.append(item)
+        if isinstance(item, ParamShard):
+            shards.append(item)
             continue
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Tensor):
             raise TypeError(
-                f"expected a piece or a pair of name and parameter, got {item!r:.60} "
-                f"({type(item).__name__}); pass module.named_parameters() or GradBuffer.pieces()"
+                f"expected a shard or a pair of name and parameter, got {item!r:.60} "
+                f"({type(item).__name__}); pass module.named_parameters() or GradBuffer.shards()"
             )
         name, param = item
-        pieces.append(Piece(name=name, source=param, param=param, start=0, end=param.numel()))
-    return pieces
+        shards.append(ParamShard(name=name, source=param, param=param, start=0, end=param.numel()))
+    return shards

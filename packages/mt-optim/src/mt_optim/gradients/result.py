@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_optim.bad import BadGradient
-from mt_optim.statistics import GradStatistics
+from mt_optim.gradients.bad import BadGradient
+from mt_optim.gradients.statistics import GradStatistics
 
 _SHOWN = 3
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from mt_parallel_state import ParallelState
 from torch import Tensor
 
-from mt_optim.matrix import Shards
-from mt_optim.rule import Batch, Rule
+from mt_optim.parameters.matrix import TPSplit
+from mt_optim.rules.rule import Batch, Rule
 
 # Classes that look at one element at a time: a part of a parameter is stepped like the whole.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam")
@@ -69,21 +69,21 @@ class TorchRule(Rule):
         if group["weight_decay"] and not self.takes_decay:
             raise ValueError(f"torch.optim.{self.name} has no weight_decay; make it 0")
 
-    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
         """Return the step alone; the class makes the rest.
 
         Raises:
             ValueError: The class needs a whole parameter, and this is a part of one.
         """
         if not self.is_elementwise:
-            self._check_whole(piece)
+            self._check_whole(shard)
         return {"step": torch.zeros((), dtype=torch.float32)}
 
-    def _check_whole(self, piece: Piece) -> None:
+    def _check_whole(self, shard: ParamShard) -> None:
         why = f"torch.optim.{self.name} looks at whole parameters and this is a part of one; "
-        if not piece.is_whole:
+        if not shard.is_whole:
             raise ValueError(f"{why}give the GradBuffer whole=lambda name, param: True")
-        if Shards(piece.source, self._state).groups:
+        if TPSplit(shard.source, self._state).groups:
             raise ValueError(f"{why}train it without tensor parallelism, or by another optimizer")
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:

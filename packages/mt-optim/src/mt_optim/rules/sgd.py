@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.sgd import sgd
 
-from mt_optim.group import DecayFilter, Params
-from mt_optim.optimizer import NamedOptimizer
-from mt_optim.rule import Batch, Rule, check_bool, check_fraction
+from mt_optim.checks import check_bool, check_fraction
+from mt_optim.rules.rule import Batch, Rule
 
 
 class SGDRule(Rule):
@@ -50,7 +49,7 @@ class SGDRule(Rule):
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Run torch's foreach kernels; the first step of a parameter sets its momentum."""
         if not group["momentum"]:
-            _sgd(batch, [None] * len(batch.pieces), group)
+            _sgd(batch, [None] * len(batch.shards), group)
         else:
             first = [i for i, state in enumerate(batch.states) if not state["step"]]
             later = [i for i, state in enumerate(batch.states) if state["step"]]
@@ -78,35 +77,3 @@ def _sgd(batch: Batch, buffers: Any, group: Mapping[str, Any]) -> None:
         nesterov=group["nesterov"],
         maximize=False,
     )
-
-
-class SGD(NamedOptimizer):
-    """SGD with masters and named state; arguments and results are those of torch.optim.SGD.
-
-    Args:
-        params: As of `NamedOptimizer`; a group may set `momentum`, `dampening` and `nesterov`.
-        lr: Learning rate.
-        momentum: Decay rate of the sum of gradients.
-        dampening: What the gradient is dampened by after the first step.
-        weight_decay: Times the weight, added to the gradient.
-        nesterov: Whether the next gradient is looked ahead for.
-        decay_filter: As of `NamedOptimizer`.
-
-    Raises:
-        ValueError: As from `NamedOptimizer`; also for Nesterov without momentum or with dampening.
-        TypeError: As from `NamedOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        *,
-        nesterov: bool = False,
-        decay_filter: DecayFilter | None = None,
-    ) -> None:
-        rule = SGDRule(momentum=momentum, dampening=dampening, nesterov=nesterov)
-        super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)

@@ -1,4 +1,4 @@
-"""How a step goes through all pieces: on the device, and for offloaded ones on the host."""
+"""How a step goes through all shards: on the device, and for offloaded ones on the host."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
 
-from mt_optim.group import MASTER_DTYPES
-from mt_optim.host import Traffic
-from mt_optim.rule import Batch, Rule
-from mt_optim.storage import StateStorage
+from mt_optim.parameters.group import MASTER_DTYPES
+from mt_optim.rules.rule import Batch, Rule
+from mt_optim.state.host import Traffic
+from mt_optim.state.storage import StateStorage
 
 _CHUNK = 1 << 25  # elements of which a step on a GPU has copies in full precision at a time
 _PORTION = 1 << 20  # the same on a CPU; and elements that go to the host and back together
@@ -23,51 +23,51 @@ Gradient = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Pieces that are updated together.
+    """Shards that are updated together.
 
     Attributes:
-        pieces: The pieces.
+        shards: The shards.
         rule: Theirs.
         group: Its options.
         skip: As of `Batch`.
     """
 
-    pieces: list[Piece]
+    shards: list[ParamShard]
     rule: Rule
     group: Mapping[str, Any]
     skip: Tensor | None = None
 
 
 def portions(
-    pieces: Sequence[Piece],
+    shards: Sequence[ParamShard],
     rule: Rule,
     group: Mapping[str, Any],
     storage: StateStorage,
     *,
     skip: Tensor | None = None,
 ) -> Iterator[Portion]:
-    """Cut the pieces of a group into portions, each on the device or on the host.
+    """Cut the shards of a group into portions, each on the device or on the host.
 
     It is cut where a step makes copies, so that there are few of them at a time.
     """
-    here, there = list(pieces), []
+    here, there = list(shards), []
     if not storage.is_plain:
-        here = [piece for piece in pieces if not storage.is_offloaded(piece)]
-        there = [piece for piece in pieces if storage.is_offloaded(piece)]
+        here = [shard for shard in shards if not storage.is_offloaded(shard)]
+        there = [shard for shard in shards if storage.is_offloaded(shard)]
     for chosen, size in ((here, _room(here, storage)), (there, _PORTION)):
         for chunk in _chunks(chosen, size):
-            yield Portion(pieces=chunk, rule=rule, group=group, skip=skip)
+            yield Portion(shards=chunk, rule=rule, group=group, skip=skip)
 
 
-def _room(pieces: Sequence[Piece], storage: StateStorage) -> int | None:
+def _room(shards: Sequence[ParamShard], storage: StateStorage) -> int | None:
     """Return how many elements go together on the device; None where a step makes no copies.
 
     What 16 bits lack is made of gradients and states for a step: of few enough elements that a
     processor's cache has them, and of enough for all of a GPU.
     """
-    params = [piece.param for piece in pieces]
+    params = [shard.param for shard in shards]
     narrow = any(param.dtype != MASTER_DTYPES[param.dtype] for param in params)
-    is_plain = storage.is_plain or not any(map(storage.is_converted, pieces))
+    is_plain = storage.is_plain or not any(map(storage.is_converted, shards))
     if is_plain and not narrow:
         return None
     return _PORTION if params[0].device.type == "cpu" else _CHUNK
@@ -78,11 +78,11 @@ def update(
 ) -> Traffic:
     """Update everything, the host and the device at the same time.
 
-    Parameters of offloaded pieces are set to their masters; others still have to be.
+    Parameters of offloaded shards are set to their masters; others still have to be.
 
     Args:
         work: What is updated.
-        states: The states of the pieces' parameters.
+        states: The states of the shards' parameters.
         storage: How and where they are kept.
         gradient: Gives the gradient of a parameter, asked once.
 
@@ -92,8 +92,8 @@ def update(
     Raises:
         ValueError: A rate is a tensor, and something is on the host; nothing has changed.
     """
-    here = [portion for portion in work if not storage.is_offloaded(portion.pieces[0])]
-    there = [portion for portion in work if storage.is_offloaded(portion.pieces[0])]
+    here = [portion for portion in work if not storage.is_offloaded(portion.shards[0])]
+    there = [portion for portion in work if storage.is_offloaded(portion.shards[0])]
     if not there:
         for portion in here:
             _update(portion, _grads(portion, gradient), states, storage)
@@ -103,7 +103,7 @@ def update(
             "lr is a tensor, for a step in a CUDA graph, and offload has the host step a share, "
             "which is in no graph; make lr a number, or offload 0"
         )
-    mover = storage.mover(there[0].pieces[0].param.device)
+    mover = storage.mover(there[0].shards[0].param.device)
     mover.begin()
     mover.fetch(0, _grads(there[0], gradient))
     for portion in here:
@@ -112,7 +112,7 @@ def update(
         if turn + 1 < len(there):
             mover.fetch(turn + 1, _grads(there[turn + 1], gradient))
         _update(portion, mover.fetched(turn), states, storage)
-        params = [piece.param for piece in portion.pieces]
+        params = [shard.param for shard in portion.shards]
         mover.send(turn, params, [states[param]["master"] for param in params])
     mover.end()
     return mover.traffic
@@ -121,28 +121,28 @@ def update(
 def _update(
     portion: Portion, grads: Sequence[Tensor | None], states: States, storage: StateStorage
 ) -> None:
-    own = [states[piece.param] for piece in portion.pieces]
+    own = [states[shard.param] for shard in portion.shards]
     if storage.is_plain:
-        plain = zip(portion.pieces, own, strict=True)
-        masters = [state.get("master", piece.param) for piece, state in plain]
+        plain = zip(portion.shards, own, strict=True)
+        masters = [state.get("master", shard.param) for shard, state in plain]
         full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
-        batch = Batch(portion.pieces, masters, full, own, portion.skip)
+        batch = Batch(portion.shards, masters, full, own, portion.skip)
         portion.rule.update(batch, portion.group)
         return
     opened = [
-        storage.opened(piece, state, portion.rule)
-        for piece, state in zip(portion.pieces, own, strict=True)
+        storage.opened(shard, state, portion.rule)
+        for shard, state in zip(portion.shards, own, strict=True)
     ]
     masters = [master for master, _ in opened]
     full = [_gradient(*pair) for pair in zip(grads, masters, strict=True)]
-    batch = Batch(portion.pieces, masters, full, [state for _, state in opened], portion.skip)
+    batch = Batch(portion.shards, masters, full, [state for _, state in opened], portion.skip)
     portion.rule.update(batch, portion.group)
-    for piece, state, new in zip(portion.pieces, own, opened, strict=True):
-        storage.close(piece, state, portion.rule, new)
+    for shard, state, new in zip(portion.shards, own, opened, strict=True):
+        storage.close(shard, state, portion.rule, new)
 
 
 def _grads(portion: Portion, gradient: Gradient) -> list[Tensor | None]:
-    return [gradient(piece.param) for piece in portion.pieces]
+    return [gradient(shard.param) for shard in portion.shards]
 
 
 def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:
@@ -154,16 +154,16 @@ def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:
     return grad.to(master.dtype).contiguous()
 
 
-def _chunks(pieces: Sequence[Piece], size: int | None) -> list[list[Piece]]:
+def _chunks(shards: Sequence[ParamShard], size: int | None) -> list[list[ParamShard]]:
     """Cut a list where it has more than `size` elements."""
     if size is None:
-        return [list(pieces)] if pieces else []
-    chunks: list[list[Piece]] = []
+        return [list(shards)] if shards else []
+    chunks: list[list[ParamShard]] = []
     room = 0
-    for piece in pieces:
-        if not chunks or room < piece.param.numel():
+    for shard in shards:
+        if not chunks or room < shard.param.numel():
             chunks.append([])
             room = size
-        chunks[-1].append(piece)
-        room -= piece.param.numel()
+        chunks[-1].append(shard)
+        room -= shard.param.numel()
     return chunks

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mt_data_parallel import Piece, pieces_of
+from mt_data_parallel import ParamShard, param_shards
 from torch import Tensor, nn
 
-from mt_optim.group import SCALES, check_number, check_size
-from mt_optim.rule import check_betas
+from mt_optim.checks import check_betas, check_number, check_size
+from mt_optim.parameters.group import SCALES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,13 @@ class GroupOverride:
 
 
 def override_groups(
-    named_params: Iterable[tuple[str, nn.Parameter] | Piece], overrides: Sequence[GroupOverride]
+    named_params: Iterable[tuple[str, nn.Parameter] | ParamShard],
+    overrides: Sequence[GroupOverride],
 ) -> list[dict[str, Any]]:
     """Return the groups that overrides make, as any optimizer here takes them.
 
     Args:
-        named_params: Names and parameters, or pieces.
+        named_params: Names and parameters, or shards.
         overrides: Several may match a parameter, if they do not set the same to different values.
 
     Returns:
@@ -99,22 +100,22 @@ def override_groups(
     wrong = isinstance(overrides, str) or not isinstance(overrides, Sequence)
     if wrong or not all(isinstance(override, GroupOverride) for override in overrides):
         raise TypeError(f"overrides must be a list of GroupOverrides, got {overrides!r:.60}")
-    groups: dict[tuple[tuple[str, Any], ...], list[Piece]] = {(): []}
-    for piece in pieces_of(named_params):
+    groups: dict[tuple[tuple[str, Any], ...], list[ParamShard]] = {(): []}
+    for shard in param_shards(named_params):
         settings: dict[str, Any] = {}
         setters: dict[str, GroupOverride] = {}
         for override in overrides:
-            if not override.matches(piece.name, piece.source):
+            if not override.matches(shard.name, shard.source):
                 continue
             for key, value in override.settings.items():
                 if settings.setdefault(key, value) != value:
                     raise ValueError(
-                        f"parameter {piece.name!r} has {key} {settings[key]} from override "
+                        f"parameter {shard.name!r} has {key} {settings[key]} from override "
                         f"'{setters[key]}' and {value} from '{override}'; let one of them match it"
                     )
                 setters[key] = override
-        groups.setdefault(tuple(sorted(settings.items())), []).append(piece)
-    return [{"params": pieces, **dict(key)} for key, pieces in groups.items() if pieces]
+        groups.setdefault(tuple(sorted(settings.items())), []).append(shard)
+    return [{"params": shards, **dict(key)} for key, shards in groups.items() if shards]
 
 
 def mup_overrides(

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from mt_optim.group import DecayFilter, Params
-from mt_optim.optimizer import NamedOptimizer
-from mt_optim.rule import Batch, Rule, check_betas
+from mt_optim.checks import check_betas
+from mt_optim.rules.rule import Batch, Rule
 
 
 class LionRule(Rule):
@@ -40,31 +39,3 @@ class LionRule(Rule):
         torch._foreach_add_(batch.masters, updates, alpha=-group["lr"])
         torch._foreach_lerp_(moments, batch.grads, 1 - second)
         batch.count()
-
-
-class Lion(NamedOptimizer):
-    """Lion (Chen et al., arXiv 2302.06675) with masters and named state.
-
-    Args:
-        params: As of `NamedOptimizer`; a group may set `betas`.
-        lr: Learning rate; a third to a tenth of AdamW's.
-        betas: Rates of the interpolation and of the moment.
-        weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        decay_filter: As of `NamedOptimizer`.
-
-    Raises:
-        ValueError: As from `NamedOptimizer`.
-        TypeError: As from `NamedOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        decay_filter: DecayFilter | None = None,
-    ) -> None:
-        rule = LionRule(betas=betas)
-        super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_files import check_type
 
-from mt_optim.group import check_number
+from mt_optim.checks import check_number
 
 LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 _DEFAULT_START = 2.0**32

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from mt_data_parallel import Piece
+from mt_data_parallel import ParamShard
 from torch import Tensor
 
 # The functional form of torch.optim.AdamW runs the same kernels without importing torch._dynamo
 # (seconds, once per process), which the class does when it is constructed.
 from torch.optim.adam import adam
 
-from mt_optim.group import DecayFilter, Params, check_size
-from mt_optim.optimizer import NamedOptimizer
-from mt_optim.rule import Batch, Rule, check_betas
-from mt_optim.scaling import multiply_
+from mt_optim.checks import check_betas, check_size
+from mt_optim.gradients.scaling import multiply_
+from mt_optim.rules.rule import Batch, Rule
 
 ENGINES = ("auto", "fused", "foreach")
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")
@@ -66,12 +65,12 @@ class AdamWRule(Rule):
         check_betas(group["betas"])
         check_size("eps", group["eps"])
 
-    def new_state(self, piece: Piece, master: Tensor) -> dict[str, Tensor]:
+    def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
         """Return the state before the first step; the engine must run for the parameter."""
         obstacle = fused_obstacle(master)
         if self.engine == "fused" and obstacle is not None:
             raise ValueError(f"engine 'fused' does not run: {obstacle}")
-        state = super().new_state(piece, master)
+        state = super().new_state(shard, master)
         if self._is_fused(master):  # where torch.optim.AdamW keeps it for that kernel
             state["step"] = state["step"].to(master.device)
         return state
@@ -121,49 +120,3 @@ class AdamWRule(Rule):
 
     def _is_fused(self, param: Tensor) -> bool:
         return self.engine != "foreach" and fused_obstacle(param) is None
-
-
-class AdamW(NamedOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with full-precision masters and named state.
-
-    A `NamedOptimizer` with the arguments and defaults of torch.optim.AdamW. The arithmetic is
-    torch's as well, called through the functional form: for fp32 and fp64 parameters results are
-    bit-equal to torch's in the same mode (fused or foreach).
-
-    Args:
-        params: Parameters, pairs of name and parameter, or a list of groups: dicts with `params`
-            and their own `lr`, `betas`, `eps` or `weight_decay`.
-        lr: Learning rate; a tensor of no dims for a step in a CUDA graph.
-        betas: Decay rates of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        decay_filter: As of `NamedOptimizer`.
-        engine: "fused", "foreach", or "auto" for fused wherever `fused_obstacle` says None.
-
-    Raises:
-        ValueError: As from `NamedOptimizer`; also where the engine does not run.
-        TypeError: As from `NamedOptimizer`.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = AdamW(model.named_parameters(), lr=1e-3)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> optimizer.step().stepped
-        True
-        >>> optimizer.step_count, optimizer.moment("weight", "exp_avg").shape
-        (1, torch.Size([2, 4]))
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        decay_filter: DecayFilter | None = None,
-        engine: str = "auto",
-    ) -> None:
-        rule = AdamWRule(engine=engine, betas=betas, eps=eps)
-        super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)

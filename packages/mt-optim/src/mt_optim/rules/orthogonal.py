@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_optim.group import check_number, check_size
+from mt_optim.checks import check_number, check_size
 
 Triple = tuple[float, float, float]
 

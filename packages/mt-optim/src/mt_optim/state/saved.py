@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_optim.group import check_number
+from mt_optim.checks import check_number
 
 # Options of torch's AdamW: what ours always does, and what changes no number.
 _ALWAYS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}

@@ -1,0 +1,1 @@
+"""Update rules: the arithmetic of one optimizer's step."""
