@@ -174,7 +174,7 @@ def test_a_folder_generates_with_the_scales_that_were_calibrated(
     ("rule", "options", "message"),
     [
         ("{type: Attention, kv_cache: fp8-head}", (), "name one with --calibration"),
-        ("{type: Attention, kv_cache: fp8}", (), "and fp8-token none; use fp8-head"),
+        ("{type: Attention, kv_cache: fp8}", (), "use fp8-head"),
         ("{type: Attention, kv_cache: nvfp4}", (), "unknown format of keys and values 'nvfp4'"),
         (
             '{name: "*.feed_forward", kv_cache: fp8-head}',

@@ -117,7 +117,7 @@ def test_every_layer_that_does_not_fit_is_named() -> None:
         ("rules: [{weight: int8, options: {damp: 1}}]", "has no options"),
         ("rules: [{weight: {type: int4, group: 1}}]", "2 or more inputs"),
         ("rules: [{name: 're:(', weight: int8}]", r"rules\[0\].name"),
-        ("rules: [{input: int8}]", "rounded where the weight is"),
+        ("rules: [{input: int8}]", "only with a weight"),
         ("rules: [{weight: int8, shape: {min_inputs: 0}}]", "min_inputs"),
         ("rules: &a [*a]", "aliases"),
         ("rules: [1]\nrules: [2]", "appear once"),

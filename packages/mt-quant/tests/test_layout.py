@@ -195,7 +195,7 @@ def test_a_missing_tensor_is_named(leaf):
     ("config", "message"),
     [
         ({"quant_method": "gtpq"}, "Did you mean gptq"),
-        ({}, "quant_method None of quantization_config is not known"),
+        ({}, "quant_method None"),
     ],
 )
 def test_an_unknown_layout_is_refused(config, message):
@@ -208,7 +208,7 @@ def test_an_unknown_layout_is_refused(config, message):
     [
         ({"quant_method": "gptq", "bits": 3}, "use 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "NVFP4, FP8_PB_WO are"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "NVFP4, FP8_PB_WO"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
             "quantized_layers does not name it",

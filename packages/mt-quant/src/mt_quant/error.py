@@ -1,4 +1,4 @@
-"""What can be wrong with a recipe, its data or a quantised checkpoint."""
+"""Errors of recipes, calibration data and quantised checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mt_files import UserError
 
 
 class QuantizationError(UserError, ValueError):
-    """A model can't be quantised, or read back, as it was asked for; nothing was written."""
+    """A model can't be quantised or loaded as requested; nothing was written."""
 
 
 class CalibrationError(QuantizationError):

@@ -1,4 +1,4 @@
-"""Scales of the keys and values that attention keeps, one for each head of each layer."""
+"""Static scales of an attention cache, for each head of each layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mt_quant.formats.kv_format import KVFormat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KVScales:
-    """What a code of a layer's keys and values stands for.
+    """Static scales of a layer's keys and values.
 
     Attributes:
-        key: Of each head of keys.
-        value: Of each head of values.
+        key: Scale of each key head.
+        value: Scale of each value head.
 
     Shape:
         key, value: fp32 [heads].
@@ -35,14 +35,14 @@ class KVScales:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KVScheme:
-    """How one layer's keys and values are kept.
+    """Format and scales of one layer's keys and values.
 
     Attributes:
-        format: Of their codes.
-        scales: The static ones, of all heads of the layer; None for a format without.
+        format: Number format.
+        scales: Static scales of all heads of the layer; None for a format without static scales.
 
     Raises:
-        CalibrationError: A format with static scales has none.
+        CalibrationError: The format needs static scales, and there are none.
     """
 
     format: KVFormat
@@ -58,7 +58,7 @@ class KVScheme:
 
 @dataclass(kw_only=True)
 class KVCalibrator:
-    """Watches keys and values, batch by batch, and says how their cache is scaled.
+    """Collects keys and values, batch by batch, and computes their static scales.
 
     Example:
         >>> calibrator = KVCalibrator()
@@ -70,13 +70,13 @@ class KVCalibrator:
     _seen: dict[str, tuple[Magnitudes, Magnitudes]] = field(default_factory=dict)
 
     def update(self, layer: str, key: Tensor, value: Tensor) -> None:
-        """Add the keys and values of a layer: those that its cache would keep.
+        """Add the keys and values that a layer's cache would hold.
 
         Shape:
             key: [B, S, heads, D]. value: [B, S, heads, D of values].
 
         Raises:
-            QuantizationError: A tensor is of another shape, or has another number of heads.
+            QuantizationError: A tensor has a wrong shape or number of heads.
             CalibrationError: A value is not finite.
         """
         for name, tensor in (("key", key), ("value", value)):
@@ -107,18 +107,18 @@ class KVCalibrator:
         each: Literal["head", "layer"] = "head",
         group: Group = None,
     ) -> Mapping[str, KVScales]:
-        """Return each layer's scales: the range of `find_range` over the largest code.
+        """Return each layer's scales: the range from `find_range` divided by the largest code.
 
         Args:
-            limit: Largest code: 448 of e4m3, 127 of int8.
-            by: As for `find_range`.
-            percentile: As for `find_range`.
-            each: Whether heads have scales of their own, or the largest of the layer's.
-            group: Ranks that saw other heads of the same layers, in the same order; the largest of
-                a layer is that of all of them, by an all-reduce (MAX).
+            limit: Largest code: 448 for e4m3, 127 for int8.
+            by: See `find_range`.
+            percentile: See `find_range`.
+            each: Whether each head has a scale, or all heads use the layer's largest one.
+            group: Ranks with other heads of the same layers, in the same order. With
+                `each="layer"`, an all-reduce (MAX) runs for each layer.
 
         Raises:
-            CalibrationError: Nothing was seen.
+            CalibrationError: There was no batch.
             QuantizationError: An argument is out of range.
         """
         if not 0 < limit < float("inf"):

@@ -1,4 +1,4 @@
-"""The range that codes should cover, from values that come in batches."""
+"""Histograms of magnitudes, and the range that codes should cover."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mt_quant.error import CalibrationError, QuantizationError
 
 _BINS = 2048
 _TINY = 2.0**-126
-_STEPS = 100  # ranges that are tried for the least squared error
-_STRIDE = 16  # bins between the ranges that are tried for the least divergence
+_STEPS = 100  # ranges to try for the least squared error
+_STRIDE = 16  # bins between the ranges to try for the least divergence
 
 
 class Magnitudes:
-    """Histograms of magnitudes, one for each row, that grow with what they see.
+    """Histograms of magnitudes, one for each row, whose range grows with the values.
 
-    A bin's width doubles when a value lies beyond the last one, so no value is ever cut off, and
+    The width of the bins doubles when a value lies beyond the last bin, so no value is cut off, and
     the order of the batches moves a value by at most one bin.
 
     Args:
-        rows: How many histograms: 1, or one for each head or feature.
-        device: Where they are kept; where values are is best.
+        rows: Number of histograms: 1, or one for each head or feature.
+        device: Device of the histograms; best the device of the values.
 
     Attributes:
-        tokens: Values that each row saw.
-        largest: Exact; [rows].
-        counts: [rows, bins].
-        width: Of a bin; [rows], 0 for a row that saw only zeros.
+        tokens: Number of values in each row.
+        largest: Largest magnitude, exact; [rows].
+        counts: Number of values in each bin; [rows, bins].
+        width: Width of a bin; [rows], 0 for a row of zeros.
     """
 
     def __init__(self, rows: int = 1, *, device: torch.device | str = "cpu") -> None:
@@ -50,7 +50,7 @@ class Magnitudes:
             values: [rows, n]; any shape if there is one row.
 
         Raises:
-            QuantizationError: The values have another number of rows.
+            QuantizationError: The values have a wrong number of rows.
             CalibrationError: A value is not finite. Nothing was added.
         """
         rows = len(self.largest)
@@ -77,7 +77,7 @@ class Magnitudes:
         self.counts.scatter_add_(1, index, torch.ones_like(index))
 
     def _grow(self, largest: Tensor) -> None:
-        """Double widths until the largest values have a bin, and merge the bins."""
+        """Double the widths until the largest values have a bin, and merge bins."""
         first = (self.width == 0) & (largest > 0)
         self.width = torch.where(first, largest / _BINS, self.width)
         ratio = largest / (self.width.where(self.width > 0, 1.0) * _BINS)
@@ -88,7 +88,7 @@ class Magnitudes:
             self.width = self.width * 2.0**doublings
 
     def row(self, index: int) -> tuple[Tensor, float, float]:
-        """Return counts, width and largest value of one row, on the CPU."""
+        """Return the counts (on the CPU), width and largest value of one row."""
         largest = float(self.largest[index])
         return self.counts[index].cpu().double(), float(self.width[index]), largest
 
@@ -96,25 +96,25 @@ class Magnitudes:
 def find_range(
     magnitudes: Magnitudes, by: str = "max", *, percentile: float = 99.99, levels: int = 127
 ) -> Tensor:
-    """Return the magnitude that the largest code should stand for; larger values are cut off.
+    """Return the magnitude that the largest code should stand for; larger values saturate.
 
     Args:
-        magnitudes: What was seen.
-        by: `max` cuts off nothing; `percentile` leaves that share of values inside; `mse` has the
-            least squared error of rounding; `entropy` has the least Kullback-Leibler divergence
-            of the rounded histogram from the whole one (as TensorRT calibrates; Migacz, 2017).
-        percentile: Of `by="percentile"`, above 0, at most 100.
-        levels: Largest code, for `mse` and `entropy`: codes are spread evenly.
+        magnitudes: Histograms of the values.
+        by: `max` cuts nothing off; `percentile` keeps that percentage of values; `mse` minimises
+            the squared error of rounding; `entropy` minimises the Kullback-Leibler divergence of
+            the rounded histogram from the original one (as TensorRT does; Migacz, 2017).
+        percentile: Percentage for `by="percentile"`, above 0 and at most 100.
+        levels: Largest code, for `mse` and `entropy`, which assume evenly spaced codes.
 
     Shape:
-        Returns fp32 [rows]; 0 for a row that saw only zeros.
+        Returns fp32 [rows]; 0 for a row of zeros.
 
     Raises:
         CalibrationError: No value was seen.
         QuantizationError: An argument is out of range.
     """
     if by not in RANGES:
-        raise QuantizationError(f"unknown way to find a range {by!r}. {did_you_mean(by, RANGES)}")
+        raise QuantizationError(f"unknown range {by!r}. {did_you_mean(by, RANGES)}")
     if not 0 < percentile <= 100:
         raise QuantizationError(f"percentile must be above 0 and at most 100, got {percentile}")
     if not 1 <= levels <= _BINS // 2:
@@ -138,14 +138,14 @@ def _by_max(counts: Tensor, width: float, largest: float, option: float) -> floa
 
 
 def _by_percentile(counts: Tensor, width: float, largest: float, option: float) -> float:
-    """The upper edge of the bin in which the share is reached."""
+    """Return the upper edge of the bin that reaches the percentile."""
     del largest
     reached = counts.cumsum(0) >= counts.sum() * (option / 100)
     return (int(reached.long().argmax()) + 1) * width
 
 
 def _by_error(counts: Tensor, width: float, largest: float, option: float) -> float:
-    """The range with the least squared error of the bins' middles."""
+    """Return the range with the least squared error of the bins' centres."""
     middles = (torch.arange(len(counts), dtype=torch.float64) + 0.5) * width
     ranges = largest * torch.arange(1, _STEPS + 1, dtype=torch.float64) / _STEPS
     steps = (ranges / option)[:, None]
@@ -155,7 +155,7 @@ def _by_error(counts: Tensor, width: float, largest: float, option: float) -> fl
 
 
 def _by_divergence(counts: Tensor, width: float, largest: float, option: float) -> float:
-    """The range whose bins, merged to as many as there are codes, tell the least less."""
+    """Return the range whose histogram, merged to one bin for each code, diverges least."""
     levels, last = int(option) + 1, int(counts.nonzero().max()) + 1
     if last <= levels:
         return largest
@@ -164,7 +164,7 @@ def _by_divergence(counts: Tensor, width: float, largest: float, option: float) 
 
 
 def _divergence(counts: Tensor, stop: int, levels: int) -> float:
-    """From a histogram that is cut off at a bin to what remains of it in so many levels."""
+    """Return the divergence of a histogram cut off at a bin from its version in `levels` bins."""
     kept = counts[:stop]
     target = kept.clone()
     target[-1] += counts[stop:].sum()

@@ -1,4 +1,4 @@
-"""What the inputs of a linear layer are like, in sums over tokens."""
+"""Statistics of the inputs of a linear layer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mt_quant.layers.shape import LinearShape
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Statistics:
-    """Of the inputs that a linear layer saw in calibration. Only what was asked for is there.
+    """Statistics of a linear layer's inputs in calibration; those not collected are None.
 
     Attributes:
-        tokens: How many inputs.
+        tokens: Number of tokens.
         abs_max: Largest magnitude of each feature.
         second_moment: Mean square of each feature.
-        hessian: Mean of the products of each two features.
+        hessian: Mean product of each pair of features.
         output_max: Largest magnitude of the output.
 
     Shape:
@@ -37,14 +37,14 @@ class Statistics:
 
 
 class Collector:
-    """Sums statistics of one layer over batches, as they come.
+    """Collects statistics of one layer, batch by batch.
 
-    Inputs that are split over ranks are gathered first: every rank has the statistics of one.
+    Inputs split over ranks are gathered, so every rank gets the statistics of the whole input.
 
     Args:
-        name: Of the layer, in messages.
-        shape: Of the layer.
-        needs: Which statistics: `abs_max`, `second_moment`, `hessian`, `output_max`.
+        name: Name of the layer, for messages.
+        shape: Shape of its weight.
+        needs: Names of the statistics to collect, fields of `Statistics`.
     """
 
     def __init__(self, name: str, shape: LinearShape, needs: Set[str]) -> None:
@@ -54,7 +54,7 @@ class Collector:
 
     @torch.no_grad()
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add what the layer saw and made in one call.
+        """Add the input and output of one call.
 
         Raises:
             CalibrationError: A value is not finite.
@@ -79,7 +79,7 @@ class Collector:
         """Return the statistics of all batches.
 
         Raises:
-            CalibrationError: The layer saw no input.
+            CalibrationError: The layer received no input.
         """
         if not self.tokens:
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""The forwards of several batches, which wait for each other in front of every stage of a model."""
+"""Forwards of several batches that wait for each other before every stage of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mt_quant.error import CalibrationError
 
 
 class _CancelledError(BaseException):
-    """Ends the forward of a batch from within; nothing else catches it."""
+    """Ends the forward of a batch from inside; a BaseException, so that no model catches it."""
 
 
 class _Forward(threading.Thread):
-    """The forward of one batch. It runs while the walk waits, and waits while the walk runs."""
+    """The forward of one batch, in a thread that takes turns with the walk."""
 
     def __init__(self, run: Callable[[], object], settings: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -38,13 +38,13 @@ class _Forward(threading.Thread):
                     self._run()
         except _CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the walk waits
+        except BaseException as error:  # noqa: BLE001 - raised again in `resume`
             self.error = error
         self.at = None
         self._stopped.release()
 
     def stop_at(self, name: str) -> None:
-        """Wait, in the forward, until the walk goes on."""
+        """Wait, in the forward's thread, for the next `resume`."""
         self.at = name
         self._stopped.release()
         self._go.acquire()
@@ -52,7 +52,7 @@ class _Forward(threading.Thread):
             raise _CancelledError
 
     def resume(self) -> None:
-        """Go on, for the walk, until the forward stops again or ends."""
+        """Let the forward run, from the walk's thread, until it stops again or ends."""
         self._go.release()
         self._stopped.acquire()
         if self.error is not None:
@@ -60,16 +60,16 @@ class _Forward(threading.Thread):
 
 
 class Walk:
-    """All batches through a model, stage by stage, in the order in which it calls them.
+    """Runs all batches through a model stage by stage, in the order of the model's calls.
 
-    Each batch's forward is a thread of its own that stops in front of each stage, so that nothing
-    is assumed of how stages are connected. One thread runs at a time. What is kept between stages
-    is what the forwards themselves keep: the activations of one place of the model.
+    Each batch's forward has a thread that stops before each stage, so the walk assumes nothing
+    about the connections between stages. One thread runs at a time. Between stages, memory holds
+    only what the forwards hold: the activations at one place of the model.
 
     Args:
-        model: Called with each batch.
-        stages: Modules by name; their forwards are wrapped while the walk goes on.
-        batches: Positional (tuple, list) or named (mapping) arguments, or a tensor.
+        model: The model to call with each batch.
+        stages: Modules by name; their forwards are wrapped during the walk.
+        batches: Each a tensor, positional arguments (tuple, list) or named ones (mapping).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Walk:
 
     @contextmanager
     def running(self) -> Iterator[Iterator[str]]:
-        """Yield the names of stages in order; every batch waits in front of the named one.
+        """Yield the names of stages in order; every batch waits before the named stage.
 
         Raises:
             CalibrationError: Batches call stages in different orders.
@@ -112,19 +112,20 @@ class Walk:
                 module.training = training
 
     def look(self, observe: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Run the stage that all wait at for every batch, without going on behind it.
+        """Run the current stage for every batch; all batches still wait before it afterwards.
 
         Args:
-            observe: Called with the stage's own first input and its output; hooks of modules
-                inside it are called as always.
+            observe: Called with the stage's first input and its output. Hooks of modules inside
+                the stage are called as usual.
         """
+        # Each forward runs the stage on copies and stops at the same stage a second time.
         self._looking, self._observe = True, observe
         for forward in self._forwards:
             forward.resume()
         self._looking = False
 
     def put(self, name: str, module: nn.Module) -> None:
-        """Have `module` take the place of a stage for the batches that wait in front of it."""
+        """Let the waiting batches call `module` instead of a stage."""
         self._made[name] = module
 
     def _steps(self) -> Iterator[str]:
@@ -142,6 +143,7 @@ class Walk:
             if place is None:
                 return
             yield place
+            # All batches have passed this place once; later calls of the stage don't stop.
             self._release(place)
 
     def _stopping(
@@ -149,12 +151,12 @@ class Walk:
     ) -> Callable[..., Any]:
         def stop(*args: Any, **kwargs: Any) -> Any:
             thread = threading.current_thread()
-            if not isinstance(thread, _Forward):
+            if not isinstance(thread, _Forward):  # a call from outside the walk
                 return forward(*args, **kwargs)
             thread.stop_at(name)
             if self._looking:
                 copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-                y = forward(*copies[0], **copies[1])  # for what looks; no stage behind gets it
+                y = forward(*copies[0], **copies[1])  # observed only; no later stage reads it
                 if self._observe is not None:
                     self._observe(copies[0][0], y)
                 thread.stop_at(name)
@@ -164,7 +166,7 @@ class Walk:
         return stop
 
     def _release(self, name: str) -> None:
-        """Give a stage its own forward back."""
+        """Restore the forward of a stage."""
         module = self._stages[name]
         vars(module).pop("forward", None)
         if name in self._before:
@@ -180,7 +182,7 @@ def _call(model: nn.Module, batch: Any) -> Callable[[], object]:
 
 
 def _thread_settings() -> Callable[[], None]:
-    """Return what gives a new thread this one's device."""
+    """Return a function that sets this thread's device in a new thread."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return lambda: None
     device = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""The layout of compressed-tensors: what transformers and vLLM read."""
+"""The layout of compressed-tensors, which transformers and vLLM read."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def describe_compressed(
     """Return the `quantization_config` of config.json.
 
     Args:
-        layers: Formats of weight and input of the layers in low precision, by name.
-        kv_cache: Of the keys and values of all attention; None leaves them.
-        kept: Names of the other modules with a matrix, which need no mention here.
+        layers: Formats of weight and input of each quantised layer, by name.
+        kv_cache: Format of all keys and values; None leaves them.
+        kept: Names of the other modules with a matrix, which this layout does not list.
 
     Raises:
-        QuantizationError: The layout has no such format.
+        QuantizationError: The layout does not have a format.
     """
     del kept
     groups: dict[tuple[str, str], list[str]] = {}
@@ -83,7 +83,7 @@ def _format_of(layouts: set[str]) -> str:
 
 
 def by_channel_format(format: WeightFormat) -> WeightFormat:
-    """Return the format in which integers are stored: never with one scale for the tensor."""
+    """Return the stored format: integers with one scale for the tensor get one for each output."""
     if not format.is_integer or format.group != "tensor":
         return format
     return WeightFormat(type=format.type, group="channel", symmetric=format.symmetric)
@@ -135,11 +135,11 @@ def _input_arguments(format: InputFormat) -> dict[str, Any]:
 
 
 def write_compressed(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a layer by the ends of their names.
+    """Return the tensors of a layer by the last part of their names.
 
     Args:
-        layer: In low precision.
-        dtype: Of scales that the layout does not give one; the model's.
+        layer: The quantised layer.
+        dtype: Dtype of scales whose dtype the layout leaves open; the model's.
     """
     made = _write_integer(layer, dtype) if layer.weight.format.is_integer else _write_float(layer)
     if layer.step is not None:
@@ -182,15 +182,15 @@ def _write_float(layer: StoredLinear) -> dict[str, Tensor]:
 def read_compressed(
     config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
 ) -> StoredLinear:
-    """Return a layer as its tensors and the `quantization_config` have it.
+    """Return a layer from its tensors and the `quantization_config`.
 
     Args:
         config: The `quantization_config`.
-        name: Of the layer.
-        tensors: By the ends of their names.
+        name: Name of the layer.
+        tensors: The layer's tensors by the last part of their names.
 
     Raises:
-        QuantizationError: A tensor is missing or has another shape, or the scheme is not known.
+        QuantizationError: A tensor is missing or has a wrong shape, or the scheme is unknown.
     """
     scheme = _scheme_of(config, name)
     weights = _mapping(scheme.get("weights"), f"{name}: weights of its scheme")
@@ -201,7 +201,7 @@ def read_compressed(
     elif kind == "float" and bits in (4, 8):
         weight, order = _read_float(tensors, weights), None
     else:
-        raise QuantizationError(f"{name}: weights of {kind} with {bits} bits are not known")
+        raise QuantizationError(f"{name}: weights of type {kind} with {bits} bits are unknown")
     step = None
     if input is not None and not input.dynamic:
         step = needed(tensors, "input_scale")[0].float().reshape(-1)
@@ -221,7 +221,7 @@ def _scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         matching += [checked] if "Linear" in targets else []
     if not matching:
         raise QuantizationError(
-            f"{name} has codes, and no group of quantization_config names it; restore config.json"
+            f"{name} has codes, but no group of quantization_config names it; restore config.json"
         )
     return matching[0]
 
@@ -249,7 +249,7 @@ def _input_of(given: object, name: str) -> InputFormat | None:
     if (bits, kind) == (4, "float") and found.get("group_size") == 32:
         return InputFormat(type="mxfp4", group="block")
     if bits != 8 or strategy not in ("token", "tensor") or found.get("symmetric") is False:
-        return None  # not rounded: more exact than the scheme asks for
+        return None  # left as it is: more exact than the scheme
     type = "int8" if kind == "int" else "fp8"
     if strategy == "token":
         return InputFormat(type=type, group="token")
@@ -285,17 +285,17 @@ def _read_integer(
 def by_groups(
     codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: Tensor | None
 ) -> tuple[QuantizedWeight, Tensor | None]:
-    """Return a weight whose columns lie by group, and where they lie in the layer's.
+    """Return a weight with its columns sorted by group, and each column's index in the layer.
 
     Args:
-        codes: uint8 [out, in].
-        scale: [out, groups].
-        zero: [out, groups]; None for the middle.
-        bits: Of a code.
-        group: Of each column, [in]; None, or less than 0, where they lie in order.
+        codes: Unsigned codes, uint8 [out, in].
+        scale: Scales, [out, groups].
+        zero: Zero points, [out, groups]; None for the middle.
+        bits: Number of bits of a code.
+        group: Group of each column, [in]; None or negative for columns in order.
 
     Raises:
-        QuantizationError: Groups are of different sizes, or out of range.
+        QuantizationError: The groups have different sizes, or are out of range.
     """
     if group is None or scale.shape[1] == 1 or bool((group < 0).all()):
         return integer_weight(codes, scale, zero, bits), None
@@ -305,7 +305,7 @@ def by_groups(
     expected = torch.arange(count).repeat_interleave(codes.shape[1] // count)
     if not torch.equal(sorted_group, expected):
         raise QuantizationError(
-            f"g_idx does not give each of {count} groups as many of {codes.shape[1]} inputs; "
+            f"g_idx does not divide {codes.shape[1]} inputs into {count} groups of equal size; "
             "restore the file"
         )
     is_sorted = torch.equal(group.long(), expected)
@@ -331,10 +331,10 @@ def _read_float(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Qu
 
 
 def scaled_weight(data: Tensor, scale: Tensor) -> QuantizedWeight:
-    """Return an fp8 weight with a scale for the tensor, for outputs or for groups of inputs.
+    """Return an fp8 weight with scales for the tensor, its outputs or groups of its inputs.
 
     Raises:
-        QuantizationError: The scales are not as many.
+        QuantizationError: The number of scales is wrong.
     """
     if scale.numel() == 1:
         format = WeightFormat(type="fp8", group="tensor")
@@ -346,14 +346,14 @@ def scaled_weight(data: Tensor, scale: Tensor) -> QuantizedWeight:
 
 
 def block_weight(data: Tensor, scale: Tensor, block: tuple[int, int]) -> QuantizedWeight:
-    """Return an fp8 weight with a scale for each box of outputs and inputs; the values are equal.
+    """Return an fp8 weight with a scale for each block of outputs and inputs, without loss.
 
     Raises:
-        QuantizationError: The scales are not as many.
+        QuantizationError: The number of scales is wrong.
     """
     rows, columns = data.shape
     check_shape("the scale", scale, (-(-rows // block[0]), -(-columns // block[1])))
-    size = math.gcd(block[1], columns)  # so that a last box that is not whole has groups too
+    size = math.gcd(block[1], columns)  # so that a partial last block is whole groups too
     wide = scale.float().repeat_interleave(block[0], 0)[:rows]
     wide = wide.repeat_interleave(block[1] // size, 1)[:, : columns // size]
     format = WeightFormat(type="fp8", group=size if size < columns else "channel")
@@ -363,7 +363,7 @@ def block_weight(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Quantiz
 def float_weight(
     data: Tensor, scale: Tensor, format: WeightFormat, level: Tensor | None = None
 ) -> QuantizedWeight:
-    """Return a weight of floats: codes of 8 bits, or bytes of two."""
+    """Return a float weight from codes of 8 bits, or from bytes of two codes."""
     raw = data.contiguous().view(torch.uint8)
     columns = raw.shape[1] * 8 // format.bits
     return QuantizedWeight(
@@ -382,10 +382,10 @@ def _read_fp4(data: Tensor, scale: Tensor, tensors: Mapping[str, Tensor]) -> Qua
 
 
 def nvfp4_weight(data: Tensor, scale: Tensor, level: Tensor) -> QuantizedWeight:
-    """Return a weight of nvfp4: bytes of two codes, e4m3 scales of 16, and what they multiply.
+    """Return an nvfp4 weight: bytes of two codes, e4m3 scales of 16 inputs, and their factor.
 
     Raises:
-        QuantizationError: The scales are not as many, or not e4m3.
+        QuantizationError: The number of scales is wrong, or they are not e4m3.
     """
     check_shape("weight_scale", scale, (data.shape[0], 2 * data.shape[1] // 16))
     check_e4m3("weight_scale", scale)

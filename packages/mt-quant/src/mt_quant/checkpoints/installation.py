@@ -1,4 +1,4 @@
-"""Between layers of a model and layers as checkpoints of other software have them."""
+"""Exchange of quantised layers between models and checkpoints of other software."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from mt_quant.layers.shape import LinearShape, shape_of
 
 
 def install(model: nn.Module, layers: Mapping[str, StoredLinear]) -> None:
-    """Put layers in low precision in the place of linear ones, each rank its part.
+    """Replace linear layers of a model by stored quantised layers; each rank takes its part.
 
     Args:
-        model: Changed in place.
-        layers: Whole layers, by the names of those that they replace.
+        model: The model, changed in place.
+        layers: Whole stored layers, by the name of the layer to replace.
 
     Raises:
-        QuantizationError: A layer is none, is of another size, or a rank's part cuts a group.
+        QuantizationError: A module is no linear layer, a size differs, or a rank's part cuts a
+            group.
     """
     for name, stored in layers.items():
         layer = model.get_submodule(name)
@@ -64,20 +65,21 @@ def compressed_state(
     """Return a model's tensors, and their description, in the layout of compressed-tensors.
 
     Args:
-        model: With layers in low precision, on one process.
-        dtype: Of scales; None is that of each layer's bias or, without one, fp32.
-        kv_schemes: How attention keeps keys and values, by its name; all in one static format.
+        model: The quantised model, on one process.
+        dtype: Dtype of scales; by default the dtype of each layer's bias, or fp32 without a bias.
+        kv_schemes: Schemes of keys and values by name of the attention module, all in one static
+            format.
 
     Returns:
         Tensors by name, for a safetensors file, and the `quantization_config` of config.json.
 
     Raises:
-        QuantizationError: A layer has what the layout has no place for, or none is in low
-            precision.
+        QuantizationError: A layer has a part that the layout can't store, or no layer is
+            quantised.
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     if not layers:
-        raise QuantizationError("no layer is in low precision; call quantize first")
+        raise QuantizationError("no layer is quantised; call quantize first")
     inside = tuple(f"{name}." for name in layers)
     tensors = {n: t for n, t in model.state_dict().items() if not n.startswith(inside)}
     formats: dict[str, tuple[WeightFormat, InputFormat | None]] = {}
@@ -98,10 +100,10 @@ def compressed_state(
 
 
 def stored_layer(layer: QuantizedLinear) -> StoredLinear:
-    """Return a layer as checkpoints of other software can have it.
+    """Return a layer as checkpoints of other software store it.
 
     Raises:
-        QuantizationError: They can't: it is a part of a layer, or does more than round.
+        QuantizationError: The layer is split over ranks, or has parts that they can't store.
     """
     extras = {
         "a scale for each input feature": layer.input_scale,
@@ -111,8 +113,8 @@ def stored_layer(layer: QuantizedLinear) -> StoredLinear:
     found = [name for name, value in extras.items() if value is not None]
     if found:
         raise QuantizationError(
-            f"the layer has {' and '.join(found)}, which other software has no place for; use a "
-            "method that has none, such as rtn or gptq"
+            f"the layer has {' and '.join(found)}, which other software can't store; use a "
+            "method without it, such as rtn or gptq"
         )
     if layer.shape.split is not None:
         raise QuantizationError("the layer is split over ranks; write it from one process")

@@ -1,4 +1,4 @@
-"""Scales of keys and values as checkpoints have them: `kv_cache_scheme`, `k_scale`, `v_scale`."""
+"""Scales of keys and values in checkpoints: `kv_cache_scheme`, `k_scale`, `v_scale`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_quant.error import QuantizationError
 from mt_quant.formats.kv_format import KVFormat
 
 KV_LEAVES = ("k_scale", "v_scale")
-"""Ends of the names of an attention module's scales."""
+"""Last parts of the names of an attention module's scales."""
 _STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 
 
@@ -23,12 +23,12 @@ def describe_kv_cache(format: KVFormat) -> dict[str, Any]:
     """Return the `kv_cache_scheme` of a `quantization_config`.
 
     Raises:
-        QuantizationError: The format has no static scales, which are what checkpoints hold.
+        QuantizationError: The format has no static scales, the only ones that checkpoints store.
     """
     if not format.is_static:
         raise QuantizationError(
-            f"a checkpoint has static scales of keys and values, and {format} none; use "
-            f"{format.type}-head or {format.type}-tensor, or ask for {format.type} when it is run"
+            f"a checkpoint stores static scales of keys and values, and {format} has none; use "
+            f"{format.type}-head or {format.type}-tensor, or choose {format.type} at run time"
         )
     return {
         "num_bits": 8,
@@ -41,13 +41,13 @@ def describe_kv_cache(format: KVFormat) -> dict[str, Any]:
 
 
 def kv_format_of(config: Mapping[str, Any]) -> KVFormat | None:
-    """Return the format of the keys and values of a `quantization_config`; None without.
+    """Return the format of keys and values in a `quantization_config`, if it names one.
 
-    That is its `kv_cache_scheme`, or the `kv_cache_quant_algo` FP8 of ModelOpt; another of ModelOpt
-    counts for nothing, as keys and values that are kept in full are more exact.
+    The format is its `kv_cache_scheme`, or FP8 for ModelOpt's `kv_cache_quant_algo: FP8`. Other
+    algorithms of ModelOpt are ignored, because full keys and values are more exact.
 
     Raises:
-        QuantizationError: It is none that is read.
+        QuantizationError: The scheme is not supported.
     """
     scheme = config.get("kv_cache_scheme")
     if scheme is None:
@@ -62,34 +62,34 @@ def kv_format_of(config: Mapping[str, Any]) -> KVFormat | None:
     is_plain = not found.get("dynamic") and found.get("symmetric") is not False
     if type is None or group is None or found.get("num_bits") != 8 or not is_plain:
         raise QuantizationError(
-            f"kv_cache_scheme {shorten(scheme)} is not read; int and float of 8 bits are, "
-            "symmetric, not dynamic, with the strategy tensor or attn_head; take it out of "
-            "config.json to keep keys and values in full"
+            f"kv_cache_scheme {shorten(scheme)} is not supported; int and float of 8 bits are, "
+            "symmetric, not dynamic, with the strategy tensor or attn_head; remove it from "
+            "config.json to keep full keys and values"
         )
     return KVFormat.named(f"{type}-{group}")
 
 
 def common_kv_format(schemes: Mapping[str, KVScheme]) -> KVFormat | None:
-    """Return the one format that a checkpoint can have of attention modules; None without any.
+    """Return the common format of all attention modules; None without any module.
 
     Raises:
-        QuantizationError: They have several.
+        QuantizationError: The modules have several formats, and a checkpoint stores one.
     """
     formats = {scheme.format: name for name, scheme in schemes.items()}
     if len(formats) > 1:
         listed = " and ".join(f"{format} ({name})" for format, name in list(formats.items())[:2])
         raise QuantizationError(
-            f"a checkpoint has one format of all keys and values, and there are {listed}; give all "
+            f"a checkpoint has one format for keys and values, and there are {listed}; give all "
             "attention the same rule"
         )
     return next(iter(formats), None)
 
 
 def write_kv_scales(scheme: KVScheme) -> dict[str, Tensor]:
-    """Return the scales of an attention module by the ends of their names.
+    """Return the scales of an attention module by the last part of their names.
 
     Raises:
-        QuantizationError: There are no static ones.
+        QuantizationError: The format has no static scales.
     """
     describe_kv_cache(scheme.format)
     scales = scheme.scales
@@ -103,12 +103,12 @@ def read_kv_scales(tensors: Mapping[str, Tensor], format: KVFormat, heads: int) 
     """Return the scales of an attention module.
 
     Args:
-        tensors: By the ends of their names.
-        format: As `kv_format_of` gives it.
-        heads: Of keys and values; where there is one for all queries, the largest scale is its.
+        tensors: The scales by the last part of their names.
+        format: The result of `kv_format_of`.
+        heads: Number of key and value heads; a single head takes the largest scale.
 
     Raises:
-        QuantizationError: One is missing, not for as many heads, or no scale.
+        QuantizationError: A scale is missing, not above 0, or their number is wrong.
     """
     made: list[Tensor] = []
     for name, given in zip(KV_LEAVES, needed(tensors, *KV_LEAVES), strict=True):

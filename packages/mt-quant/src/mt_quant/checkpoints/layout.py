@@ -1,4 +1,4 @@
-"""Layouts of quantised checkpoints, by the `quantization_config` of their config.json."""
+"""Reading of quantised checkpoints, by the `quantization_config` of their config.json."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mt_quant.error import QuantizationError
 from mt_quant.formats.packing import unpack_words
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which output each code of a word of AWQ is, from the lowest bits on."""
+"""Index of the output of each code in a word of AWQ, from the lowest bits."""
 
 _Read = Callable[[Mapping[str, Any], str, Mapping[str, Tensor]], StoredLinear]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a checkpoint stores linear layers in low precision.
+    """Layout of the quantised linear layers in a checkpoint.
 
     Attributes:
-        name: What `quant_method` is there.
-        leaves: Ends of the names of a layer's tensors, beside `weight` and `bias`.
-        reader: Makes a layer of them.
+        name: Value of `quant_method`.
+        leaves: Last parts of the names of a layer's tensors, besides `weight` and `bias`.
+        reader: Function that makes a layer from its tensors.
         config: The `quantization_config`.
     """
 
@@ -50,21 +50,21 @@ class Layout:
         """Return the layout of a `quantization_config`.
 
         Raises:
-            QuantizationError: It is not known.
+            QuantizationError: The layout is unknown.
         """
         name = config.get("quant_method")
         if name not in LAYOUTS:
             raise QuantizationError(
-                f"quant_method {shorten(name)} of quantization_config is not known. "
+                f"quant_method {shorten(name)} of quantization_config is unknown. "
                 f"{did_you_mean(str(name), LAYOUTS)}"
             )
         return replace(LAYOUTS[str(name)], config=config)
 
     def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return outputs and inputs of a layer.
+        """Return the number of outputs and inputs of a layer.
 
         Raises:
-            QuantizationError: It has no codes.
+            QuantizationError: The layer has no codes.
         """
         if "weight" in tensors:
             rows, columns = tensors["weight"].shape
@@ -81,11 +81,11 @@ class Layout:
         return scale.shape[1], words.shape[0] * each
 
     def read(self, name: str, tensors: Mapping[str, Tensor]) -> StoredLinear:
-        """Return the layer of a name, of its tensors by the ends of their names.
+        """Return a layer from its name and its tensors, by the last part of their names.
 
         Raises:
-            QuantizationError: A tensor is missing, has another shape or dtype, or a setting of the
-                configuration is not known.
+            QuantizationError: A tensor is missing or has a wrong shape or dtype, or a setting of
+                the configuration is unknown.
         """
         return self.reader(self.config, name, tensors)
 
@@ -101,7 +101,7 @@ def _gptq(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -
     codes = unpack_words(words.t().contiguous(), bits, columns)
     zero = unpack_words(zeros, bits, outputs)
     if config.get("checkpoint_format", "gptq") != "gptq_v2":
-        zero = (zero + 1) & ((1 << bits) - 1)  # the first version stores one less
+        zero = (zero + 1) & ((1 << bits) - 1)  # version 1 stores zero points minus one
     made = by_groups(codes, scale.t(), zero.t().contiguous(), bits, tensors.get("g_idx"))
     return StoredLinear(weight=made[0], order=made[1])
 
@@ -111,7 +111,7 @@ def _awq(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) ->
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or _bits(config) != 4:
         raise QuantizationError(
-            f"AWQ of version {version!r} with {_bits(config)} bits is not read; 'gemm' with 4 is"
+            f"AWQ version {version!r} with {_bits(config)} bits is not supported; use 'gemm' with 4"
         )
     words, scale = needed(tensors, "qweight", "scales")
     groups, outputs = scale.shape

@@ -1,7 +1,7 @@
-"""The layout of NVIDIA's Model Optimizer: what TensorRT-LLM, vLLM and SGLang read.
+"""The layout of NVIDIA's Model Optimizer, which TensorRT-LLM, vLLM and SGLang read.
 
 Source: the `quantization_config` and `hf_quant_config.json` that its export of Hugging Face folders
-writes, and the tensors that vLLM's `modelopt` method takes.
+writes, and the tensors that vLLM's `modelopt` method reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAVES = ("weight_scale", "weight_scale_2", "input_scale")
 MIXED = "MIXED_PRECISION"
 BLOCKS_ALONE = "FP8_PB_WO"
 _BLOCK = (128, 128)
-# By the formats of weight and input, what other software calls it.
+# The name of each pair of formats, of weight and input.
 _ALGORITHMS: Mapping[tuple[str, str], str] = {
     ("fp8-tensor", "fp8-static"): "FP8",
     ("fp8-channel", "fp8-token"): "FP8_PER_CHANNEL_PER_TOKEN",
@@ -44,12 +44,12 @@ def describe_modelopt(
     """Return the `quantization_config` of config.json.
 
     Args:
-        layers: Formats of weight and input of the layers in low precision, by name.
-        kv_cache: Of the keys and values of all attention; None leaves them.
+        layers: Formats of weight and input of each quantised layer, by name.
+        kv_cache: Format of all keys and values; None leaves them.
         kept: Names of the other modules with a matrix.
 
     Raises:
-        QuantizationError: The layout has no such format.
+        QuantizationError: The layout does not have a format.
     """
     chosen = {name: _algorithm(*formats) for name, formats in layers.items()}
     found = dict.fromkeys(chosen.values())
@@ -63,10 +63,10 @@ def describe_modelopt(
     described: dict[str, Any] = {"quant_method": METHOD, "config_groups": groups}
     described |= {"ignore": list(kept), "producer": {"name": METHOD, "version": "mt-quant"}}
     if len(found) > 1:
-        described["quantized_layers"] = {name: _told(chosen[name]) for name in chosen}
+        described["quantized_layers"] = {name: _algorithm_fields(chosen[name]) for name in chosen}
         described["quant_algo"] = MIXED
     elif found:
-        described |= _told(next(iter(found)))
+        described |= _algorithm_fields(next(iter(found)))
     if kv_cache is not None:
         _check_kv_cache(kv_cache)
         described["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -74,7 +74,7 @@ def describe_modelopt(
 
 
 def files_of(described: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return what stands beside config.json: the same for readers of an older kind, by name."""
+    """Return the files beside config.json by name: the same description for older readers."""
     kept = ("quant_algo", "group_size", "quantized_layers")
     inner = {key: described[key] for key in kept if key in described}
     inner["kv_cache_quant_algo"] = "FP8" if "kv_cache_scheme" in described else None
@@ -84,11 +84,11 @@ def files_of(described: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def write_modelopt(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a layer by the ends of their names.
+    """Return the tensors of a layer by the last part of their names.
 
     Args:
-        layer: In low precision.
-        dtype: Of what the layout does not give one, which is nothing.
+        layer: The quantised layer.
+        dtype: Not used, as the layout fixes all dtypes.
     """
     del dtype
     weight, name = layer.weight, _algorithm(layer.weight.format, layer.input)
@@ -105,17 +105,17 @@ def write_modelopt(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def kv_names(names: Sequence[str]) -> dict[str, str]:
-    """Return what the layout calls the scales of keys and of values."""
+    """Return the layout's names of the scales of keys and values."""
     return dict(zip(names, _KEYS, strict=True))
 
 
 def read_modelopt(
     config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
 ) -> StoredLinear:
-    """Return a layer as its tensors and the `quantization_config` have it.
+    """Return a layer from its tensors and the `quantization_config`.
 
     Raises:
-        QuantizationError: A tensor is missing or has another shape, or the algorithm is not known.
+        QuantizationError: A tensor is missing or has a wrong shape, or the algorithm is unknown.
     """
     algorithm = _algorithm_of(config, name)
     data, scale = needed(tensors, "weight", "weight_scale")
@@ -124,7 +124,9 @@ def read_modelopt(
         return StoredLinear(weight=nvfp4_weight(data, scale, level))
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", BLOCKS_ALONE):
         known = ", ".join((*dict.fromkeys(_ALGORITHMS.values()), "NVFP4", BLOCKS_ALONE))
-        raise QuantizationError(f"quant_algo {shorten(algorithm)} is not read; {known} are")
+        raise QuantizationError(
+            f"quant_algo {shorten(algorithm)} is not supported; use one of {known}"
+        )
     check_e4m3("weight", data)
     if algorithm == "MXFP8":
         check_shape("weight_scale", scale, (data.shape[0], data.shape[1] // 32))
@@ -151,7 +153,7 @@ def _algorithm_of(config: Mapping[str, Any], name: str) -> str | None:
         found = own.get("quant_algo") if isinstance(own, Mapping) else None
         if found is None:
             raise QuantizationError(
-                f"{name} has codes, and quantized_layers does not name it; restore config.json"
+                f"{name} has codes, but quantized_layers does not name it; restore config.json"
             )
     return found.upper() if isinstance(found, str) else None
 
@@ -171,7 +173,7 @@ def _algorithm(weight: WeightFormat, input: InputFormat | None) -> str:
     )
 
 
-def _told(algorithm: str) -> dict[str, Any]:
+def _algorithm_fields(algorithm: str) -> dict[str, Any]:
     size = _GROUPS.get(algorithm)
     return {"quant_algo": algorithm, **({} if size is None else {"group_size": size})}
 

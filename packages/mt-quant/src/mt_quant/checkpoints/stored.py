@@ -1,4 +1,4 @@
-"""A linear layer as checkpoints of other software have it: low-bit weight and input format."""
+"""Quantised linear layers as checkpoints of other software store them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mt_quant.formats.weight import QuantizedWeight
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredLinear:
-    """What a checkpoint says of one linear layer.
+    """A quantised linear layer of a checkpoint.
 
     Attributes:
-        weight: In low precision.
-        input: How its input is rounded; None leaves it.
-        step: The static scale of the input, of an `input` that is not dynamic.
-        order: Where the columns of `weight` lie in the layer's, for layouts that order them by
-            groups; None where they lie as they are.
+        weight: The quantised weight.
+        input: Format to round the input to; None leaves it.
+        step: Static scale of the input, for an `input` that is not dynamic.
+        order: Index in the layer of each column of `weight`, for layouts that sort columns by
+            group; None for the layer's own order.
 
     Shape:
         step: fp32 [1, 1]. order: [in].
@@ -46,31 +46,31 @@ class StoredLinear:
         return torch.empty_like(values).index_copy_(1, self.order, values)
 
     def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> StoredLinear:
-        """Return some outputs and inputs, by index.
+        """Return selected outputs and inputs, by index.
 
         Raises:
-            QuantizationError: The columns cut a group, or are ordered by groups.
+            QuantizationError: The columns cut a group, or are sorted by group.
         """
         if self.order is not None:
             raise QuantizationError(
-                "its inputs are ordered by groups (g_idx), which no layer here computes with; "
+                "its inputs are sorted by group (g_idx), which no layer here computes with; "
                 "read it dequantised"
             )
         return replace(self, weight=self.weight.take(rows, columns))
 
 
 def join_rows(parts: Sequence[StoredLinear], rows: Tensor) -> StoredLinear:
-    """Put the outputs of several layers with the same inputs together.
+    """Concatenate the outputs of several layers with the same input.
 
-    Scales of whole tensors that differ become scales of channels; of static scales of the input,
-    each for the same values, the largest is taken.
+    Different scales of whole tensors become scales of channels. The largest static input scale
+    serves all parts.
 
     Args:
-        parts: Of the same formats.
-        rows: For each output of all parts, in order, its index in the result.
+        parts: Layers with equal formats.
+        rows: Index in the result of each output, over all parts in order.
 
     Raises:
-        QuantizationError: The parts differ in a way that no common format can hold.
+        QuantizationError: The parts have no common format.
     """
     parts = _with_same_scales([part.take() for part in parts])
     first = parts[0]
@@ -111,7 +111,7 @@ def _with_same_scales(parts: Sequence[StoredLinear]) -> list[StoredLinear]:
 
 
 def by_channel(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the weight with a scale for each output, where it has one for the tensor."""
+    """Return the weight with a scale for each output instead of one for the tensor."""
     if weight.format.group != "tensor":
         return weight
     rows = weight.shape[0]
@@ -125,9 +125,9 @@ def by_channel(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def integer_weight(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> QuantizedWeight:
-    """Return a weight of codes from 0 on, with zero points from 0 on; None is the middle.
+    """Return a weight from unsigned codes and zero points; None stands for the middle.
 
-    It is symmetric where every zero point is the middle.
+    The weight is symmetric if every zero point is the middle.
 
     Shape:
         codes: uint8 [out, in]. scale, zero: [out, groups].
@@ -151,7 +151,7 @@ def integer_weight(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int)
     data = codes[:, ::2] | (codes[:, 1::2] << 4) if bits == 4 else codes
     if bits == 8 and symmetric:
         data = (codes.to(torch.int16) - middle).to(torch.int8)
-    near = scale.to(torch.bfloat16)  # as kernels have it, where that is exact
+    near = scale.to(torch.bfloat16)  # as kernels want it, if that is exact
     return QuantizedWeight(
         data=data,
         scale=near if torch.equal(near.to(scale.dtype), scale) else scale.float(),
@@ -165,7 +165,7 @@ def group_of(scale: Tensor, columns: int) -> int | Literal["channel"]:
     """Return the group of a `WeightFormat` whose scales have this shape.
 
     Raises:
-        QuantizationError: There is none.
+        QuantizationError: The groups do not divide the inputs.
     """
     groups = scale.shape[1]
     if groups == 1:
@@ -176,10 +176,10 @@ def group_of(scale: Tensor, columns: int) -> int | Literal["channel"]:
 
 
 def needed(tensors: Mapping[str, Tensor], *names: str) -> list[Tensor]:
-    """Return tensors of a layer.
+    """Return tensors of a layer by name.
 
     Raises:
-        QuantizationError: One is missing.
+        QuantizationError: A tensor is missing.
     """
     for name in names:
         if name not in tensors:

@@ -1,4 +1,4 @@
-"""Layouts in which folders of Hugging Face are written."""
+"""Writing of quantised checkpoints, by layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mt_quant.formats.kv_format import KVFormat
 
 
 class Describe(Protocol):
-    """Makes a `quantization_config`; see `describe_compressed`."""
+    """Function that returns a `quantization_config`; see `describe_compressed`."""
 
     def __call__(
         self,
@@ -26,20 +26,20 @@ class Describe(Protocol):
         kv_cache: KVFormat | None = None,
         kept: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Return it, or raise QuantizationError for a format that the layout does not have."""
+        """Return the description, or raise QuantizationError for a format the layout lacks."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWriter:
-    """How a folder says what is in low precision.
+    """Layout in which a folder of Hugging Face stores quantised layers.
 
     Attributes:
-        name: `quant_method` there.
-        describe: Makes its `quantization_config`.
-        write: Makes the tensors of a layer, by the ends of their names.
-        kv_names: Takes the ends of the names of scales of keys and values, gives those here.
-        files: Makes what stands beside config.json, by name, of the `quantization_config`.
+        name: Value of `quant_method`.
+        describe: Returns the `quantization_config`.
+        write: Returns the tensors of a layer, by the last part of their names.
+        kv_names: Maps the names of the scales of keys and values to the layout's own names.
+        files: Returns the files beside config.json, by name, from the `quantization_config`.
     """
 
     name: str
@@ -50,14 +50,14 @@ class LayoutWriter:
 
     @classmethod
     def of(cls, name: str) -> LayoutWriter:
-        """Return the one of a name.
+        """Return a layout by name.
 
         Raises:
-            QuantizationError: There is none.
+            QuantizationError: The name is unknown.
         """
         if name not in WRITERS:
             raise QuantizationError(
-                f"layout {shorten(name)} is not written. {did_you_mean(str(name), WRITERS)}"
+                f"unknown layout {shorten(name)}. {did_you_mean(str(name), WRITERS)}"
             )
         return WRITERS[name]
 

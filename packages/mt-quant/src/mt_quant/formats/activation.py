@@ -1,4 +1,4 @@
-"""Activations in low precision: their scales, and what rounding makes of them."""
+"""Quantised activations: scales, codes and rounding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mt_quant.formats.format import InputFormat
 def input_scale_of(
     x: Tensor, format: InputFormat, *, step: Tensor | None = None, group: Group = None
 ) -> Tensor:
-    """Return the scale of an activation: the calibrated one, or that of its largest magnitude.
+    """Return the scale of an activation: the calibrated one, or one from its largest magnitude.
 
     Args:
         x: The activation.
-        format: Of its codes; one with scales for tokens or the tensor.
-        step: The static scale, [1, 1]; needed where the format is not dynamic.
-        group: Ranks that split the last dim; their magnitudes are reduced, MAX.
+        format: Number format, with scales for tokens or for the tensor.
+        step: The static scale, [1, 1]; needed if the format is not dynamic.
+        group: Ranks that split the last dim; an all-reduce (MAX) of the magnitudes.
 
     Shape:
-        x: [tokens, n]. Returns fp32 [tokens, 1], or [1, 1] for a scale of the tensor.
+        x: [tokens, n]. Returns fp32 [tokens, 1], or [1, 1] for a single scale.
 
     Raises:
         CalibrationError: The static scale is missing.
@@ -41,13 +41,13 @@ def input_scale_of(
 
 
 def step_of(amax: Tensor, format: InputFormat) -> Tensor:
-    """Return the scale at which a magnitude is the largest code; 1 for zero."""
+    """Return the scale at which a magnitude gets the largest code; 1 for a magnitude of 0."""
     step = amax.float() / format.limit
     return torch.where(step > 0, step, 1.0)
 
 
 def input_codes(x: Tensor, scale: Tensor, format: InputFormat) -> Tensor:
-    """Return int8 codes, nearest and saturated.
+    """Return the nearest int8 codes, saturated.
 
     Shape:
         x: [tokens, n]. scale: [tokens, 1] or [1, 1]. Returns [tokens, n].
@@ -59,14 +59,14 @@ def input_codes(x: Tensor, scale: Tensor, format: InputFormat) -> Tensor:
 def round_activation(
     x: Tensor, format: InputFormat, *, step: Tensor | None = None, group: Group = None
 ) -> Tensor:
-    """Return what an activation is after rounding, in its dtype.
+    """Return an activation rounded to a format, in its own dtype.
 
     Args:
         x: The activation.
-        format: What it is rounded to.
-        step: As of `input_scale_of`.
-        group: As of `input_scale_of`; of a format with blocks, whose scales are a rank's own but
-            for the level of nvfp4, likewise.
+        format: Number format.
+        step: The static scale; see `input_scale_of`.
+        group: Ranks that split the last dim; see `input_scale_of`. Blocks lie within a rank, so of
+            their scales only the level of nvfp4 is reduced.
 
     Shape:
         x: [tokens, n]. Returns the same.

@@ -20,7 +20,7 @@ InputType = Literal["int8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
 INPUT_TYPES: tuple[InputType, ...] = get_args(InputType)
 BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "mxfp4": 32, "nvfp4": 16})
-"""Neighbouring inputs that share a scale, where the format says so."""
+"""Number of neighbouring inputs that share a scale, for formats that fix it."""
 _INTEGERS = ("int8", "int4")
 _FP4 = ("mxfp4", "nvfp4")
 _GROUP = re.compile(r"g(\d{1,6})")
@@ -28,21 +28,21 @@ _GROUP = re.compile(r"g(\d{1,6})")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How the elements of a weight are stored.
+    """Number format of a weight.
 
     Attributes:
-        type: Of an element: an integer, or a float of mt-fp8: `fp8` is e4m3 with fp32 scales,
-            the others are blocks of e4m3 and e2m1 (`mxfp4`, `nvfp4`).
-        group: What shares a scale: the whole `tensor`, one output `channel`, or so many
-            neighbouring inputs of one output; 32 for mxfp8 and mxfp4, 16 for nvfp4.
-        symmetric: Whether zero is the middle of the codes; else each group has a zero point.
+        type: Element type: an integer, or a float of mt-fp8. `fp8` is e4m3 with fp32 scales; the
+            others are blocks of e4m3 (`mxfp8`) or e2m1 (`mxfp4`, `nvfp4`).
+        group: Elements that share a scale: the whole `tensor`, one output `channel`, or a number
+            of neighbouring inputs of one output (32 for mxfp8 and mxfp4, 16 for nvfp4).
+        symmetric: Whether the middle code stands for zero; otherwise each group has a zero point.
 
     Example:
         >>> str(WeightFormat.named("int4-g64-asym"))
         'int4-g64-asym'
 
     Raises:
-        FieldError: A value is out of range, or the type does not have it.
+        FieldError: A value is out of range, or not available for this type.
     """
 
     type: WeightType
@@ -62,12 +62,12 @@ class WeightFormat:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the format of a name such as `int8`, `int8-tensor`, `int4-g128-asym` or `mxfp4`.
+        """Return a format by name, such as `int8`, `int8-tensor`, `int4-g128-asym` or `mxfp4`.
 
-        An int4 without a group has groups of 128.
+        `int4` without a group has groups of 128.
 
         Raises:
-            QuantizationError: There is none of this name.
+            QuantizationError: The name is unknown.
         """
         kind, *words = name.split("-")
         if kind not in WEIGHT_TYPES:
@@ -96,30 +96,30 @@ class WeightFormat:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are whole numbers."""
+        """Whether the codes are integers."""
         return self.type in _INTEGERS
 
     @property
     def bits(self) -> int:
-        """Bits of one element."""
+        """Number of bits of one element."""
         return 4 if self.type == "int4" or self.type in _FP4 else 8
 
     @property
     def codes(self) -> tuple[int, int]:
-        """The least and the greatest code of integers."""
+        """Smallest and largest integer code."""
         if not self.symmetric:
             return 0, (1 << self.bits) - 1
         return (-8, 7) if self.type == "int4" else (-127, 127)
 
     @property
     def scaling(self) -> Scaling:
-        """How mt-fp8 quantises a matrix to this format, which is no integer one."""
+        """Scaling by which mt-fp8 quantises a matrix to this float format."""
         group = self.group
         block = (1, group) if isinstance(group, int) else {"channel": "row"}.get(group, "tensor")
         return _scaling(self.type, block)
 
     def group_size(self, columns: int) -> int:
-        """Return how many inputs of one output share a scale.
+        """Return the number of inputs of one output that share a scale.
 
         Raises:
             QuantizationError: The group does not divide the inputs.
@@ -136,17 +136,17 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class InputFormat:
-    """How the elements of an activation are rounded.
+    """Number format of an activation.
 
     Attributes:
-        type: Of an element.
-        group: What shares a scale: the whole `tensor`, one `token`, or the `block` of mxfp8, mxfp4
-            and nvfp4.
-        dynamic: Whether the scale is made for each input; else it is one number, from calibration,
+        type: Element type.
+        group: Elements that share a scale: the whole `tensor`, one `token`, or one `block` of
+            mxfp8, mxfp4 or nvfp4.
+        dynamic: Whether each input gets a scale of its own; otherwise calibration gives one scale,
             and the group is the tensor.
 
     Raises:
-        FieldError: A value is out of range, or the type does not have it.
+        FieldError: A value is out of range, or not available for this type.
     """
 
     type: InputType
@@ -164,10 +164,10 @@ class InputFormat:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the format of a name: `int8` (one scale a token), `fp8-tensor`, `int8-static`.
+        """Return a format by name: `int8` (a scale for each token), `fp8-tensor`, `int8-static`.
 
         Raises:
-            QuantizationError: There is none of this name.
+            QuantizationError: The name is unknown.
         """
         kind, _, word = name.partition("-")
         ends = ("",) if kind in BLOCKS else ("", "token", "tensor", "static")
@@ -189,12 +189,12 @@ class InputFormat:
 
     @property
     def limit(self) -> float:
-        """The largest value of an element."""
+        """Largest value of an element."""
         return 127.0 if self.type == "int8" else self.scaling.elements.max
 
     @property
     def scaling(self) -> Scaling:
-        """How mt-fp8 quantises rows to this format, which is no integer one."""
+        """Scaling by which mt-fp8 quantises rows to this float format."""
         named = {"token": "row", "tensor": "tensor"}
         return _scaling(self.type, named.get(self.group) or (1, BLOCKS[self.type]))
 

@@ -1,4 +1,4 @@
-"""The values that a format can hold near a weight: its scales and zero points."""
+"""Quantisation grids: the values that a format represents for a weight."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The representable values `(code - zero) * scale` of each group of a weight.
+    """Representable values `(code - zero) * scale` of each group of a weight.
 
     Attributes:
-        format: Whose codes.
-        scale: fp32. Of integers rounded up to bf16, so that every kernel multiplies by the same
-            number.
-        zero: Whole numbers in fp32; None for a symmetric format.
-        columns: Inputs of the weight.
-        level: Of nvfp4 the part of `scale` that its groups share, fp32 [1, 1]; else None.
+        format: Number format of the codes.
+        scale: Scales in fp32. For integers they are rounded up to bf16, so that every kernel
+            multiplies by the same number.
+        zero: Zero points, integers in fp32; None for a symmetric format.
+        columns: Number of inputs of the weight.
+        level: For nvfp4, the factor of `scale` that all groups share, fp32 [1, 1]; otherwise None.
 
     Shape:
-        scale, zero: [out, groups]; [1, 1] where the tensor shares them.
+        scale, zero: [out, groups]; [1, 1] where the whole tensor shares them.
     """
 
     format: WeightFormat
@@ -39,21 +39,21 @@ class Grid:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.format.group_size(self.columns)
 
     def of_columns(self, start: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero for each of some columns; [out, count], or what broadcasts."""
+        """Return scale and zero point of each column: [out, count], or broadcastable to it."""
         if self.scale.shape[1] == 1:
             return self.scale, self.zero
         index = torch.arange(start, start + count, device=self.scale.device) // self.group_size
         return self.scale[:, index], None if self.zero is None else self.zero[:, index]
 
     def with_columns(self, start: int, part: Grid) -> Grid:
-        """Return this grid with that of the columns from `start` on in place of its own.
+        """Return this grid with another grid for the columns from `start`.
 
         Raises:
-            ValueError: The part begins inside a group.
+            ValueError: The columns begin inside a group.
         """
         first, inside = divmod(start, self.group_size)
         if inside or part.format != self.format or self.level is not None:
@@ -75,18 +75,19 @@ def find_grid(
     """Return the grid that round-to-nearest uses: it covers each group's range.
 
     Symmetric formats scale by the largest magnitude, so that the error of an element is at most
-    half a step. Asymmetric ones cover the range from the least to the greatest value and zero.
+    half a step. Asymmetric formats cover the range from the smallest to the largest value,
+    including zero.
 
     Args:
         weight: Any floating dtype.
-        format: Of the codes.
-        shrink: Share of the range that is kept, in (0, 1]; what lies outside is clipped.
+        format: Number format.
+        shrink: Fraction of the range to keep, in (0, 1]; values outside are clipped.
 
     Shape:
         weight: [out, in]. shrink: [out, groups] or a number.
 
     Raises:
-        QuantizationError: Groups do not divide the inputs, or the weight is not finite.
+        QuantizationError: The groups do not divide the inputs, or the weight is not finite.
     """
     check_weight(weight)
     groups = _groups(weight.float(), format)
@@ -105,7 +106,7 @@ def find_grid(
 
 
 def to_codes(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
-    """Return the nearest codes for columns from `start` on: the numbers they stand for, in fp32."""
+    """Return the nearest codes of columns from `start`, as fp32 numbers."""
     scale, zero = grid.of_columns(start, values.shape[1])
     if not grid.format.is_integer:
         return nearest(values.float() * inverse(scale), grid.format).dequantize()
@@ -114,14 +115,14 @@ def to_codes(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
 
 
 def from_codes(codes: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
-    """Return the values of codes of columns from `start` on, in fp32."""
+    """Return the values of the codes of columns from `start`, in fp32."""
     scale, zero = grid.of_columns(start, codes.shape[1])
     codes = codes.float()
     return (codes if zero is None else codes - zero) * scale
 
 
 def round_to_grid(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
-    """Return the nearest values of the grid for columns from `start` on, in fp32.
+    """Return the nearest values of the grid for columns from `start`, in fp32.
 
     Shape:
         values: [out, n]. Returns the same.
@@ -130,7 +131,7 @@ def round_to_grid(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
 
 
 def nearest(values: Tensor, format: WeightFormat) -> QTensor:
-    """Round numbers to elements of a float format, without a scale."""
+    """Round numbers to elements of a float format, with a scale of 1."""
     from mt_fp8 import Scaling, quantize  # only floats need it
 
     plain = Scaling(format=format.scaling.format)
@@ -138,12 +139,12 @@ def nearest(values: Tensor, format: WeightFormat) -> QTensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return what makes codes of values; 0 for a scale of 0, whose values are all 0."""
+    """Return the reciprocal of a scale; 0 for a scale of 0, whose values are all 0."""
     return torch.where(scale > 0, 1 / scale, 0.0)
 
 
 def grid_of(made: QTensor, format: WeightFormat) -> Grid:
-    """Return the grid on which mt-fp8 rounded a matrix."""
+    """Return the grid of a matrix that mt-fp8 quantised."""
     rows, columns = made.shape
     level = None if made.global_scale is None else made.global_scale.view(1, 1)
     scale = made.steps()
@@ -164,7 +165,7 @@ def _float_grid(
 
 
 def check_weight(weight: Tensor) -> None:
-    """Refuse what is no finite matrix."""
+    """Refuse a weight that is not a finite matrix."""
     if weight.dim() != 2 or not weight.is_floating_point():
         raise QuantizationError(
             f"a weight of shape {tuple(weight.shape)} and {weight.dtype} is no matrix of real "
@@ -178,14 +179,14 @@ def check_weight(weight: Tensor) -> None:
 
 
 def _groups(weight: Tensor, format: WeightFormat) -> Tensor:
-    """[out, groups, group]; [1, 1, all] for one scale."""
+    """Return the weight by group: [out, groups, group], or [1, 1, all] for a single scale."""
     if format.group == "tensor":
         return weight.reshape(1, 1, -1)
     return weight.unflatten(1, (-1, format.group_size(weight.shape[1])))
 
 
 def _as_scale(scale: Tensor) -> Tensor:
-    """Round a scale up to bf16, so that no code is cut; that of zeros is 1."""
+    """Round scales up to bf16, so that no code saturates; a scale of 0 becomes 1."""
     near = scale.to(torch.bfloat16)
     above = (near.view(torch.int16) + 1).view(torch.bfloat16)
     scale = torch.where(near.float() < scale, above, near).float()

@@ -1,4 +1,4 @@
-"""Formats of the keys and values that attention keeps."""
+"""Number formats of an attention cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _INT8_MAX, _E4M3_MAX = 127.0, 448.0
 
 @dataclass(frozen=True, kw_only=True)
 class KVFormat:
-    """How the keys and values that attention keeps are stored.
+    """Number format of the keys and values in an attention cache.
 
     Attributes:
-        type: Of a code: `fp8` is e4m3, to 448; int8 is symmetric, to 127.
-        group: What shares a scale. Each head of each `token`: the scale is made of its largest
-            magnitude when it is written. Or each `head` of a layer, or all its keys and all its
-            values (`tensor`): these scales are static, from calibration.
+        type: Element type: `fp8` is e4m3, up to 448; `int8` is symmetric, up to 127.
+        group: Elements that share a scale. With `token`, each head of each token has a scale,
+            computed from its largest magnitude when it is written. With `head` (each head of a
+            layer) and `tensor` (all keys, all values) the scales are static, from calibration.
 
     Example:
         >>> str(KVFormat.named("fp8"))
@@ -42,10 +42,10 @@ class KVFormat:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the format of a name: `fp8` or `int8`, `fp8-head`, `int8-tensor` and so on.
+        """Return a format by name: `fp8` or `int8`, `fp8-head`, `int8-tensor` and so on.
 
         Raises:
-            QuantizationError: There is none of this name.
+            QuantizationError: The name is unknown.
         """
         kind, _, group = name.partition("-")
         for known in get_args(KVType):
@@ -62,36 +62,36 @@ class KVFormat:
 
     @property
     def is_static(self) -> bool:
-        """Whether scales are from calibration."""
+        """Whether the scales come from calibration."""
         return self.group != "token"
 
     @property
     def limit(self) -> float:
-        """The largest value of a code."""
+        """Largest value of a code."""
         return _INT8_MAX if self.type == "int8" else _E4M3_MAX
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a code."""
+        """Torch dtype of the codes."""
         return torch.int8 if self.type == "int8" else torch.float8_e4m3fn
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return codes, nearest and saturated, and their scales.
+        """Return the nearest codes, saturated, and their scales.
 
-        A value that is not finite saturates, or makes values of its head of its token not finite.
+        A non-finite value saturates, or makes all values of its head and token non-finite.
 
         Args:
             x: Keys or values.
-            scale: The static scales; None where each head of each token gets its own.
+            scale: The static scales; None for a format that computes a scale for each token.
 
         Shape:
             x: [..., heads, D]. scale: fp32 [heads]. Returns `dtype` [..., heads, D], and fp32
             [..., heads, 1], or the static scales as [heads, 1].
 
         Raises:
-            CalibrationError: The format has static scales, and there are none.
-            QuantizationError: They are not as many as the heads, or there are some for a format
-                without.
+            CalibrationError: The format needs static scales, and there are none.
+            QuantizationError: The number of scales is not the number of heads, or scales are given
+                for a format that computes its own.
         """
         if scale is not None:
             scale = self._static(x, scale)
@@ -110,10 +110,10 @@ class KVFormat:
         return quantize(x, Scaling(block="head"), factor=1 / scale).data, scale
 
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of codes; scales spread over them.
+        """Return the values of codes; the scales broadcast.
 
         Shape:
-            codes: as `encode` gives them, or with other dims before D, and scales to match.
+            codes: as `encode` returns them, or with other dims before D, and scales to match.
         """
         wide = torch.promote_types(dtype, torch.float32)
         return (codes.to(wide) * scale).to(dtype)

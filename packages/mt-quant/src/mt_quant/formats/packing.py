@@ -1,4 +1,4 @@
-"""Codes of a few bits in 32-bit words, as checkpoints store them."""
+"""Packing of codes into 32-bit words, as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Return codes from 0 on, the first in the lowest bits; the last word is filled with zeros.
+    """Pack unsigned codes, the first in the lowest bits; the last word is filled with zeros.
 
     Shape:
-        codes: [n, m], whole numbers. Returns int32 [n, ceil(m * bits / 32)].
+        codes: [n, m], integers. Returns int32 [n, ceil(m * bits / 32)].
     """
     each = 32 // bits
     wide = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % each))
@@ -20,7 +20,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the first `count` codes of each row, from 0 on.
+    """Return the first `count` unsigned codes of each row.
 
     Shape:
         words: int32 [n, w]. Returns uint8 [n, count].

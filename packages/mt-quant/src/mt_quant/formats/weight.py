@@ -1,4 +1,4 @@
-"""A weight in low precision: its codes, packed, with scales and zero points."""
+"""Quantised weights: packed codes with scales and zero points."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """Codes of a weight with what makes values of them.
+    """Codes of a weight with their scales and zero points.
 
     Attributes:
-        data: int8 codes; uint8 without symmetry; the bytes of floats as uint8; two codes of 4 bits
-            a byte, the even column in the low bits (of a symmetric int4 plus 8).
-        scale: bf16 of integers; of floats fp32, or bytes of e8m0 and of nvfp4's e4m3 as uint8.
-        zero: uint8 zero points of an asymmetric format, else None.
-        format: Of the codes.
-        columns: Inputs of the weight.
-        level: Of nvfp4 what its scales are multiplied by, fp32 [1, 1]; else None.
+        data: Codes: int8, uint8 for an asymmetric format, or the bytes of floats as uint8. Codes of
+            4 bits are packed two to a byte, the even column in the low bits; a symmetric int4 is
+            stored plus 8.
+        scale: Scales: bf16 for integers, fp32 for fp8, and for blocks the bytes of e8m0 or e4m3
+            (nvfp4) as uint8.
+        zero: uint8 zero points of an asymmetric format, otherwise None.
+        format: Number format of the codes.
+        columns: Number of inputs of the weight.
+        level: For nvfp4, the factor of all its scales, fp32 [1, 1]; otherwise None.
 
     Shape:
-        data: [out, in], or [out, in / 2] for 4 bits. scale, zero: [out, groups], [1, 1] for a scale
-        of the whole tensor.
+        data: [out, in], or [out, in / 2] for 4 bits. scale, zero: [out, groups], or [1, 1] for a
+        single scale.
     """
 
     data: Tensor
@@ -44,25 +46,25 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Number of outputs and of inputs."""
         return self.data.shape[0], self.columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Size of codes, scales and zero points in bytes."""
         tensors = (self.data, self.scale, self.zero, self.level)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def grid(self) -> Grid:
-        """Scales and zero points as fp32."""
+        """The grid on which the codes lie."""
         if not self.format.is_integer:
             return grid_of(self.as_qtensor(), self.format)
         zero = None if self.zero is None else self.zero.float()
         return Grid(format=self.format, scale=self.scale.float(), zero=zero, columns=self.columns)
 
     def as_qtensor(self) -> QTensor:
-        """Return the same codes and scales as mt-fp8 has them, of a float format."""
+        """Return codes and scales of a float format as a tensor of mt-fp8."""
         from mt_fp8 import QTensor  # only floats need it
 
         scaling = self.format.scaling
@@ -74,7 +76,7 @@ class QuantizedWeight:
         return QTensor.from_tensors(tensors, scaling=scaling, dtype=torch.float32, shape=self.shape)
 
     def codes(self) -> Tensor:
-        """Return the codes one by one: integers of the format's range, or bits of floats.
+        """Return the unpacked codes: integers of the format's range, or bits of floats.
 
         Shape:
             Returns [out, in], int8 or uint8.
@@ -83,14 +85,14 @@ class QuantizedWeight:
         return codes.to(torch.int8) - 8 if _has_offset(self.format) else codes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values; they are computed in fp32 and rounded once.
+        """Return the values, computed in fp32 and rounded once.
 
         Shape:
             Returns [out, in].
         """
         if not self.format.is_integer:
             return self.as_qtensor().dequantize(dtype)
-        # bf16 holds codes and scales exactly, so that the product is rounded once there too
+        # bf16 holds codes and scales exactly, so the product is rounded once there too.
         wide = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
         groups = self.codes().to(wide).unflatten(1, (self.scale.shape[1], -1))
         if self.zero is not None:
@@ -98,7 +100,7 @@ class QuantizedWeight:
         return groups.mul_(self.scale[..., None].to(wide)).flatten(1).to(dtype)
 
     def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedWeight:
-        """Return the weight of some outputs and inputs, by index, with the scales they have.
+        """Return the weight of selected outputs and inputs, by index, with their scales.
 
         Raises:
             QuantizationError: The columns cut a group of inputs that share a scale.
@@ -124,12 +126,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedMatrix:
-    """What a method makes of the weight of one linear layer.
+    """Result of a method for the weight of one linear layer.
 
     Attributes:
-        weight: In low precision.
-        input_scale: What the input is multiplied by before the product; None for nothing.
-        low_rank: `down` and `up` of a product that is added in full precision; None for none.
+        weight: The quantised weight.
+        input_scale: Factors of the input's features, applied before the product; None for none.
+        low_rank: Factors `down` and `up` of an additional product in full precision, or None.
 
     Shape:
         input_scale: [in]. down: [rank, in]. up: [out, rank].
@@ -152,7 +154,7 @@ class QuantizedMatrix:
         return whole if self.input_scale is None else whole * self.input_scale.float()
 
     def take(self, rows: Tensor | None = None, columns: Tensor | None = None) -> QuantizedMatrix:
-        """Return the matrix of some outputs and inputs; see `QuantizedWeight.take`."""
+        """Return the matrix of selected outputs and inputs; see `QuantizedWeight.take`."""
         scale, low_rank = self.input_scale, self.low_rank
         if columns is not None:
             scale = None if scale is None else scale[columns]
@@ -164,7 +166,7 @@ class QuantizedMatrix:
 
 
 def encode(values: Tensor, grid: Grid) -> QuantizedWeight:
-    """Return the weight on a grid: exactly, where the values lie on it.
+    """Return values as codes of a grid; exact where the values lie on the grid.
 
     Shape:
         values: [out, in].
@@ -197,7 +199,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeig
 
     Args:
         weight: Any floating dtype; computed in fp32.
-        format: Or its name, such as `int4-g64`.
+        format: Number format, or its name, such as `int4-g64`.
 
     Shape:
         weight: [out, in].
@@ -224,12 +226,12 @@ def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeig
         return encode(weight, grid)
     from mt_fp8 import quantize  # only floats need it
 
-    made = quantize(weight.float(), chosen.scaling)  # the bits of mt-fp8, also where it is a tie
+    made = quantize(weight.float(), chosen.scaling)  # the bits of mt-fp8, also in a tie
     return replace(encode(weight, grid), data=made.data.view(torch.uint8))
 
 
 def _has_offset(format: WeightFormat) -> bool:
-    """Whether codes of both signs are stored from 0 on."""
+    """Whether signed codes are stored with an offset, from 0."""
     return format.type == "int4" and format.symmetric
 
 
@@ -245,7 +247,7 @@ def _unpack(data: Tensor) -> Tensor:
 
 
 def _stored_scale(grid: Grid) -> Tensor:
-    """Return the scales of a float format as they are kept."""
+    """Return the scales of a float format as they are stored."""
     kind = grid.format.scaling.scale
     if kind == "fp32":
         return grid.scale
@@ -255,7 +257,7 @@ def _stored_scale(grid: Grid) -> Tensor:
 
 
 def _whole_groups(columns: Tensor, size: int) -> Tensor:
-    """Which groups some columns are, if they are whole ones."""
+    """Return the index of each group in `columns`, which must be whole groups."""
     if len(columns) % size == 0:
         grouped = columns.view(-1, size)
         if bool((grouped == grouped[:, :1] + torch.arange(size, device=columns.device)).all()):

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is stored in low precision."""
+"""A linear layer whose weight is stored as codes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from mt_quant.layers.matmul import MATMULS, Operands, Product
 from mt_quant.layers.shape import LinearShape
 
 _STEPS = {"input_step": "11", "output_step": "11"}
-_KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # dtypes that `to` leaves
+_KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # `to` leaves their dtypes
 CODES = (
     *("weight_data", "weight_scale", "weight_zero", "weight_level", "input_scale"),
     *("low_rank_down", "low_rank_up", *_STEPS),
 )
-"""Names of what a layer's state can have beside its bias."""
+"""Names of the tensors that a layer's state may contain, besides its bias."""
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in place of another one, with its weight in low precision.
+    """A linear layer with a quantised weight, which replaces a layer in full precision.
 
-    It takes and gives what the layer did that it replaces: `torch.nn.Linear`, or a layer that is
-    split over ranks, whose collectives it does itself. Its tensors are parameters without gradient
-    and keep a dim for each of the weight's that a split makes boxes of, with its sharding record.
-    Gradients flow to the input; rounding passes them on.
+    It has the input and output of the replaced layer: `torch.nn.Linear`, or a layer split over
+    ranks, whose collectives this layer runs. The tensors are parameters without gradient; they
+    keep the weight's dims, so that every rank's part is a box, and carry sharding records.
+    Gradients flow to the input and pass the rounding unchanged.
 
-    State: `weight_data`, `weight_scale`, and where there are any `weight_zero`, `weight_level`,
-    `bias`, `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
+    State: `weight_data`, `weight_scale`, and optionally `weight_zero`, `weight_level`, `bias`,
+    `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
 
     Args:
-        shape: Of the weight on this rank.
-        format: Of the weight.
-        input: How the input is rounded; None leaves it.
-        output: How the output is rounded; None leaves it.
-        kernel: Of `MATMULS`, by name; "auto" is the first that serves.
+        shape: Shape of the weight on this rank.
+        format: Number format of the weight.
+        input: Format to round the input to; None leaves it.
+        output: Format to round the output to; None leaves it.
+        kernel: Name of a candidate of `quantized_matmul`; "auto" is the first that serves.
 
     Shape:
-        As of the layer that it replaces.
+        The same as the replaced layer.
     """
 
     weight_data: nn.Parameter
@@ -92,18 +92,18 @@ class QuantizedLinear(nn.Module):
         input: InputFormat | None = None,
         output: InputFormat | None = None,
     ) -> Self:
-        """Take the place of a layer, with what `tensors_of` returned.
+        """Return a layer that replaces `layer`, with the tensors that `tensors_of` returned.
 
         Args:
-            layer: Its bias, dtype, device and mode are taken over.
+            layer: The replaced layer, whose bias, dtype, device and mode are kept.
             shape: `LinearShape.of(layer)`.
             tensors: This rank's codes and scales by name.
-            format: As for the constructor.
-            input: As for the constructor.
-            output: As for the constructor.
+            format: See the constructor.
+            input: See the constructor.
+            output: See the constructor.
 
         Raises:
-            QuantizationError: A tensor is missing, too many, or does not fit the weight.
+            QuantizationError: A tensor is missing, unknown, or does not fit the weight.
         """
         own = cls(shape, format, input=input, output=output)
         weight = cast("nn.Parameter", layer.weight)
@@ -137,7 +137,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
-        """This rank's codes and scales; the tensors are the layer's own."""
+        """This rank's codes and scales; the tensors share memory with the layer's."""
         return QuantizedWeight(
             data=self._flat("weight_data", self.weight_data),
             scale=self._flat("weight_scale", self.weight_scale),
@@ -149,7 +149,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized_matrix(self) -> QuantizedMatrix:
-        """This rank's weight with the scales of its input and what is added."""
+        """This rank's weight with its input scale and low-rank product."""
         down, up = self._own("low_rank_down"), self._own("low_rank_up")
         return QuantizedMatrix(
             weight=self.quantized_weight,
@@ -159,7 +159,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values of this rank's weight, made anew, in the dtype of the layer.
+        """This rank's dequantised weight, a new tensor in the dtype of the layer.
 
         Shape:
             [*outputs, *inputs].
@@ -172,8 +172,8 @@ class QuantizedLinear(nn.Module):
 
         Args:
             x: The input.
-            weight: Used in place of the layer's own, in full precision.
-            with_bias: False leaves the bias to the caller.
+            weight: A weight in full precision to use instead of the layer's own.
+            with_bias: Whether to add the bias; otherwise the caller adds it.
         """
         shape = self.shape
         x = shape.enter(_as_autocast(x))
@@ -192,7 +192,8 @@ class QuantizedLinear(nn.Module):
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # A compiled graph can't read version counters; there, loading a state alone makes anew.
+        # Packed weights are made again when a tensor was written or replaced. A compiled graph
+        # can't read version counters: there only `load_state_dict` and `to` have this effect.
         if not torch.compiler.is_compiling():
             versions = tuple(_version(p) for p in self._parameters.values() if p is not None)
             if versions != self._versions:
@@ -232,7 +233,7 @@ class QuantizedLinear(nn.Module):
         return y + (rounded - y.detach()) if y.requires_grad else rounded
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own
-        """Move, and change the dtype of all but the scales, which belong to the codes."""
+        """Apply a conversion, but keep the dtypes of scales, which belong to the codes."""
         kept = {name: getattr(self, name) for name in _KEPT}
         dtypes = {name: param.dtype for name, param in kept.items() if param is not None}
         before = {name: kept[name].detach() for name in dtypes}
@@ -254,7 +255,7 @@ class QuantizedLinear(nn.Module):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - all passed on
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Refuse codes without their scales, also where torch would not be strict."""
+        """Refuse codes without their scales, even with `strict=False`."""
         own = [name for name, param in self._parameters.items() if param is not None]
         given = [name for name in own if f"{prefix}{name}" in state_dict]
         missing = [name for name in own if name not in given]
@@ -268,7 +269,7 @@ class QuantizedLinear(nn.Module):
         self._forget()
 
     def extra_repr(self) -> str:
-        """The sizes and formats that torch prints."""
+        """Return the sizes and formats that torch prints."""
         shape = self.shape
         return (
             f"outputs={shape.outputs}, inputs={shape.inputs}, split={shape.split}, "
@@ -292,7 +293,7 @@ class _Product(torch.autograd.Function):
 
 
 def _version(param: Tensor) -> tuple[int, int | None]:
-    """Return what changes when a parameter is written to or gets other storage."""
+    """Return a value that changes when a parameter is written, or gets new storage."""
     return param.data_ptr(), None if param.is_inference() else param._version
 
 
@@ -302,7 +303,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def dims_of(name: str, format: WeightFormat) -> str:
-    """Return what the dims of a tensor of the state are; see `LinearShape.box`."""
+    """Return the letters of a state tensor's dims; see `LinearShape.box`."""
     group = format.group
     scale = "oi" if isinstance(group, int) else {"channel": "o1"}.get(group, "11")
     dims = {"weight_data": "oi", "weight_scale": scale, "weight_zero": scale}
@@ -313,12 +314,12 @@ def dims_of(name: str, format: WeightFormat) -> str:
 def tensors_of(
     matrix: QuantizedMatrix, shape: LinearShape, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return this rank's part of what a method made of a whole weight, by name.
+    """Return this rank's part of a quantised matrix, by name of the state's tensors.
 
     Args:
-        matrix: Of the whole weight.
-        shape: Of this rank's.
-        dtype: Of what is kept in full precision.
+        matrix: The quantised whole weight.
+        shape: Shape of this rank's weight.
+        dtype: Dtype of the parts in full precision.
 
     Raises:
         QuantizationError: This rank's inputs cut groups that share a scale.
@@ -344,7 +345,7 @@ def check_tensors(
     input: InputFormat | None,
     output: InputFormat | None,
 ) -> None:
-    """Refuse codes without their scales, or of another weight."""
+    """Refuse codes without their scales, or with the wrong shape."""
     needed = {"weight_data", "weight_scale"}
     needed |= set() if format.symmetric else {"weight_zero"}
     needed |= {"weight_level"} if format.type == "nvfp4" else set()

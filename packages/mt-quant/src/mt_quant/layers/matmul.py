@@ -75,7 +75,7 @@ def _rounded(operands: Operands) -> Tensor:
 
 
 def _by_codes(operands: Operands) -> Tensor:
-    """Multiply by codes, which are exact in the dtype of the input, and scale the sums."""
+    """Multiply by the codes, which are exact in the input's dtype, and scale the sums."""
     x, weight = _rounded(operands), operands.weight
     codes = weight.data
     if not weight.format.is_integer:
@@ -174,7 +174,7 @@ def _integers_obstacle(x: Tensor, weight: QuantizedWeight, input: InputFormat | 
 
 
 def _integers(operands: Operands) -> Tensor:
-    """Sum products of integers exactly, in int32, and scale once."""
+    """Sum products of integers exactly in int32, and scale the sums once."""
     x, weight = operands.x, operands.weight
     input = operands.input
     if input is None:
@@ -198,4 +198,4 @@ MATMULS: Registry[Product] = Registry(
         Candidate("reference", Product(_reference)),
     ),
 )
-"""Products with a quantised weight. Obstacles get an input, the weight and the input's format."""
+"""Products with a quantised weight; obstacles take the input, the weight and the input's format."""

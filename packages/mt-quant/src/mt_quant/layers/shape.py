@@ -1,4 +1,4 @@
-"""How the weight of a linear layer lies: its dims, and what a group of ranks splits."""
+"""Shape of a linear layer's weight: its dims, and the dim that ranks split."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SEQUENCE_DIM = 1
 
 @runtime_checkable
 class SplitLinear(Protocol):
-    """What is read of a linear layer whose weight may be split over ranks.
+    """Attributes that mt-quant reads from a linear layer that may be split over ranks.
 
     The record of `weight` (`mt_parallel_state.sharding_of`) says which dims are inputs and which
-    one is split. The layers of mt-tensor-parallel are such ones.
+    dim is split. The layers of mt-tensor-parallel have these attributes.
     """
 
     weight: nn.Parameter
@@ -44,17 +44,17 @@ class SplitLinear(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """The dims of a linear layer's weight on this rank, and its collectives.
+    """Dims of a linear layer's weight on this rank, and the layer's collectives.
 
     Attributes:
-        outputs: Sizes of the dims of outputs.
-        inputs: Sizes of the dims of inputs.
-        split: Which of the two `group` splits; None for a whole weight.
-        dim: Which of its dims.
-        axis: Name of the mesh axis, for the records of parameters.
-        group: The ranks.
-        communicate: Whether the layer itself sends what the split needs.
-        sequence_parallel: Whether activations outside are split along the sequence.
+        outputs: Sizes of the output dims.
+        inputs: Sizes of the input dims.
+        split: The side that `group` splits; None for a whole weight.
+        dim: Index of the split dim among the dims of that side.
+        axis: Name of the mesh axis, for the sharding records of parameters.
+        group: The ranks that split the weight.
+        communicate: Whether the layer runs the collectives that the split needs.
+        sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
 
     outputs: tuple[int, ...]
@@ -70,8 +70,8 @@ class LinearShape:
     def of(cls, layer: nn.Module) -> Self | None:
         """Return the shape of a linear layer; None for any other module.
 
-        Layers are `torch.nn.Linear` itself (not what derives from it, which may use its weight in
-        other ways) and every module that is a `SplitLinear` with a matrix for a weight.
+        Linear layers are `torch.nn.Linear` itself (a subclass may use its weight in other ways)
+        and every module with the attributes of `SplitLinear` whose weight is marked as a matrix.
 
         Raises:
             QuantizationError: The weight is split in a way that the layer does not describe.
@@ -108,31 +108,31 @@ class LinearShape:
 
     @property
     def rows(self) -> int:
-        """Outputs of this rank."""
+        """Number of outputs on this rank."""
         return prod(self.outputs)
 
     @property
     def columns(self) -> int:
-        """Inputs of this rank."""
+        """Number of inputs on this rank."""
         return prod(self.inputs)
 
     @property
     def whole_rows(self) -> int:
-        """Outputs of all ranks."""
+        """Number of outputs over all ranks."""
         return self.rows * (group_size(self.group) if self.split == "outputs" else 1)
 
     @property
     def whole_columns(self) -> int:
-        """Inputs of all ranks."""
+        """Number of inputs over all ranks."""
         return self.columns * (group_size(self.group) if self.split == "inputs" else 1)
 
     @property
     def run(self) -> int:
-        """How many inputs of this rank are next to each other in the whole weight."""
+        """Number of neighbouring inputs of the whole weight that this rank has."""
         return prod(self.inputs[self.dim :]) if self.split == "inputs" else self.columns
 
     def gathered(self, weight: Tensor) -> Tensor:
-        """Return the whole weight as a matrix, an all-gather.
+        """Return the whole weight as a matrix; an all-gather where ranks split it.
 
         Shape:
             weight: [*outputs, *inputs]. Returns [whole out, whole in].
@@ -143,7 +143,7 @@ class LinearShape:
         return weight.flatten(0, len(self.outputs) - 1).flatten(1)
 
     def own(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return which rows and columns of the whole weight are this rank's; None for all."""
+        """Return the indices of this rank's rows and columns in the whole weight; None for all."""
         if self.split is None:
             return None, None
         local = getattr(self, self.split)
@@ -154,16 +154,16 @@ class LinearShape:
         return (index, None) if self.split == "outputs" else (None, index)
 
     def box(self, x: Tensor, dims: str) -> Tensor:
-        """View a tensor with a dim for each of which a split makes boxes.
+        """View a tensor so that every rank's part is a box of the whole tensor.
 
         Args:
-            x: Of this rank.
-            dims: A letter for each of its dims: `o` the outputs, `i` the inputs, a packed part of
-                them or their groups, and anything else for what the layer does not split.
+            x: This rank's tensor.
+            dims: A letter for each dim: `o` for outputs, `i` for inputs (also packed or grouped),
+                any other letter for a dim that the layer does not split.
 
         Shape:
-            Returns, in place of `o`, all outputs' dims; of `i`, the inputs' before the split one,
-            and the rest in one.
+            Returns all output dims in place of `o`, and in place of `i` the input dims before the
+            split dim and one dim for the rest.
         """
         sizes: list[int] = []
         for letter, size in zip(dims, x.shape, strict=True):
@@ -176,7 +176,7 @@ class LinearShape:
         """Undo `box`.
 
         Raises:
-            QuantizationError: The tensor has another number of dims.
+            QuantizationError: The tensor has a wrong number of dims.
         """
         counts = [{"o": len(self.outputs), "i": len(self._before) + 1}.get(d, 1) for d in dims]
         if x.dim() != sum(counts):
@@ -189,7 +189,7 @@ class LinearShape:
         return x
 
     def spec(self, dims: str) -> PartitionSpec:
-        """Return the record of what `box` returned."""
+        """Return the partition spec of a tensor that `box` returned."""
         letter = "-" if self.split is None else self.split[0]
         if letter not in dims:
             return PartitionSpec()
@@ -198,13 +198,13 @@ class LinearShape:
 
     @property
     def _before(self) -> tuple[int, ...]:
-        """The inputs' dims before the split one."""
+        """Sizes of the input dims before the split dim."""
         return self.inputs[: self.dim] if self.split == "inputs" else ()
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of the product: flat, and gathered along the sequence if it is split.
+        """Return the product's input: flat, and gathered along a split sequence.
 
-        Forward: nothing or an all-gather; backward an all-reduce or a reduce-scatter.
+        Forward: nothing or an all-gather. Backward: an all-reduce or a reduce-scatter.
         """
         x = x.flatten(-len(self.inputs)) if len(self.inputs) > 1 else x
         if self.split != "outputs" or not self.communicate:
@@ -214,9 +214,9 @@ class LinearShape:
         return copy_to_group(x, self.group)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the output of the layer, before a bias: summed over ranks that split inputs.
+        """Return the layer's output before a bias, summed over ranks that split the inputs.
 
-        Forward: an all-reduce or a reduce-scatter; backward nothing or an all-gather.
+        Forward: an all-reduce or a reduce-scatter. Backward: nothing or an all-gather.
         """
         if self.split != "inputs" or not self.communicate:
             return y
@@ -225,7 +225,7 @@ class LinearShape:
         return reduce_from_group(y, self.group)
 
     def whole_input(self, x: Tensor) -> Tensor:
-        """Return a layer's input as one rank has it, for statistics; [tokens, whole in]."""
+        """Return a layer's whole input, for statistics: [tokens, whole in]."""
         if self.split == "inputs":
             x = gather_from_group(x, self.group, dim=self.dim - len(self.inputs))
         elif self.split == "outputs" and self.sequence_parallel and self.communicate:
@@ -233,7 +233,7 @@ class LinearShape:
         return x.flatten(-len(self.inputs)).flatten(0, -2)
 
     def describe(self) -> dict[str, Any]:
-        """Return sizes, as messages and fingerprints have them."""
+        """Return the sizes as plain values, for messages and fingerprints."""
         return {"outputs": list(self.outputs), "inputs": list(self.inputs), "split": self.split}
 
 

@@ -1,4 +1,4 @@
-"""Scales of input features, and clipped ranges, that make rounding hurt the output least."""
+"""AWQ: scales of input features and clipped ranges that minimise the output's error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_quant.formats.grid import Grid, find_grid, round_to_grid
 from mt_quant.formats.weight import QuantizedMatrix, encode
 from mt_quant.methods.output_error import hessian_of, row_errors
 
-_LEAST_SIZE = 1e-4  # of a feature, as a share of the largest, so that no scale vanishes
+_LEAST_SIZE = 1e-4  # relative to the largest feature, so that no scale vanishes
 
 
 @torch.no_grad()
@@ -31,24 +31,24 @@ def awq(
 ) -> QuantizedMatrix:
     """Multiply the weights of large input features before rounding, then clip each group's range.
 
-    Both are searched on a grid for the least error of the output on the calibration data (AWQ,
-    Lin et al. 2023, https://arxiv.org/abs/2306.00978). Neither is used where it does not help, so
-    the error is never above that of round-to-nearest.
+    A grid search finds the scales and ranges with the least error of the output on the calibration
+    data (AWQ, Lin et al. 2023, https://arxiv.org/abs/2306.00978). Either is left out where it does
+    not help, so the error never exceeds the error of round-to-nearest.
 
     Args:
         weight: Any floating dtype.
-        format: Of the codes.
-        statistics: Of the layer's inputs, with `hessian`.
-        scale: Whether features are scaled; see `awq_scale`.
-        clip: Whether ranges are clipped.
-        step: Between the exponents that are tried, 0 to 1, and between the shares of a range.
-        least_clip: Smallest share.
+        format: Number format.
+        statistics: Statistics of the layer's inputs, with `hessian`.
+        scale: Whether to scale features; see `awq_scale`.
+        clip: Whether to clip ranges.
+        step: Step of the exponents to try, from 0 to 1, and of the fractions of a range.
+        least_clip: Smallest fraction of a range to try.
 
     Shape:
         weight: [out, in].
 
     Raises:
-        CalibrationError: There is no `hessian`.
+        CalibrationError: The statistics have no `hessian`.
         QuantizationError: The format does not fit, or an option is out of range.
     """
     nearest = find_grid(weight, format)
@@ -76,24 +76,24 @@ def awq_scale(
     step: float = 0.05,
     second_moment: Tensor | None = None,
 ) -> Tensor | None:
-    """Return by what the weights of each input feature are multiplied before rounding.
+    """Return the factor of each input feature's weights before rounding.
 
-    Feature j has scale `rms_j ** a`, with the exponent a in 0, step, ... 1 that gives the least
-    error of the outputs together.
+    The factor of feature j is `rms_j ** a`. The exponent a, out of 0, step, ... 1, minimises the
+    error of all outputs together.
 
     Args:
-        weights: Of all layers that multiply the same input.
-        format: Of the codes.
+        weights: Weights of all layers that multiply the same input.
+        format: Number format.
         hessian: Mean products of the input's features.
-        step: Between exponents.
-        second_moment: Mean squares that scales are made of; of the features themselves where None.
+        step: Step between exponents.
+        second_moment: Mean squares from which to compute scales; the features' own if None.
 
     Shape:
         weights: [out, in] each. hessian: [in, in]. second_moment: [in].
-        Returns fp32 [in], or None where 1 is best.
+        Returns fp32 [in], or None if no scale is best.
 
     Raises:
-        QuantizationError: The step is no share of 1, or there is no weight.
+        QuantizationError: The step is out of range, or there is no weight.
     """
     _check_step(step)
     if not weights:
@@ -117,10 +117,10 @@ def awq_scale(
 
 @torch.no_grad()
 def clipped_grid(weight: Tensor, grid: Grid, hessian: Tensor, shares: Sequence[float]) -> Grid:
-    """Return a grid whose groups keep the share of their range that gives the least error.
+    """Return a grid whose groups are clipped to the fraction of their range with the least error.
 
-    Each group is searched alone. An output for which the groups together do worse keeps the grid
-    that was given.
+    Each group is searched on its own. An output whose groups together get worse keeps the original
+    grid.
 
     Shape:
         weight: [out, in]. hessian: [in, in].
@@ -155,7 +155,7 @@ def _error(weight: Tensor, format: WeightFormat, hessian: Tensor) -> float:
 
 
 def _group_errors(weight: Tensor, grid: Grid, blocks: Tensor) -> Tensor:
-    """Errors of groups on their own, as if the inputs of two were never related; as the scales."""
+    """Return the error of each group in the shape of the scales, ignoring other groups."""
     difference = (round_to_grid(weight, grid) - weight).unflatten(1, (len(blocks), -1))
     difference = difference.transpose(0, 1)
     errors = ((difference @ blocks) * difference).sum(-1).T

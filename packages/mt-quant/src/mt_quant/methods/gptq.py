@@ -1,4 +1,4 @@
-"""Rounding with feedback: each column's error is made up for by the columns after it."""
+"""GPTQ: rounding with feedback, where later columns compensate each column's error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_quant.formats.grid import Grid, find_grid, round_to_grid
 from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight, encode
 from mt_quant.methods.output_error import hessian_of, row_errors
 
-_BLOCK = 128  # columns whose changes are added to those after them in one product
+_BLOCK = 128  # columns whose feedback reaches the later columns in one product
 
 
 @torch.no_grad()
@@ -28,29 +28,29 @@ def gptq(
     static_groups: bool = False,
     double: bool = True,
 ) -> QuantizedMatrix:
-    """Round column by column; the columns after one change so that the output stays.
+    """Round column by column, and adjust the remaining columns to preserve the output.
 
-    After column j is rounded, the rest moves to the least-squares solution for the outputs of the
-    calibration data (GPTQ, Frantar et al. 2022, https://arxiv.org/abs/2210.17323). Outputs for
-    which the greedy order does worse than round-to-nearest keep that, so that the error on the
-    calibration data is never above it. Columns that saw no input are rounded to nearest.
+    After column j is rounded, the remaining columns move to the least-squares solution for the
+    outputs on the calibration data (GPTQ, Frantar et al. 2022, https://arxiv.org/abs/2210.17323).
+    An output for which this is worse than round-to-nearest keeps round-to-nearest, so the error on
+    the calibration data never exceeds it. Columns without input are rounded to nearest.
 
     Args:
         weight: Any floating dtype.
-        format: Of the codes.
-        statistics: Of the layer's inputs, with `hessian`.
-        damping: Added to the diagonal, as a share of its mean.
-        act_order: Round columns with large inputs first. Groups need `static_groups`, since
-            stored groups are neighbours.
-        static_groups: Find the scales of all groups in the original weight, in place of when
-            their first column is reached. Those of nvfp4, which share a level, always are.
-        double: Factorise in fp64; else fp32, which is faster on a GPU.
+        format: Number format.
+        statistics: Statistics of the layer's inputs, with `hessian`.
+        damping: Value to add to the diagonal of the hessian, relative to its mean.
+        act_order: Whether to round columns with large inputs first. Formats with groups then need
+            `static_groups`, because stored groups are neighbours.
+        static_groups: Whether to find the scales of all groups in the original weight, instead of
+            when their first column is reached. Always on for nvfp4, whose groups share a level.
+        double: Whether to factorise in fp64; fp32 is faster on a GPU.
 
     Shape:
         weight: [out, in].
 
     Raises:
-        CalibrationError: There is no `hessian`, or it is not positive definite.
+        CalibrationError: The statistics have no `hessian`, or it is not positive definite.
         QuantizationError: The format does not fit, or an option is out of range.
     """
     columns = weight.shape[-1]
@@ -81,7 +81,7 @@ def _order(hessian: Tensor, *, act_order: bool) -> Tensor:
 
 
 def _factor(hessian: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
-    """Return upper triangular U with U.T @ U the inverse of the damped matrix."""
+    """Return the upper triangular U for which U.T @ U is the inverse of the damped matrix."""
     hessian = hessian.to(dtype, copy=True)
     diagonal = hessian.diagonal()
     unseen = diagonal <= 0
@@ -104,7 +104,7 @@ def _factor(hessian: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
 def _rounded(
     weight: Tensor, grid: Grid, order: Tensor, factor: Tensor, *, refresh: bool
 ) -> tuple[Grid, Tensor]:
-    """Round the columns in order; [out, in] in the original order."""
+    """Round the columns in an order; return the grid, and [out, in] in the original order."""
     work = weight[:, order].to(factor.dtype)
     made = torch.empty_like(weight)
     columns, size = weight.shape[1], grid.group_size
@@ -131,7 +131,7 @@ def _rounded(
 def _better(
     weight: Tensor, made: tuple[Tensor, Grid], nearest: Grid, hessian: Tensor
 ) -> QuantizedWeight:
-    """Return the rounded values, with round-to-nearest for the outputs where that is better."""
+    """Return the rounded weight, with round-to-nearest for outputs where it is better."""
     values, grid = made
     rounded = round_to_grid(weight, nearest)
     with_feedback, without = (row_errors(v - weight, hessian) for v in (values, rounded))

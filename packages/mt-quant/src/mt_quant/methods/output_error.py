@@ -1,4 +1,4 @@
-"""The error of a layer's output, from the mean products of its inputs."""
+"""Errors of a layer's output, from the mean products of its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def hessian_of(statistics: Statistics | None, columns: int) -> Tensor:
         Returns [in, in].
 
     Raises:
-        CalibrationError: There are none, they are not finite, or those of another layer.
+        CalibrationError: They are missing, not finite, or belong to another layer.
     """
     return needed(statistics, "hessian", (columns, columns)).double()
 
@@ -26,13 +26,13 @@ def needed(statistics: Statistics | None, name: str, shape: tuple[int, ...]) -> 
     """Return one of a layer's statistics, checked.
 
     Raises:
-        CalibrationError: It is not there, not finite, of another shape, or of no token.
+        CalibrationError: It is missing, not finite, has a wrong shape, or covers no token.
     """
     found = None if statistics is None else getattr(statistics, name)
     if statistics is None or found is None:
         raise CalibrationError(
-            f"this method reads `{name}` of the layer's inputs and there is none; give "
-            "`quantize` calibration data, or use method rtn"
+            f"this method reads `{name}` of the layer's inputs, and there is none; pass "
+            "calibration data to `quantize`, or use the method rtn"
         )
     if statistics.tokens < 1:
         raise CalibrationError("the calibration data has no token; give at least one batch")
@@ -50,7 +50,7 @@ def needed(statistics: Statistics | None, name: str, shape: tuple[int, ...]) -> 
 
 
 def row_errors(difference: Tensor, hessian: Tensor) -> Tensor:
-    """Return the mean squared error of each output that a change of the weight makes.
+    """Return the mean squared error of each output after a change of the weight.
 
     Shape:
         difference: [out, in]. hessian: [in, in]. Returns [out], fp64.
@@ -61,12 +61,12 @@ def row_errors(difference: Tensor, hessian: Tensor) -> Tensor:
 
 @torch.no_grad()
 def output_error(weight: Tensor, made: QuantizedMatrix, statistics: Statistics) -> float:
-    """Return the squared error of a layer's output over that of the output itself.
+    """Return the squared error of a layer's output, relative to the squared output.
 
     Args:
-        weight: Before.
-        made: What a method made of it.
-        statistics: Of the layer's inputs, with `hessian`.
+        weight: The original weight.
+        made: The quantised weight.
+        statistics: Statistics of the layer's inputs, with `hessian`.
 
     Shape:
         weight: [out, in].

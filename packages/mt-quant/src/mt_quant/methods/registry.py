@@ -1,4 +1,4 @@
-"""What rounds the weight of one linear layer, by name."""
+"""Methods that round a weight, by name."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Options are keyword-only, have defaults, and are annotated as int, float, bool o
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to round a weight.
+    """A method that rounds a weight.
 
     Attributes:
-        name: In rules.
-        function: Rounds.
-        needs: Which statistics of the input it reads: `abs_max`, `second_moment`, `hessian`.
+        name: Name of the method in rules.
+        function: The function that rounds.
+        needs: Statistics of the input that it reads: `abs_max`, `second_moment`, `hessian`.
     """
 
     name: str
@@ -73,10 +73,10 @@ METHODS: Mapping[str, Method] = {
 
 
 def check_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Return the method of a name whose options are right.
+    """Return a method by name, after checking its options.
 
     Raises:
-        QuantizationError: There is none of this name, or an option is not one of it.
+        QuantizationError: The method or an option is unknown, or an option has a wrong type.
     """
     if name not in METHODS:
         raise QuantizationError(f"unknown method {name!r}. {did_you_mean(name, METHODS)}")

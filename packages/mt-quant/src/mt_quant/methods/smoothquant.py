@@ -1,4 +1,4 @@
-"""Large input features made smaller at the weight's cost, so that both round well."""
+"""SmoothQuant: scales that move large magnitudes from input features to weights."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def smoothquant(
 ) -> QuantizedMatrix:
     """Divide each input feature by a scale, and multiply its weights, before rounding.
 
-    It is for rules that round the input too (SmoothQuant, Xiao et al. 2022,
+    Useful for rules that round the input too (SmoothQuant, Xiao et al. 2022,
     https://arxiv.org/abs/2211.10438).
 
     Args:
         weight: Any floating dtype.
-        format: Of the codes.
-        statistics: Of the layer's inputs, with `abs_max`.
-        alpha: How much of the difficulty goes to the weight, 0 to 1.
+        format: Number format.
+        statistics: Statistics of the layer's inputs, with `abs_max`.
+        alpha: Fraction of the difficulty that moves to the weight, 0 to 1.
 
     Shape:
         weight: [out, in].
 
     Raises:
-        CalibrationError: There is no `abs_max`.
+        CalibrationError: The statistics have no `abs_max`.
         QuantizationError: The format does not fit, or alpha is out of range.
     """
     check_weight(weight)
@@ -50,14 +50,15 @@ def smoothquant(
 
 @torch.no_grad()
 def smoothquant_scale(weights: Sequence[Tensor], abs_max: Tensor, *, alpha: float = 0.5) -> Tensor:
-    """Return by what the weights of each input feature are multiplied before rounding.
+    """Return the factor of each input feature's weights before rounding.
 
-    Feature j has `abs_max_j ** alpha / weight_max_j ** (1 - alpha)`; 1 where either is zero.
+    The factor of feature j is `abs_max_j ** alpha / weight_max_j ** (1 - alpha)`; it is 1 where
+    either maximum is zero.
 
     Args:
-        weights: Of all layers that multiply the same input.
+        weights: Weights of all layers that multiply the same input.
         abs_max: Largest magnitude of each feature.
-        alpha: 0 makes the weights alike, 1 the inputs.
+        alpha: 0 equalises the weights, 1 the inputs.
 
     Shape:
         weights: [out, in] each. abs_max: [in]. Returns fp32 [in].

@@ -1,4 +1,4 @@
-"""A thin product in full precision for what rounds worst, and the rest in low precision."""
+"""SVDQuant: a low-rank product in full precision, and a quantised remainder."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def svdquant(
     alpha: float = 0.5,
     rounds: int = 1,
 ) -> QuantizedMatrix:
-    """Smooth, take the largest singular values out, and round what is left.
+    """Smooth the weight, split off its largest singular values, and round the remainder.
 
-    The product of rank `rank` is kept in the dtype of the weight and the remainder is made with
-    what that dtype holds (SVDQuant, Li et al. 2024, https://arxiv.org/abs/2411.05007).
+    The low-rank product stays in the dtype of the weight, and the remainder is computed from the
+    rounded product (SVDQuant, Li et al. 2024, https://arxiv.org/abs/2411.05007).
 
     Args:
         weight: Any floating dtype.
-        format: Of the remainder's codes.
-        statistics: Of the layer's inputs, with `abs_max`.
-        rank: Of the product.
-        alpha: Of `smoothquant_scale`.
-        rounds: How often the product is fitted to what rounding leaves; the best one is used.
+        format: Number format of the remainder.
+        statistics: Statistics of the layer's inputs, with `abs_max`.
+        rank: Rank of the product.
+        alpha: See `smoothquant`.
+        rounds: Number of times to fit the product to the rounding error; the best fit is used.
 
     Shape:
         weight: [out, in].
 
     Raises:
-        CalibrationError: There is no `abs_max`.
+        CalibrationError: The statistics have no `abs_max`.
         QuantizationError: The format does not fit, or an option is out of range.
     """
     check_weight(weight)
@@ -69,7 +69,7 @@ def svdquant(
 
 
 def _product(matrix: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The nearest product of a rank, its singular values shared by both factors."""
+    """Return the nearest product of a rank; both factors get the root of the singular values."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     root = values[:rank].sqrt()
     return (root[:, None] * right[:rank]).to(dtype), (left[:, :rank] * root).to(dtype)

@@ -1,4 +1,4 @@
-"""Scales of input features, put into what makes the input: outputs stay, rounding gets easier."""
+"""Folding of input scales into the module that produces the input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mt_quant.methods.awq import awq_scale
 from mt_quant.methods.output_error import hessian_of, needed
 from mt_quant.methods.smoothquant import smoothquant_scale
 
-_BYTES = 1 << 30  # of statistics that one pass over the calibration data collects
+_BYTES = 1 << 30  # limit of the statistics that one pass over the calibration data collects
 
 
 class InputSource(Protocol):
-    """What is read of a `SharedInput`: layers of mt-model give values of their own."""
+    """Attributes of a `SharedInput`; mt-model has a class of its own with them."""
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -31,35 +31,35 @@ class InputSource(Protocol):
 
     @property
     def source(self) -> nn.Module:
-        """What makes the input."""
+        """The module that produces the input."""
         ...
 
     @property
     def rows(self) -> Tensor | None:
-        """Which output of the source makes each feature; None: one after the other."""
+        """Index of the source's output that produces each feature; None for the same order."""
         ...
 
     @property
     def offset(self) -> float:
-        """What a norm adds to its weight."""
+        """Constant that a norm adds to its weight."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedInput:
-    """Linear layers that multiply the same input, and what makes it.
+    """Linear layers that multiply the same input, and the module that produces it.
 
-    Nothing else may read the input, and it must be proportional to the weight of its source: a
-    norm whose last step multiplies by its weight (and adds its bias), or a linear layer between
-    which and the input no step changes that, such as values of attention that are averaged, or
-    the half of a gated feed-forward that is not activated.
+    Nothing else may read the input, and the input must be proportional to the weight of its source.
+    A source is a norm whose last step multiplies by its weight (and adds its bias), or a linear
+    layer whose output reaches the input through linear steps only, such as the averaged values of
+    attention, or the half of a gated feed-forward without activation.
 
     Attributes:
         layers: All linear layers that multiply the input.
-        source: What makes it: a norm with a weight, or a linear layer.
-        rows: Which output of a linear source makes each feature, by index in the whole weight; two
-            features may have the same. None: one after the other.
-        offset: What a norm adds to its weight before it multiplies: 1 where that is zero-centred.
+        source: The module that produces the input: a norm with a weight, or a linear layer.
+        rows: For each feature, the index of the linear source's output that produces it, in the
+            whole weight; features may share an output. None for the same order.
+        offset: Constant that a norm adds to its weight: 1 for a zero-centred weight.
 
     Shape:
         rows: int64 [in].
@@ -81,27 +81,28 @@ def fold_scales(
     format: WeightFormat | str = "int4",
     alpha: float = 0.5,
 ) -> nn.Module:
-    """Scale the features of inputs, in place; then quantise with any method.
+    """Scale input features for easier rounding, in place; then quantise with any method.
 
-    The layers' weights are multiplied by a scale for each feature and the source is divided by it,
-    so the output stays but for rounding in the model's dtype, and no layer multiplies its input
-    when it is used. Calibration runs as often as its statistics need, 1 GiB at a time.
+    The layers' weights are multiplied by a scale for each feature and the source is divided by it.
+    The output changes only by rounding in the model's dtype, and no layer scales its input at run
+    time. Calibration data runs repeatedly if its statistics take more than 1 GiB.
 
     Args:
-        model: Changed in place.
-        inputs: `SharedInput`s, or the like of a model of mt-model (`model.shared_inputs()`).
-        calibration: Batches: arguments of the model's forward as a tensor, tuple, list or mapping.
-        by: `awq` has the least error of rounding the weights to a format (`awq_scale`);
-            `smoothquant` makes inputs and weights alike (`smoothquant_scale`).
-        format: Of the weights, for `awq`; groups must divide the inputs.
-        alpha: For `smoothquant`.
+        model: The model, changed in place.
+        inputs: `SharedInput`s; a model of mt-model lists its own (`model.shared_inputs()`).
+        calibration: Batches, each the arguments of the model's forward as a tensor, tuple, list or
+            mapping.
+        by: `awq` minimises the error of rounding the weights to a format; `smoothquant` balances
+            the magnitudes of inputs and weights.
+        format: Format of the weights, for `awq`; its groups must divide the inputs.
+        alpha: Exponent for `smoothquant`; see the method.
 
     Returns:
         The model.
 
     Raises:
-        QuantizationError: An input's description does not fit its modules.
-        CalibrationError: Data is missing, not finite, or reaches a layer never.
+        QuantizationError: The description of an input does not fit its modules.
+        CalibrationError: Data is missing or not finite, or never reaches a layer.
     """
     check_type("model", model, nn.Module)
     if by not in ("awq", "smoothquant"):
@@ -123,14 +124,14 @@ def fold_scales(
 
 @torch.no_grad()
 def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
-    """Multiply the weights of layers by a scale for each feature, and divide what makes them.
+    """Multiply the layers' weights by a scale for each feature, and divide the source by it.
 
     Args:
         shared: The layers and their source.
-        scale: Features that the same output of the source makes have the same; None for 1.
+        scale: Scale of each feature, equal for features that share an output; None for 1.
 
     Shape:
-        scale: [in], of all ranks.
+        scale: [in], over all ranks.
 
     Raises:
         QuantizationError: The scale does not fit. Nothing was changed.
@@ -183,7 +184,7 @@ def _divide_linear(shared: InputSource, source: LinearShape, factor: Tensor) -> 
     by_row = factor.new_ones(source.whole_rows)
     by_row[rows] = factor
     if not torch.equal(by_row[rows], factor):
-        raise QuantizationError("features that one output makes must have the same scale")
+        raise QuantizationError("features that share a source output must have the same scale")
     own = source.own(factor.device)[0]
     by_row = 1 / (by_row if own is None else by_row[own])
     weight = cast("nn.Parameter", shared.source.weight)
@@ -201,7 +202,7 @@ def _multiply(param: Tensor, factor: Tensor) -> None:
 def _scale(
     shared: InputSource, statistics: Statistics, *, by: str, format: WeightFormat, alpha: float
 ) -> Tensor | None:
-    """The scale of one input; the same for features that one output of the source makes."""
+    """Return the scale of one input, equal for features that share an output of the source."""
     weights = [
         shape_of(layer, "a layer").gathered(cast("nn.Parameter", layer.weight))
         for layer in shared.layers
@@ -216,7 +217,7 @@ def _scale(
 
 
 def _alike(values: Tensor, rows: Tensor | None) -> Tensor:
-    """Replace values of features that one output makes by their mean."""
+    """Replace the values of features that share an output by their mean."""
     if rows is None:
         return values
     _, group = rows.to(values.device).unique(return_inverse=True)
@@ -225,7 +226,7 @@ def _alike(values: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _parts(inputs: list[InputSource], statistic: str) -> list[list[InputSource]]:
-    """Cut the list where one pass would hold too much."""
+    """Divide the inputs into passes whose statistics fit the limit."""
     parts: list[list[InputSource]] = []
     held = _BYTES
     for shared in inputs:
@@ -245,7 +246,7 @@ def _collected(
     batches: list[Any],
     what: tuple[str, dict[int, str]],
 ) -> list[Statistics]:
-    """Run the model, and return statistics of each input."""
+    """Run the model, and return the statistics of each input."""
     statistic, names = what
     collectors = [
         Collector(names[id(s.layers[0])], shape_of(s.layers[0], "a layer"), {statistic})

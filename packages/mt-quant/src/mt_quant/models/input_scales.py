@@ -1,4 +1,4 @@
-"""AWQ and SmoothQuant without a scale in the layer: it goes into what makes the layer's input."""
+"""AWQ and SmoothQuant without scales in the layers: they are folded into the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def fold_input_scales(
 ) -> QuantizationConfig:
     """Fold the scales of a configuration's AWQ and SmoothQuant rules into the model.
 
-    Checkpoints of other software have no place for a scale of a layer's input. Layers that share
-    an input get one scale together; an input whose layers have different rules gets none.
+    Checkpoints of other software have no place for the scale of a layer's input. Layers that share
+    an input share its scale; an input whose layers have different rules gets none.
 
     Args:
         model: Changed in place; its output stays the same but for rounding.

@@ -1,4 +1,4 @@
-"""A folder of finished layers, from which quantising goes on after an interruption."""
+"""A folder of finished layers, from which an interrupted quantisation continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MAX_HEADER = 1 << 20
 
 
 class LayerFolder:
-    """One safetensors file for each finished layer and rank, with what it was made of.
+    """One safetensors file for each finished layer and rank, with a record of its origin.
 
-    A file is complete or absent. It is used again if the rule, the sizes and a sample of the
-    weight's bytes are those that it was made of; calibration data is not compared.
+    A file is complete or absent. It is reused if the rule, the sizes and a sample of the weight's
+    bytes are unchanged; calibration data is not compared.
 
     Args:
-        path: Of the folder, which is made if it is missing.
+        path: Path of the folder, created if it is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +45,7 @@ class LayerFolder:
         """Write a finished layer.
 
         Raises:
-            FileError: It can't be written.
+            FileError: The file can't be written.
         """
         from safetensors.torch import save  # only folders need it
 
@@ -55,11 +55,11 @@ class LayerFolder:
     def load(
         self, name: str, made_of: Mapping[str, str], at: LinearShape
     ) -> dict[str, Tensor] | None:
-        """Return a finished layer; None if it is not.
+        """Return the tensors of a finished layer; None if there is no file.
 
         Raises:
             FileError: The file can't be read, or is damaged.
-            QuantizationError: It was made of something else.
+            QuantizationError: It was made from another rule or weight.
         """
         path = self._file(name, at)
         if not path.exists():
@@ -82,11 +82,11 @@ class LayerFolder:
 
 
 def origin_of(weight: Tensor, decision: Decision, shape: LinearShape) -> dict[str, str]:
-    """Return what a layer is made of, in text: its rule, its sizes and a sample of its bytes."""
+    """Return a layer's origin as text: its rule, its sizes and a hash of sampled bytes."""
     values = weight.detach().reshape(-1)
     sample = values[:: max(1, values.numel() // _SAMPLES)].contiguous().cpu()
     plain: dict[str, Any] = to_plain(decision)
-    del plain["rule"]  # its place among the rules changes no layer
+    del plain["rule"]  # the index of the rule does not matter
     return {
         "decision": json.dumps(plain, sort_keys=True),
         "shape": json.dumps(shape.describe(), sort_keys=True),
@@ -101,7 +101,7 @@ def _metadata(content: bytes, path: Path) -> dict[str, Any]:
     header = parse_json(content[8 : 8 + int(size)], name=path)
     found = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(found, dict):
-        raise FileError(path, "does not say what it was made of; remove it to make it again")
+        raise FileError(path, "has no record of its origin; remove it to make it again")
     return found
 
 

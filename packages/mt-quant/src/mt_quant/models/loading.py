@@ -1,4 +1,4 @@
-"""A model in low precision from its saved state."""
+"""Loading of a quantised model from its state dict."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from mt_quant.rules.rule import Decision
 def load_quantized(
     model: nn.Module, config: QuantizationConfig, state: Mapping[str, Tensor]
 ) -> nn.Module:
-    """Give a model in full precision the state of one that was quantised by the same rules.
+    """Turn a model in full precision into the quantised model of a state dict.
 
-    Weights of the model are not read, and may be on the meta device.
+    The model's weights are not read, and may be on the meta device.
 
     Args:
-        model: Changed in place; its module at the root is replaced if that is the linear layer.
-        config: The rules.
-        state: `state_dict()` of the quantised model, of the same rank.
+        model: A model in full precision, changed in place. If the model itself is a linear layer,
+            the returned module replaces it.
+        config: The rules by which the saved model was quantised.
+        state: `state_dict()` of the quantised model on the same rank.
 
     Returns:
         The model.
 
     Raises:
-        QuantizationError: The state lacks codes or scales of a layer, has others, or they do not
-            fit. Nothing was changed.
+        QuantizationError: The state lacks tensors, has unknown ones, or they do not fit. Nothing
+            was changed.
 
     Example:
         >>> from mt_quant import quantize
@@ -57,7 +58,7 @@ def load_quantized(
         model = replaced(model, places[name], layer)
     shardings(model)
     model.load_state_dict(dict(state), assign=is_meta)
-    shardings(model)  # what was assigned gets the records again
+    shardings(model)  # restores the records of assigned parameters
     return model
 
 
@@ -85,7 +86,7 @@ def _check_names(
     places: Mapping[str, list[str]],
     given: set[str],
 ) -> None:
-    """Refuse a state that has other tensors than the model with its new layers."""
+    """Refuse a state whose names differ from the names of the model with its new layers."""
     expected = set(model.state_dict())
     for name, layer in made.items():
         before = model.get_submodule(name).state_dict()

@@ -1,4 +1,4 @@
-"""Exchanging modules of a model, wherever it has them."""
+"""Replacement of modules under all their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return under which names each module is found, itself included: a module may be shared."""
+    """Return all names of each module, as a module may be shared."""
     wanted = {id(model.get_submodule(name)): name for name in names}
     places: dict[str, list[str]] = {name: [] for name in wanted.values()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -18,7 +18,7 @@ def places_of(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def replaced(model: nn.Module, places: Iterable[str], layer: nn.Module) -> nn.Module:
-    """Put a module in all its places; return the model, which is the module if that is the root."""
+    """Put a module in all its places, and return the model (the module itself at the root)."""
     for place in places:
         if not place:
             return layer

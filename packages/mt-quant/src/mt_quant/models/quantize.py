@@ -1,4 +1,4 @@
-"""A model in low precision, one layer at a time."""
+"""Quantisation of a model, one layer at a time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a model is.
+    """Progress of `quantize`.
 
     Attributes:
-        name: Of the layer that is finished.
-        done: Layers that are.
-        total: Layers that will be.
+        name: Name of the last finished layer.
+        done: Number of finished layers.
+        total: Number of layers to quantise.
     """
 
     name: str
@@ -52,30 +52,31 @@ def quantize(
     folder: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> nn.Module:
-    """Replace a model's linear layers in place by layers in low precision.
+    """Replace a model's linear layers in place by quantised layers, one at a time.
 
-    One layer is worked on at a time: beside the model, memory holds its whole weight in fp32, what
-    the method makes of it, and the activations of all calibration batches at one place of the
-    model. Statistics are those of inputs that earlier layers, already in low precision, make. A
-    layer that is split over ranks is gathered, rounded as one rank does, and split again, so the
-    result is that of one rank; every rank calls this, with the same batches.
+    Besides the model, memory holds one layer's whole weight in fp32, its quantised form, and the
+    activations of all calibration batches at one place of the model. Statistics come from inputs
+    that the earlier, already quantised layers produce. A layer that ranks split is gathered,
+    rounded as one rank would, and split again, so the result does not depend on the layout; every
+    rank calls this function with the same batches.
 
     Args:
-        model: Changed in place; its module at the root is replaced if that is the linear layer.
-        config: Which layers, and how.
-        calibration: Batches: arguments of the model's forward as a tensor, tuple, list or mapping.
-            Needed by methods that read statistics and by static scales. The model is in eval mode
-            meanwhile.
-        folder: Where finished layers are kept; a call after an interruption takes them from there.
+        model: The model, changed in place. If the model itself is a linear layer, the returned
+            module replaces it.
+        config: The rules.
+        calibration: Batches, each the arguments of the model's forward as a tensor, tuple, list or
+            mapping. Needed by methods that read statistics and by static scales. The model is in
+            eval mode while they run.
+        folder: Folder that keeps finished layers, from which an interrupted call continues.
         progress: Called after each layer.
 
     Returns:
         The model.
 
     Raises:
-        QuantizationError: The configuration does not fit the model, and nothing was changed; or a
-            folder holds layers that were made of something else.
-        CalibrationError: Data is needed and missing, empty, not finite, or reaches a layer never.
+        QuantizationError: The rules do not fit the model, and nothing was changed; or the folder
+            holds layers made from other rules or weights.
+        CalibrationError: Data is needed and missing, empty or not finite, or never reaches a layer.
         FileError: The folder can't be read or written.
     """
     check_type("config", config, QuantizationConfig)
@@ -92,7 +93,7 @@ def quantize(
 
 
 class _Work:
-    """The layers of one model, those that are finished and those that are not."""
+    """The layers of one model, finished and unfinished."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class _Work:
         self._training = {name: self._module(name).training for name in decisions}
 
     def calibrated(self, batches: list[Any], needs: Mapping[str, frozenset[str]]) -> None:
-        """Finish what the batches reach, stage by stage."""
+        """Finish the layers that the batches reach, stage by stage."""
         from mt_quant.calibration.walk import Walk  # only calibration needs it
 
         stages = _stages(self.model, list(self.decisions))
@@ -132,7 +133,7 @@ class _Work:
                 own = wanted.get(stage)
                 walk.look(None if own is None else own.add)
         for name in names:
-            collector = wanted.pop(name, None)  # its sums are freed with it
+            collector = wanted.pop(name, None)  # frees its sums
             self.finish(name, None if collector is None else collector.result(), saved[name])
             if name == stage:
                 walk.put(stage, self._module(name))
@@ -143,7 +144,7 @@ class _Work:
         statistics: Statistics | None,
         saved: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Replace a layer, by what the folder has of it or by what its method makes."""
+        """Replace a layer, with tensors from the folder or from its method."""
         layer, decision, shape = self._module(name), self.decisions[name], self._shapes[name]
         tensors = saved or self._saved(name)
         try:
@@ -157,7 +158,7 @@ class _Work:
             )
         except QuantizationError as error:
             raise type(error)(f"{name}: {error}") from error
-        made.train(self._training[name])  # a walk has the layers in eval mode
+        made.train(self._training[name])  # a walk sets eval mode
         self.model = replaced(self.model, self._places[name], made)
         self.finished.add(name)
         if self._progress is not None:
@@ -201,7 +202,7 @@ def make_tensors(
 
 
 def _input_max(matrix: QuantizedMatrix, statistics: Statistics | None) -> Tensor:
-    """Return the largest magnitude of what is multiplied: the input times what it is scaled by."""
+    """Return the largest magnitude of the product's operand: the input times its scale."""
     if statistics is None or statistics.abs_max is None:
         raise CalibrationError("a static scale of the input needs calibration data")
     scale = matrix.input_scale
@@ -209,7 +210,7 @@ def _input_max(matrix: QuantizedMatrix, statistics: Statistics | None) -> Tensor
 
 
 def _needs(decision: Decision) -> frozenset[str]:
-    """Which statistics a layer is rounded with."""
+    """Return the statistics that a layer's quantisation reads."""
     needs = set(METHODS[decision.method].needs)
     needs |= {"abs_max"} if decision.input is not None and not decision.input.dynamic else set()
     is_static = decision.output is not None and not decision.output.dynamic
@@ -227,7 +228,7 @@ def _batches(calibration: Iterable[Any] | None, names: list[str]) -> list[Any]:
 
 
 def _absent(name: str, needs: frozenset[str]) -> None:
-    """Refuse to finish a layer without the statistics it needs."""
+    """Refuse to finish a layer without the statistics that it needs."""
     if needs:
         raise CalibrationError(
             f"{name} was not called with the calibration data; leave it out with a rule, or give "
@@ -237,7 +238,7 @@ def _absent(name: str, needs: frozenset[str]) -> None:
 
 @contextmanager
 def _hook(module: nn.Module, collector: Collector) -> Iterator[None]:
-    """Have a collector see each call of a module, for the time of a block."""
+    """Let a collector observe each call of a module inside a `with` block."""
 
     def add(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
         collector.add(args[0], y)
@@ -250,9 +251,9 @@ def _hook(module: nn.Module, collector: Collector) -> Iterator[None]:
 
 
 def _stages(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
-    """Return the modules at which batches stop, with the layers inside them.
+    """Return the modules before which batches stop, with the layers inside them.
 
-    They are the outermost entries of lists of modules, and layers that are in none.
+    A stage is an outermost entry of a module list, or a layer outside of all lists.
     """
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     stages: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Which format each layer gets, so that a model of so many bits loses least."""
+"""Choice of a format for each layer: the least loss within a budget of bits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.rule import Rule
 
 Costs: TypeAlias = Mapping[str, Mapping[WeightFormat, float]]
-"""What each format of each layer costs, such as how much it raises the loss."""
+"""Cost of each format of each layer, such as the increase of the loss."""
 
-_UNITS = 1 << 16  # in which a budget is spent
+_UNITS = 1 << 16  # resolution of the budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class FormatPlan:
     """A format for each layer.
 
     Attributes:
-        formats: By name of the layer.
-        bits: Of codes, scales and zero points, for each weight on average.
-        cost: The sum of what the layers' formats cost.
+        formats: Format of each layer, by name.
+        bits: Mean number of bits for each weight, including scales and zero points.
+        cost: Sum of the costs of the chosen formats.
     """
 
     formats: Mapping[str, WeightFormat]
@@ -39,10 +39,10 @@ class FormatPlan:
     cost: float
 
     def config(self, *, method: str = "rtn") -> QuantizationConfig:
-        """Return rules by the layers' names; all other layers stay as they are.
+        """Return a rule for each layer; all other layers stay as they are.
 
         Args:
-            method: What rounds the weights.
+            method: Method that rounds the weights.
         """
         return QuantizationConfig(
             rules=tuple(
@@ -59,19 +59,19 @@ def measure_costs(
     *,
     layers: Collection[str] | None = None,
 ) -> Costs:
-    """Return how much the measure rises when one layer alone is rounded to nearest.
+    """Return the increase of a measure when one layer alone is rounded to nearest.
 
-    The model is measured once for each layer and format, and is as before afterwards.
+    The model is measured once for each layer and format, and is unchanged afterwards.
 
     Args:
-        model: With its linear layers in full precision.
-        formats: That are tried; ones that do not fit a layer are left out for it.
-        measure: Returns, for example, the loss on held-out data, or the divergence from the
-            model's own logits; smaller is better. On several ranks all must get the same number.
-        layers: Names of linear layers; all where None.
+        model: The model in full precision.
+        formats: Formats to try; a format that does not fit a layer is left out for that layer.
+        measure: Function of the model whose value should be small, such as the loss on held-out
+            data or the divergence from the model's own logits. All ranks must get the same number.
+        layers: Names of linear layers; None for all.
 
     Raises:
-        QuantizationError: A name is no linear layer, no format fits one, or a measure is not
+        QuantizationError: A name is no linear layer, no format fits a layer, or a measure is not
             finite.
     """
     chosen = [WeightFormat.named(f) if isinstance(f, str) else f for f in formats]
@@ -92,7 +92,7 @@ def measure_costs(
 
 
 def weight_bits(model: nn.Module, costs: Costs) -> dict[str, dict[WeightFormat, int]]:
-    """Return the bits that each layer has in each format it has a cost for, scales included."""
+    """Return the number of bits of each layer in each of its formats, including scales."""
     shapes = _shapes(model, list(costs))
     return {
         name: {format: _bits(format, shapes[name]) for format in of_layer}
@@ -101,15 +101,15 @@ def weight_bits(model: nn.Module, costs: Costs) -> dict[str, dict[WeightFormat, 
 
 
 def choose_formats(model: nn.Module, costs: Costs, *, bits: float) -> FormatPlan:
-    """Return the formats with the least sum of costs among those within a budget.
+    """Return the formats with the least total cost within a budget of bits.
 
-    Exact for models whose sizes have a large common divisor; else the budget is spent in 65,536
-    units, each layer's share rounded up, so that it is never exceeded.
+    The choice is exact if the sizes have a large common divisor. Otherwise the budget is counted in
+    65,536 units and each layer's share is rounded up, so the budget is never exceeded.
 
     Args:
-        model: Whose layers have the costs.
-        costs: As of `measure_costs`, or the output errors of the layers.
-        bits: Target for each weight on average, scales and zero points included.
+        model: The model whose layers have the costs.
+        costs: The result of `measure_costs`, or costs of your own, such as output errors.
+        bits: Mean number of bits for each weight, including scales and zero points.
 
     Raises:
         QuantizationError: There is no cost, one is not finite, or no choice meets the target.
@@ -137,7 +137,7 @@ def choose_formats(model: nn.Module, costs: Costs, *, bits: float) -> FormatPlan
 def _knapsack(
     costs: Costs, sizes: Mapping[str, Mapping[WeightFormat, int]], spare: int
 ) -> dict[str, WeightFormat]:
-    """Choose by dynamic programming over what is spent above the smallest formats."""
+    """Choose by dynamic programming over the bits spent beyond the smallest formats."""
     extra = {n: {f: b - min(of.values()) for f, b in of.items()} for n, of in sizes.items()}
     common = gcd(*(b for of in extra.values() for b in of.values())) or 1
     unit = max(common, -(-spare // _UNITS))
@@ -184,7 +184,7 @@ def _measured(measure: Callable[[nn.Module], float], model: nn.Module, what: str
 
 
 def _shapes(model: nn.Module, names: Collection[str] | None) -> dict[str, LinearShape]:
-    """The linear layers of these names, or all."""
+    """Return the shapes of the linear layers with these names, or of all."""
     modules = dict(model.named_modules())
     found: dict[str, LinearShape] = {}
     for name in modules if names is None else names:
@@ -207,7 +207,7 @@ def _fits(model: nn.Module, name: str, format: WeightFormat) -> bool:
 
 
 def _bits(format: WeightFormat, shape: LinearShape) -> int:
-    """Bits of a whole weight, from those of its first rows."""
+    """Return the number of bits of a whole weight, extrapolated from its first rows."""
     one, two = (
         quantize_weight(torch.zeros(rows, shape.whole_columns), format).nbytes for rows in (1, 2)
     )
@@ -215,5 +215,5 @@ def _bits(format: WeightFormat, shape: LinearShape) -> int:
 
 
 def _exactly(name: str) -> str:
-    """The pattern of a rule for one name."""
+    """Return the rule pattern that matches one name."""
     return f"re:{re.escape(name)}"

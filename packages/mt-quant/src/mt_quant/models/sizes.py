@@ -33,7 +33,7 @@ class _Size:
 
 
 class ModelSizes:
-    """The sizes of a model's weights by the rule that decides each, from before it is quantised.
+    """Sizes of a model's weights by rule, recorded before it is quantised.
 
     Args:
         model: In full precision.

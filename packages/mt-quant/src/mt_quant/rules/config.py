@@ -1,4 +1,4 @@
-"""What to do with a model's layers: an ordered list of rules."""
+"""The configuration of a quantised model: an ordered list of rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mt_quant.rules.table import table
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Rules in order; of those that match a module the first decides.
+    """Rules in order; the first rule that matches a module decides.
 
     Attributes:
         rules: At least one.
@@ -32,7 +32,7 @@ class QuantizationConfig:
         0       int8-channel  -      -       -         rtn     1: name='*'
 
     Raises:
-        FieldError: There is no rule.
+        FieldError: The list is empty.
     """
 
     rules: tuple[Rule, ...]
@@ -45,19 +45,19 @@ class QuantizationConfig:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the rules of a named recipe, one of `RECIPES`.
+        """Return the rules of a recipe by name, one of `RECIPES`.
 
         Raises:
-            QuantizationError: There is none of this name.
+            QuantizationError: The name is unknown.
         """
         return cls(rules=recipe(name))
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Return the rules of plain values, as `to_dict` gives them.
+        """Return the rules in plain values, as `to_dict` returns them.
 
         Raises:
-            QuantizationError: Everything that is wrong, by path.
+            QuantizationError: A value is wrong; the message lists all problems by path.
         """
         return cls._bound(value, "")
 
@@ -67,7 +67,7 @@ class QuantizationConfig:
 
         Raises:
             FileError: The file can't be read.
-            QuantizationError: Everything that is wrong in it, by path.
+            QuantizationError: A value is wrong; the message lists all problems by path.
         """
         from mt_quant.rules.document import read_document  # only rules in files need it
 
@@ -83,20 +83,20 @@ class QuantizationConfig:
         return bound.value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, which JSON and YAML can hold."""
+        """Return the rules as plain values for JSON or YAML."""
         return to_plain(self)
 
     def decide(self, model: nn.Module) -> dict[str, Decision]:
-        """Return what becomes of each linear layer, and of what keeps keys and values.
+        """Return the decision for each linear layer, and for each module with a `kv_cache` rule.
 
-        Everything is checked that can be before a weight is read.
+        All problems that show without reading a weight are reported together.
 
         Raises:
             QuantizationError: A rule that is not optional matches nothing, or a format does not
-                fit a layer; every problem is named.
+                fit a layer; the message lists all problems.
         """
         check_type("model", model, nn.Module)
-        shardings(model)  # gives copies of parameters their records again
+        shardings(model)  # restores the records of copied parameters
         decisions: dict[str, Decision] = {}
         unused, problems = dict(enumerate(self.rules)), []
         for name, module in model.named_modules():
@@ -106,7 +106,7 @@ class QuantizationConfig:
                 unused.pop(index, None)
             if shape is not None or matching:
                 first = self.rules[matching[0]].decision(matching[0]) if matching else Decision()
-                if shape is None:  # what is no linear layer has keys and values at most
+                if shape is None:  # other modules get a format of keys and values at most
                     first = Decision(rule=first.rule, kv_cache=first.kv_cache)
                 decisions[name] = first
                 problems += _misfits(name, first, shape)
@@ -133,7 +133,7 @@ class QuantizationConfig:
 
 
 def _misfits(name: str, decision: Decision, shape: LinearShape | None) -> list[str]:
-    """What keeps a decision from being carried out."""
+    """Return the reasons why a decision can't be carried out."""
     if shape is None or decision.weight is None:
         return []
     format, columns = decision.weight, shape.whole_columns

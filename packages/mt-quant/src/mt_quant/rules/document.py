@@ -1,4 +1,4 @@
-"""A recipe's YAML file as plain values."""
+"""Reading of YAML files with rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_document(path: str | Path) -> Any:
 
     Raises:
         FileError: The file can't be read.
-        QuantizationError: It is no such YAML; the message names the line.
+        QuantizationError: The YAML is invalid, or uses a refused feature; names the line.
     """
     import yaml  # only recipes in files need it
 
@@ -42,7 +42,7 @@ def read_document(path: str | Path) -> Any:
 
 
 def _value(node: Any, path: str | Path, depth: int) -> Any:
-    """What a node holds; its class names its kind, so that yaml need not be imported here."""
+    """Return the value of a node; `id` names its kind, so yaml isn't imported here."""
     if depth > _MAX_DEPTH:
         raise _error(path, node, f"is nested deeper than {_MAX_DEPTH}")
     if node.id == "sequence":

@@ -13,7 +13,7 @@ _KEPT = Rule(
     name=r"re:(.*\.)?(lm_head|head|output_layer|router|gate|classifier|score)(\..*)?",
     optional=True,
 )
-"""Heads and routers: few weights, and the most sensitive ones."""
+"""Heads and routers stay: they have few weights, which are the most sensitive."""
 
 _LAYERS: Mapping[str, Rule] = {
     "int8": Rule(weight="int8"),
@@ -39,10 +39,10 @@ RECIPES: tuple[str, ...] = tuple(_LAYERS)
 
 
 def recipe(name: str) -> tuple[Rule, ...]:
-    """Return the rules of a named recipe; heads and routers stay as they are.
+    """Return the rules of a recipe by name; heads and routers stay as they are.
 
     Raises:
-        QuantizationError: There is none of this name.
+        QuantizationError: The name is unknown.
     """
     if name not in _LAYERS:
         raise QuantizationError(f"unknown recipe {name!r}. {did_you_mean(name, _LAYERS)}")

@@ -1,4 +1,4 @@
-"""Rules that say which layers get which formats."""
+"""Rules that give layers their formats and methods."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REGEX = "re:"
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeCondition:
-    """Which sizes of a whole weight, of all ranks, a rule is for.
+    """Condition on the sizes of a whole weight, over all ranks.
 
     Attributes:
-        min_inputs: Least number of inputs.
-        min_outputs: Least number of outputs.
-        inputs_multiple_of: What divides the inputs.
-        outputs_multiple_of: What divides the outputs.
+        min_inputs: Smallest number of inputs.
+        min_outputs: Smallest number of outputs.
+        inputs_multiple_of: Number that must divide the inputs.
+        outputs_multiple_of: Number that must divide the outputs.
 
     Raises:
-        FieldError: A number is below its least.
+        FieldError: A number is below 1.
     """
 
     min_inputs: int = 1
@@ -47,7 +47,7 @@ class ShapeCondition:
         checks.done()
 
     def holds(self, rows: int, columns: int) -> bool:
-        """Whether a weight of these outputs and inputs meets it."""
+        """Return whether a weight with these outputs (rows) and inputs meets the condition."""
         return (
             columns >= self.min_inputs
             and rows >= self.min_outputs
@@ -58,16 +58,16 @@ class ShapeCondition:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What happens to one module.
+    """Formats and method of one module.
 
     Attributes:
-        rule: Index of the rule that decided; None where no rule matched.
-        weight: Format of its weight; None leaves it as it is.
-        input: Format of its input.
-        output: Format of its output.
-        kv_cache: Format of the keys and values that it keeps, for the engine that keeps them.
-        method: What rounds the weight.
-        options: Of the method.
+        rule: Index of the rule that decided; None if no rule matched.
+        weight: Format of the weight; None leaves the weight as it is.
+        input: Format of the input.
+        output: Format of the output.
+        kv_cache: Format of the cached keys and values; the engine with the cache applies it.
+        method: Name of the method that rounds the weight.
+        options: Options of the method.
     """
 
     rule: int | None = None
@@ -92,23 +92,23 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which modules, and what becomes of them. All conditions have to hold.
+    """Conditions on a module, all of which must hold, and the formats and method it gets.
 
     Attributes:
-        name: Dotted name of the module: a glob whose `*` crosses dots, or `re:` and a regular
-            expression for the whole name.
+        name: Pattern of the module's dotted name: a glob whose `*` crosses dots, or `re:` and a
+            regular expression for the whole name.
         type: Name of the module's class; None for any.
-        shape: Sizes of its weight; None for any.
-        weight: Format of the weight or its name; None keeps the layer as it is.
-        input: Format of its input.
-        output: Format of its output.
-        kv_cache: Format of its keys and values. Modules that are no linear layers get it too.
-        method: What rounds the weight, of `METHODS`.
-        options: Of the method.
+        shape: Condition on the sizes of the weight; None for any.
+        weight: Format of the weight, or its name; None keeps the layer as it is.
+        input: Format of the input.
+        output: Format of the output.
+        kv_cache: Format of keys and values; also for modules that aren't linear layers.
+        method: Method that rounds the weight: rtn, gptq, awq, smoothquant or svdquant.
+        options: Options of the method.
         optional: Whether the rule may match nothing.
 
     Raises:
-        FieldError: A format, method or option is unknown, or the pattern is none.
+        FieldError: A format, method or option is unknown, or the pattern is invalid.
     """
 
     name: str = "*"
@@ -139,11 +139,11 @@ class Rule:
         except QuantizationError as error:
             checks.add("method", str(error))
         if self.weight is None and (self.input is not None or self.output is not None):
-            checks.add("weight", "input and output are rounded where the weight is: name a format")
+            checks.add("weight", "input and output are rounded only with a weight: name a format")
         checks.done()
 
     def decision(self, index: int) -> Decision:
-        """Return what becomes of a module that the rule of this index matches."""
+        """Return the decision for a module that this rule, at this index, matches."""
         return Decision(
             rule=index,
             weight=_format(self.weight, WeightFormat.named),
@@ -155,7 +155,7 @@ class Rule:
         )
 
     def matches(self, name: str, module: nn.Module, shape: LinearShape | None) -> bool:
-        """Whether the rule is for a module; `shape` is that of a linear layer, else None."""
+        """Return whether the rule matches a module; `shape` is None if it is no linear layer."""
         if shape is None and self.kv_cache is None:
             return False
         if self.type is not None and type(module).__name__ != self.type:
@@ -174,7 +174,7 @@ class Rule:
 
 
 def _compiled(name: str) -> re.Pattern[str]:
-    """Return what matches a whole name; `re` keeps the last ones compiled."""
+    """Return the pattern for a whole name; `re` caches recent patterns."""
     text = name.removeprefix(_REGEX) if name.startswith(_REGEX) else translate(name)
     return re.compile(text)
 

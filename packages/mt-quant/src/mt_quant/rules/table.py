@@ -10,7 +10,7 @@ def table(rows: Sequence[Sequence[str]], *, right: int | None = None) -> str:
 
     Args:
         rows: Cells, the header first.
-        right: First column that is aligned to the right, as numbers are; None for none.
+        right: Index of the first right-aligned column, for numbers; None aligns all left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     first = len(widths) if right is None else right
