@@ -127,7 +127,7 @@ def test_peek_refuses_another_tokenizer(folder, capsys):
     assert run(capsys, "build my_texts --out c --vocab-size 270")[0] == 0
     code, out, err = run(capsys, "peek c --tokenizer tok.json")
     assert (code, out) == (2, "")
-    assert "tok.json: is not the tokenizer that c.bin was made with" in err
+    assert "tok.json: is not the tokenizer of c.bin" in err
 
 
 def test_failed_build_leaves_nothing(folder, capsys):

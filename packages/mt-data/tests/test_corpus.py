@@ -68,10 +68,10 @@ def test_same_documents_give_the_same_files(tmp_path, tokenizer):
     ("given", "reason"),
     [
         ([], "no document was given"),
-        ([Document(path="notes.txt", text="")], "notes.txt gives none"),
+        ([Document(path="notes.txt", text="")], "notes.txt has none"),
         (
             [Document(path="a.jsonl", text="", line=line) for line in (4, 5)],
-            "none of 2 documents gives any, the first is a.jsonl:4",
+            "none of 2 documents has any, the first is a.jsonl:4",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_corpus_without_text_is_named_and_leaves_nothing(tmp_path, tokenizer, 
         build_corpus(given, tmp_path / "validation", tokenizer)
     assert str(error.value) == (
         f"there is no text for 'validation': {reason}; use a corpus with more text, or if this "
-        "is a part held out of one, hold out another share of it (data.validation_fraction in a "
+        "is a held-out part, hold out another share (data.validation_fraction in a "
         "run's YAML file)"
     )
     assert list(tmp_path.iterdir()) == []
@@ -174,15 +174,15 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
     assert run(capsys, "build", "empty.jsonl", "--out", "c") == (
         2,
         "",
-        "mt-data: empty.jsonl: holds no document; give a source with text\n",
+        "mt-data: empty.jsonl: has no document; give a source with text\n",
     )
     code, out, err = run(capsys, "build", "bad.jsonl", "--out", "c", "--skip-bad")
     assert (code, out) == (2, "")
-    assert err.startswith("mt-data: bad.jsonl: holds no document that can be read; of 2 skipped, ")
-    assert "the first is bad.jsonl:1: not valid JSON" in err
+    assert err.startswith("mt-data: bad.jsonl: has no readable document; the first of 2 skipped ")
+    assert "skipped is bad.jsonl:1: not valid JSON" in err
     code, out, err = run(capsys, "build", "empty.txt", "--out", "c", "--vocab-size", "300")
     assert code == 2
-    assert err.startswith("mt-data: there is no text for 'c': empty.txt gives none; ")
+    assert err.startswith("mt-data: there is no text for 'c': empty.txt has none; ")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_command_names_a_source_without_text(tmp_path, capsys, monkeypatch):
         ),
         (
             ["build", ".", "--out", "c", "--glob", "**.jsonl"],
-            "glob '**.jsonl' does not choose files",
+            "glob '**.jsonl' does not select files",
         ),
         (["peek", "nothing"], "nothing.idx: cannot read it: No such file"),
         (["stats", "nothing"], "nothing.idx: cannot read it: No such file or directory"),

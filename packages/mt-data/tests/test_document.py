@@ -142,8 +142,8 @@ def test_a_glob_that_is_none_says_what_is_one(tmp_path, glob):
     with pytest.raises(DataError) as error:
         read_documents(tmp_path, glob=glob)
     assert str(error.value) == (
-        f"glob {glob!r} does not choose files below a folder; give a relative pattern in which ** "
-        "stands alone between slashes, such as '**/*.py'"
+        f"glob {glob!r} does not select files in a folder; use a relative pattern with each ** "
+        "alone between slashes, such as '**/*.py'"
     )
 
 

@@ -200,13 +200,13 @@ def test_what_makes_no_rows_is_refused(indexed, tmp_path):
         rows_of(indexed, sequence_length=4, pairs=True)
     with pytest.raises(DataError, match="fraction is 0"):
         Masking(fraction=0)
-    with pytest.raises(DataError, match="1 or less together"):
+    with pytest.raises(DataError, match="their sum at most 1"):
         Masking(masked=0.8, random=0.3)
     with pytest.raises(DataError, match="packing='none'"):
         Rows(packing="documents").read(rows_of(indexed), np.arange(2))
     with IndexedWriter(tmp_path / "one", np.int32) as writer:
         writer.add_document(list(range(FIRST, 50)))
-    with pytest.raises(DataError, match="two documents or more"):
+    with pytest.raises(DataError, match="at least two documents"):
         rows_of(IndexedDataset(tmp_path / "one"), pairs=True)
 
 

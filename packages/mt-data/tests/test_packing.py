@@ -197,6 +197,6 @@ def test_what_rows_cannot_be_is_refused(dataset):
     with pytest.raises(IndexError, match=r"tokens \[7, 12\) of a sample do not exist; it has 9"):
         sampler.with_rows(Rows(parts=((7, 11),))).step(0)
     plain = BatchSampler([np.arange(5)] * 4, global_batch_size=2, micro_batch_size=2)
-    with pytest.raises(DataError, match="list gives whole rows only"):
+    with pytest.raises(DataError, match="list has whole rows only"):
         plain.with_rows(Rows(packing="documents")).step(0)
     assert len(plain.with_rows(Rows()).step(0)) == 1

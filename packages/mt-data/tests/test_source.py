@@ -215,7 +215,7 @@ def test_links_out_of_a_folder_and_what_is_no_file_are_refused(tmp_path):
     skipped = []
     assert texts(folder, on_error=skipped.append) == ["a", "a"]
     assert len(skipped) == 1
-    with pytest.raises(DataError, match="does not choose files below a folder"):
+    with pytest.raises(DataError, match="does not select files in a folder"):
         texts(folder, glob="../*")
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero"):

@@ -208,7 +208,7 @@ def test_evaluation_fills_batches_with_empty_rows(indexed, packing):
     assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1], [2, -1]]
     assert (batches[1]["labels"][1] == PADDING).all()
     other = "none" if packing == "documents" else "documents"
-    with pytest.raises(DataError, match=f"makes rows itself, with packing='{packing}'; use that"):
+    with pytest.raises(DataError, match=f"makes whole rows with packing='{packing}'; use that"):
         Rows(packing=other).read(found, np.arange(1))
 
 
@@ -216,8 +216,8 @@ def test_evaluation_fills_batches_with_empty_rows(indexed, packing):
     ("changes", "message"),
     [
         ({"sequence_length": 2}, "sequence_length is 2"),
-        ({"decoder_length": 9}, "decoder_length is 9, but 2 spans of 7 tokens.* are 10; use that"),
-        ({"vocabulary": SpanVocabulary(sentinel=0, eod=1)}, "2 spans need as many sentinels"),
+        ({"decoder_length": 9}, "decoder_length is 9, but 2 spans of 7 tokens.* take 10; use that"),
+        ({"vocabulary": SpanVocabulary(sentinel=0, eod=1)}, "2 spans need 2 sentinels"),
         ({"sequence_length": 2000}, "do not hold one sample"),
         ({"packing": "some"}, "packing is 'some'; choose 'none' or 'documents'"),
     ],
@@ -242,7 +242,7 @@ def test_a_text_is_as_long_as_the_encoder_takes(density: float, mean_length: flo
         if fitting:
             assert corruption.text_length(inputs) == max(fitting)
             continue
-        with pytest.raises(DataError, match=f"no text becomes {inputs} .* use") as caught:
+        with pytest.raises(DataError, match=f"no text fills exactly {inputs} .* use") as caught:
             corruption.text_length(inputs)
         below = max((size for size in becomes.values() if size < inputs), default=None)
         above = min(size for size in becomes.values() if size > inputs)

@@ -169,8 +169,8 @@ def test_text_that_is_no_text_is_named(plain):
             {"vocab_size": 256},
             "vocab_size is 256; it must be at least 257: 256 bytes and 1 special",
         ),
-        ({"vocab_size": 300, "special": ()}, "give one or more different names"),
-        ({"vocab_size": 300, "special": ("<a>", "<a>")}, "different names"),
+        ({"vocab_size": 300, "special": ()}, "give one or more distinct names"),
+        ({"vocab_size": 300, "special": ("<a>", "<a>")}, "distinct names"),
         ({"vocab_size": 300, "special": ("a",)}, "two or more printable ASCII"),
         ({"vocab_size": 300, "special": ("é!",)}, "two or more printable ASCII"),
         ({"vocab_size": 300, "pattern": "("}, "neither one of .'code', 'gpt2'. nor a regular"),
@@ -189,7 +189,7 @@ def test_broken_tokenizer_file_is_named(tmp_path, content):
         load_tokenizer(path)
     assert str(error.value).startswith(f"{path}: is not a tokenizer.json (")
     assert str(error.value).endswith(
-        "); give one that mt-data or mt-train wrote, or that of a Hugging Face model"
+        "); give the file of a Hugging Face model, or one written by mt-data or mt-train"
     )
 
 
@@ -220,7 +220,7 @@ def test_bytes_of_other_tokenizers_are_not_guessed(tmp_path):
     record["decoder"] = {"type": "CTC", "pad_token": "_", "word_delimiter_token": "|"}
     record["decoder"]["cleanup"] = False
     path.write_text(json.dumps(record))
-    with pytest.raises(DataError, match="not known for a tokenizer that decodes with 'CTC'"):
+    with pytest.raises(DataError, match="unknown for a tokenizer that decodes with 'CTC'"):
         _ = load_tokenizer(path).token_bytes
 
 

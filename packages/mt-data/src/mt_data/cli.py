@@ -1,4 +1,4 @@
-"""The `mt-data` command: build a token dataset, look into it, count it."""
+"""The `mt-data` command: build and inspect token datasets."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Build:
     Attributes:
         sources: Files (.jsonl, .ndjson, .json, .parquet, or text; also .gz, .zst, .bz2, .xz),
             folders, globs, or - for standard input.
-        out: Where to write, without ending: needed.
-        tokenizer: An existing tokenizer.json or sentencepiece .model. Left out, one is trained on
-            the sources.
-        eod: The special token that ends a document, where the tokenizer has no usual one.
-        vocab_size: Size of a trained tokenizer.
-        pattern: How a trained tokenizer cuts text: gpt2, code, or a regular expression.
-        key: JSON field or column that holds the text.
-        glob: Which files of a folder to read.
-        format: What the files hold: auto (by their names), jsonl, json, text or parquet.
-        skip_bad: Leave out lines and files that cannot be read, and count them.
-        overwrite: Replace a dataset of that name. One in use never is.
-        workers: Processes that encode.
-        progress: Show how far it is even where standard error is no terminal.
+        out: Path of the dataset without ending; required.
+        tokenizer: An existing tokenizer.json or sentencepiece .model. Without it, a tokenizer is
+            trained on the sources.
+        eod: The special token that ends a document, if the tokenizer has none of the usual ones.
+        vocab_size: Vocabulary size of a trained tokenizer.
+        pattern: Rule by which a trained tokenizer splits text: gpt2, code, or a regular expression.
+        key: JSON field or column with the text.
+        glob: Pattern of the files to read in a folder.
+        format: Format of the files: auto (by their names), jsonl, json, text or parquet.
+        skip_bad: Skip unreadable lines and files, and count them.
+        overwrite: Replace a dataset of that name, unless it is in use.
+        workers: Number of processes that encode.
+        progress: Show progress even if standard error is not a terminal.
     """
 
     sources: tuple[str, ...]
@@ -69,9 +69,7 @@ class Build:
     def run(self) -> None:
         """Run the command."""
         if self.out is None or not self.sources:
-            raise DataError(
-                "say what to read and where to write: mt-data build SOURCE ... --out PREFIX"
-            )
+            raise DataError("sources and --out are required: mt-data build SOURCE ... --out PREFIX")
         check_free(check_prefix(self.out), overwrite=self.overwrite)
         progress = Progress(shown=self.progress or _is_terminal(sys.stderr))
         tokenizer = self._tokenizer(progress)
@@ -113,11 +111,11 @@ class Build:
         name = " ".join(str(source) for source in self.sources)
         if first is None and skipped.count:
             raise DataError(
-                f"{name}: holds no document that can be read; of {skipped.count} skipped, "
-                f"the first is {skipped.first[0]}"
+                f"{name}: has no readable document; the first of {skipped.count} skipped is "
+                f"{skipped.first[0]}"
             )
         if first is None:
-            raise DataError(f"{name}: holds no document; give a source with text")
+            raise DataError(f"{name}: has no document; give a source with text")
         yield first
         yield from documents
 
@@ -128,8 +126,8 @@ class Build:
             raise DataError("--eod names a token of --tokenizer; a trained one has <|eod|>")
         if STANDARD_INPUT in self.sources:
             raise DataError(
-                "standard input can be read only once, and a tokenizer has to be trained before; "
-                "give one with --tokenizer"
+                "standard input can be read only once, but training a tokenizer reads it too; "
+                "give a tokenizer with --tokenizer"
             )
         skipped = _Skipped()
         reader = self._reader(skipped)
@@ -146,7 +144,7 @@ class Build:
 
 
 class _Skipped:
-    """What was left out: a count, and the first few."""
+    """The number of skipped lines and files, and the errors of the first few."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -166,16 +164,16 @@ class _Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Peek:
-    """Print decoded documents, or training samples when a sequence length is given.
+    """Print decoded documents, or training samples if a sequence length is given.
 
     Attributes:
         prefix: The dataset, without ending.
-        tokenizer: Its tokenizer; the one kept beside it when left out.
+        tokenizer: Its tokenizer; by default the file beside the dataset.
         start: First document or sample to print.
-        count: How many to print.
+        count: Number of documents or samples to print.
         sequence_length: Print samples of this length instead of documents.
         seed: Seed of the sample order.
-        max_characters: Longest text to print for each.
+        max_characters: Largest number of characters to print for each.
     """
 
     prefix: Path
@@ -242,16 +240,16 @@ COMMANDS = {"build": Build, "peek": Peek, "stats": Stats}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mt-data`; exits with 2 and one message when something is wrong.
+    """Entry point of `mt-data`; exits with 2 and one message on an error.
 
-    Ctrl-C ends it with 130 and leaves nothing behind; a reader that goes away ends it quietly.
+    Ctrl-C ends it with 130 and leaves nothing behind; a closed output pipe ends it quietly.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer has no reader; without this Python would complain at exit.
+        # The rest of the buffer has no reader; without this Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE) from None
     except KeyboardInterrupt:
@@ -295,7 +293,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _say(text: str, *, stream: Any = None) -> None:
-    """Write a line; what a console can't show is escaped."""
+    """Write a line; characters that the console can't show are escaped."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -1,4 +1,4 @@
-"""From documents to a token dataset."""
+"""Building of a token dataset from documents."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KEPT = (".tokenizer.json", ".tokenizer.model")
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStats:
-    """What was written.
+    """Counts of a dataset.
 
     Attributes:
-        documents: documents written.
-        tokens: tokens written, end-of-document tokens included.
-        bytes: text written, in bytes of UTF-8.
-        empty_documents: documents left out because they hold no text.
+        documents: Number of documents written.
+        tokens: Number of tokens written, including end-of-document tokens.
+        bytes: Size of the text in bytes of UTF-8.
+        empty_documents: Number of documents left out because they have no text.
     """
 
     documents: int
@@ -41,7 +41,7 @@ class CorpusStats:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text for each token; 0 for an empty corpus."""
+        """Mean number of bytes of text in a token; 0 for an empty corpus."""
         return self.bytes / self.tokens if self.tokens else 0.0
 
 
@@ -61,14 +61,14 @@ def build_corpus(
     both data files. Documents stay in order; empty ones are left out and counted.
 
     Args:
-        documents: What to write; read once, in batches.
+        documents: The documents to write; read once, in batches.
         out_prefix: Path without ending.
-        tokenizer: Also decides the width of a stored token. It is kept as
-            `<prefix>.tokenizer.json` (or `.model`).
-        append_eod: Put the end-of-document token after each document.
-        overwrite: Replace a dataset of that name that is not in use.
-        encoder: Encodes with other options, such as several processes; for the same tokenizer.
-        on_progress: Called after each batch with what was written so far.
+        tokenizer: The tokenizer. Its vocabulary decides the width of a stored token, and it is kept
+            as `<prefix>.tokenizer.json` (or `.model`).
+        append_eod: Whether to put the end-of-document token after each document.
+        overwrite: Whether to replace a dataset of that name, unless it is in use.
+        encoder: Encoder of the same tokenizer with other options, such as several processes.
+        on_progress: Function to call after each batch with the counts so far.
 
     Raises:
         DataError: No document holds text, or there is a dataset of that name.
@@ -102,7 +102,7 @@ def build_corpus(
 
 
 class _Build:
-    """The documents of one dataset on their way."""
+    """The state of building one dataset."""
 
     def __init__(self, tokenizer: Tokenizer, *, append_eod: bool) -> None:
         self._end = tokenizer.eod_id if append_eod else None
@@ -110,7 +110,7 @@ class _Build:
         self.first_empty: Document | None = None
 
     def batches(self, documents: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
-        """Texts in batches that keep all cores busy and memory bounded, with their bytes."""
+        """Yield batches of texts with their sizes; they keep cores busy and memory bounded."""
         texts: list[str] = []
         size = 0
         for document in documents:
@@ -134,7 +134,7 @@ class _Build:
         ids: NDArray[np.integer],
         counts: NDArray[np.int64],
     ) -> None:
-        """Write a batch's documents, each with its end."""
+        """Write the documents of a batch, each with its end-of-document token."""
         if self._end is not None:
             ends = np.cumsum(counts)
             ids, counts = np.insert(ids, ends, self._end), counts + 1
@@ -142,7 +142,7 @@ class _Build:
         self._bytes += text_bytes
 
     def stats(self, writer: IndexedWriter) -> CorpusStats:
-        """Count what was written."""
+        """Return the counts so far."""
         return CorpusStats(
             documents=writer.num_documents,
             tokens=writer.num_tokens,
@@ -157,21 +157,21 @@ def _utf8_size(document: Document) -> int:
     except UnicodeEncodeError as error:
         place = document.path if document.line is None else f"{document.path}:{document.line}"
         raise DataFileError(
-            place, f"has a lone surrogate at character {error.start}, which is no character"
+            place, f"has a lone surrogate at character {error.start}, which is not a character"
         ) from None
 
 
 def dataset_tokenizer(
     dataset: IndexedDataset, path: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
-    """Load the tokenizer that a dataset was made with, checked against the recorded sha256.
+    """Load the tokenizer of a dataset, checked against the recorded sha256.
 
     Args:
-        dataset: One that `build_corpus` wrote, or of another tool together with `path`.
-        path: The tokenizer's file; the one kept beside the dataset when None.
+        dataset: A dataset from `build_corpus`, or from another tool together with `path`.
+        path: The tokenizer's file; None means the file beside the dataset.
 
     Raises:
-        DataFileError: It is another tokenizer, or was changed.
+        DataFileError: The file has another tokenizer, or was changed.
     """
     record = dataset.metadata() or {}
     kept = str(record.get("tokenizer", ".tokenizer.json"))
@@ -184,18 +184,18 @@ def dataset_tokenizer(
     if expected not in (None, tokenizer.sha256):
         raise DataFileError(
             path,
-            f"is not the tokenizer that {dataset.prefix}.bin was made with: its sha256 is "
-            f"{tokenizer.sha256[:12]}..., recorded is {quote(str(expected)[:12])}...",
+            f"is not the tokenizer of {dataset.prefix}.bin: its sha256 is "
+            f"{tokenizer.sha256[:12]}..., but {quote(str(expected)[:12])}... is recorded",
         )
     return tokenizer
 
 
 def count_text_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the text that a data set was made of.
+    """Return the size of a dataset's original text in bytes of UTF-8.
 
-    `build_corpus` records them. For a data set of another tool its documents are decoded, which is
-    exact for byte-level tokenizers and near for others: spaces and what a normaliser changed
-    aren't in the tokens.
+    `build_corpus` records it. The documents of a dataset from another tool are decoded, which is
+    exact for byte-level tokenizers and approximate for others, because tokens lack some spaces and
+    the changes of a normaliser.
     """
     recorded = (indexed.metadata() or {}).get("bytes")
     if isinstance(recorded, int) and recorded > 0:
@@ -205,15 +205,14 @@ def count_text_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
 
 
 def _no_text(name: str, count: int, first: Document | None) -> DataError:
-    """The error of a corpus without text; it names the corpus, as `name` may be a scratch file."""
+    """Return the error of a corpus without text."""
     reason = "no document was given"
     if first is not None:
         place = first.path if first.line is None else f"{first.path}:{first.line}"
-        reason = f"none of {count} documents gives any, the first is {place}"
+        reason = f"none of {count} documents has any, the first is {place}"
         if count == 1:
-            reason = f"{place} gives none"
+            reason = f"{place} has none"
     return DataError(
         f"there is no text for {name!r}: {reason}; use a corpus with more text, or if this is a "
-        "part held out of one, hold out another share of it (data.validation_fraction in a run's "
-        "YAML file)"
+        "held-out part, hold out another share (data.validation_fraction in a run's YAML file)"
     )

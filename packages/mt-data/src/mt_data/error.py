@@ -1,4 +1,4 @@
-"""Errors that users of the package can catch."""
+"""Errors of the package, and parts of their messages."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _LISTED = 20
 
 
 class DataError(UserError, ValueError):
-    """Data or arguments that do not fit together; the message says how to fix it."""
+    """Data or arguments are wrong; the message says how to fix it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shorten(message, _LONGEST))
 
 
 class DataFileError(DataError):
-    """A file whose content is not what its format demands.
+    """The content of a file does not follow its format.
 
     Attributes:
         path: The file at fault.
-        problem: What is wrong with it.
+        problem: Description of the problem.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -38,11 +38,11 @@ class DataFileError(DataError):
 
 
 class MissingExtraError(ImportError):
-    """An optional library is needed for what was asked."""
+    """An optional library is missing."""
 
 
 def require(module: str, extra: str, what: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it."""
+    """Import an optional dependency, or name the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -52,14 +52,14 @@ def require(module: str, extra: str, what: str) -> ModuleType:
 
 
 def at_least(minimum: int, **sizes: int) -> None:
-    """Refuse sizes below a minimum, by name."""
+    """Refuse sizes below a minimum; the error has the name."""
     for name, size in sizes.items():
         if size < minimum:
             raise DataError(f"{name} is {size}; it must be at least {minimum}")
 
 
 def shorten(text: str, length: int) -> str:
-    """Cut the middle out of a text that is longer than `length`."""
+    """Cut the middle out of a text longer than `length`."""
     if len(text) <= length:
         return text
     half = length // 2
@@ -67,14 +67,14 @@ def shorten(text: str, length: int) -> str:
 
 
 def quote(value: object) -> str:
-    """Return a value as it is shown in messages: its repr, bounded."""
+    """Return the repr of a value for messages, bounded in length."""
     if isinstance(value, str | bytes):
         value = value if len(value) <= _LONGEST else value[:_LONGEST]
     return shorten(repr(value), _QUOTED)
 
 
 def listed(values: Collection[object] | Iterable[object]) -> str:
-    """Return values as a list in a message: the first ones quoted, then a count."""
+    """Return values as a list for messages: the first ones quoted, then a count."""
     values = list(values)
     names = ", ".join(quote(value) for value in values[:_LISTED])
     more = len(values) - _LISTED
@@ -82,8 +82,8 @@ def listed(values: Collection[object] | Iterable[object]) -> str:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Tell whether an exception is a library's own, a panic of Rust code among them.
+    """Tell whether an exception comes from a library, including a panic of Rust code.
 
-    A panic is a `BaseException` that is neither a request to stop nor one of Python's.
+    A panic is a `BaseException`, but not a request to stop.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far a build is."""
+"""A progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
 class Progress:
-    """Rewrites one line on standard error, at most twice a second.
+    """A line on standard error, rewritten at most twice a second.
 
     Args:
         shown: Whether to write at all.
@@ -23,7 +23,7 @@ class Progress:
         self._width = 0
 
     def update(self, what: str, done: int, total: int | None, *, tokens: int | None = None) -> None:
-        """Say how many bytes of how many are read, and tokens written; with speed and time left."""
+        """Show the bytes read and the tokens written, with speed and time left."""
         now = time.monotonic()
         if not self.shown or now - self._last < _EVERY:
             return
@@ -53,7 +53,7 @@ class Progress:
 
 
 def short(number: float) -> str:
-    """Return a number in three digits or so: 1.23 M."""
+    """Format a number with about three digits: 1.23 M."""
     for size, unit in _UNITS:
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -61,7 +61,7 @@ def short(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as 1:02:03."""
+    """Format a duration as 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

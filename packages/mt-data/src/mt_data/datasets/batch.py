@@ -1,4 +1,4 @@
-"""Batches: which samples a rank trains on at a step."""
+"""Batches: the samples that a rank trains on at a step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PartialSamples(Samples, Protocol):
     """A dataset whose samples can be read in parts, and that knows their documents."""
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Tokens [begin, end) of a sample."""
+        """Return tokens [begin, end) of a sample."""
         ...
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """A number for the document of each token of a sample; `PADDING` where there is none."""
+        """Return the document number of each token of a sample; `PADDING` for padding."""
         ...
 
 
@@ -43,25 +43,25 @@ class MadeRows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Mapping[str, NDArray]:
-        """Arrays of a row by name, `tokens` and `labels` among them."""
+        """Return the arrays of a row by name, including `tokens` and `labels`."""
         ...
 
     def empty(self) -> Mapping[str, NDArray]:
-        """A row without labels, of the same shape."""
+        """Return a row without labels, of the same shape."""
         ...
 
 
 class MicroBatch(TypedDict):
-    """Rows for one forward pass; P are the tokens of a row that this rank holds, of S.
+    """Rows for one forward pass. Of the S tokens of a row, this rank holds P.
 
     Shape:
-        - tokens: [B, P]; labels: [B, P], -100 where no loss is due; sample_ids: [B]; all int64
-        - documents: [B, S] int64, equal for tokens of one document; positions: [B, P] int64, places
-          of the tokens in their documents; both only with `packing="documents"`
-        - encoder_tokens: [B, Q] int64, of E as P are of S; of rows for an encoder and a decoder,
-          packed ones of which have encoder_documents: [B, E] and encoder_positions: [B, Q] too
+        - tokens: [B, P]; labels: [B, P], -100 for tokens without a loss; sample_ids: [B]; all int64
+        - documents: [B, S] int64, equal for tokens of the same document; positions: [B, P] int64,
+          positions of the tokens in their documents; both only with `packing="documents"`
+        - encoder_tokens: [B, Q] int64, this rank's part of E, in rows for an encoder and a decoder;
+          packed rows also have encoder_documents: [B, E] and encoder_positions: [B, Q]
         - token_types: [B, P] int64; mask: [B, S] bool, False at padding; sequence_labels: [B]
-          int64, -100 on ranks without the first token; all of datasets that make rows themselves
+          int64, -100 on ranks without the first token; only of datasets that make whole rows
     """
 
     tokens: NDArray[np.int64]
@@ -84,16 +84,15 @@ _CUT = {"tokens", "labels", "token_types", "positions", "encoder_tokens", "encod
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a rank needs of the rows of a batch, and so what is read for it.
+    """The parts of a batch's rows that a rank needs; only these are read.
 
     Attributes:
-        packing: "documents" tells which tokens are of one document, so that attention can be kept
-            within documents: positions begin anew with each, and a label that is the first token of
-            the next document does not count. Each is learnt from as if it stood alone.
-        parts: Positions [begin, end) of each row that this rank holds, in order; only those are
-            read. All where None.
-        reads: Whether this rank looks at tokens. Without, nothing is read, tokens are 0, and so are
-            the labels that count: enough for a stage in the middle of a pipeline.
+        packing: "documents" adds document numbers, so that attention can stay within documents.
+            Positions begin at 0 in each document, and a label that belongs to the next document
+            does not count, so the model learns each document as if it stood alone.
+        parts: Positions [begin, end) of each row that this rank holds, in order; None means all.
+        reads: Whether this rank needs token values. If not, nothing is read: tokens and counting
+            labels are 0, which is enough for a middle stage of a pipeline.
     """
 
     packing: Packing = "none"
@@ -109,18 +108,19 @@ class Rows:
             raise DataError(f"parts is {self.parts}; give one or more with 0 <= begin < end")
 
     def read(self, samples: Samples | MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
-        """Make the rows of some samples; padding becomes token 0, which no causal model looks at.
+        """Make the rows of some samples. Padding becomes token 0, which causal attention ignores.
 
         Raises:
-            DataError: The dataset gives whole rows only, and these are not.
+            DataError: Parts or packing are requested, but the dataset only has whole rows.
         """
         if hasattr(samples, "row"):
             return self._made(cast("MadeRows", samples), ids)
         samples = cast("Samples", samples)
         if self != Rows() and not hasattr(samples, "sample_documents"):
             raise DataError(
-                f"{type(samples).__name__} gives whole rows only; packing, parts and reads=False "
-                "need sample(index, begin, end) and sample_documents(index), as GPTDataset has them"
+                f"{type(samples).__name__} has whole rows only; packing, parts and reads=False "
+                "need the methods sample(index, begin, end) and sample_documents(index) of "
+                "GPTDataset"
             )
         pairs = [self._row(samples, int(sample)) for sample in ids]
         tokens, labels = (np.stack(rows) for rows in zip(*pairs, strict=True))
@@ -132,28 +132,28 @@ class Rows:
         return batch
 
     def columns(self, length: int) -> NDArray[np.int64]:
-        """Positions that this rank holds of rows of `length` tokens, [P]."""
+        """Return the positions of this rank in rows of `length` tokens, [P]."""
         parts = self.parts or ((0, length),)
         return np.concatenate([np.arange(begin, end) for begin, end in parts])
 
     def _scaled(self, length: int, *, of: int) -> NDArray[np.int64]:
-        """Positions of rows of another length than that of the parts: the same share of them."""
+        """Return this rank's positions in rows of another length, scaled to the same share."""
         ends = [[end * length / of for end in part] for part in self.parts or ((0, of),)]
         if any(end % 1 for part in ends for end in part):
             raise DataError(
-                f"rows of {length} tokens can't be cut as those of {of} are, at {self.parts}; use "
-                f"a length that divides like {of}"
+                f"rows of {length} tokens can't be cut like rows of {of} tokens, at {self.parts}; "
+                f"use a length that divides like {of}"
             )
         return np.concatenate([np.arange(int(begin), int(end)) for begin, end in ends])
 
     def _made(self, samples: MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
-        """Take this rank's part of rows that a dataset makes; number -1 is an empty one."""
+        """Take this rank's part of rows that the dataset makes; number -1 means an empty row."""
         rows = [samples.row(int(n)) if n >= 0 else samples.empty() for n in ids]
         packing = "documents" if "documents" in rows[0] else "none"
         if self.packing != packing:
             raise DataError(
-                f"{type(samples).__name__} makes rows itself, with packing={packing!r}; use that, "
-                f"or a data set with {self.packing!r}"
+                f"{type(samples).__name__} makes whole rows with packing={packing!r}; use that "
+                f"packing, or a dataset with {self.packing!r}"
             )
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         for name in _CUT & batch.keys():
@@ -165,7 +165,7 @@ class Rows:
         return cast("MicroBatch", batch | {"sample_ids": ids.copy()})
 
     def _row(self, samples: Samples, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and labels of this rank's part of a sample."""
+        """Return tokens and labels of this rank's part of a sample."""
         if self.reads and self.parts is None:
             row = samples[sample]
             return row[:-1], row[1:]
@@ -179,7 +179,7 @@ class Rows:
         return np.concatenate([p[:-1] for p in pieces]), np.concatenate([p[1:] for p in pieces])
 
     def _keep_apart(self, batch: MicroBatch, whole: NDArray[np.int64]) -> None:
-        """Add documents and positions, and remove labels that are of the next document."""
+        """Add documents and positions, and remove labels that belong to the next document."""
         documents = np.ascontiguousarray(whole[:, :-1])
         place, own = np.arange(documents.shape[1]), self.columns(documents.shape[1])
         begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
@@ -192,19 +192,20 @@ class Rows:
 class BatchSampler:
     """Micro-batches of one data-parallel rank, computed from the step number.
 
-    The global batch of step t is samples [t * global_batch_size, (t + 1) * global_batch_size),
-    moved by `offset`, whatever the layout. It is cut into rows of micro_batch_size; micro-batch m
-    takes row m * dp_size + dp_rank. There is no state: to resume, ask for the next step.
+    The global batch of step t consists of samples [t * global_batch_size, (t + 1) *
+    global_batch_size), shifted by `offset`, for every layout. It is cut into rows of
+    micro_batch_size; micro-batch m takes row m * dp_size + dp_rank. There is no state: to resume,
+    call `step` with the next number.
 
     Args:
-        dataset: gives samples of S + 1 tokens; `PADDING` marks a tail that carries no loss.
-        global_batch_size: samples in a step over all ranks.
-        micro_batch_size: samples in one forward pass of one rank.
-        dp_rank: this rank's index along the data-parallel axis.
-        dp_size: ranks along that axis.
-        vocab_size: when given, each token id is checked to lie below it.
-        offset: added to every sample number; a run whose batch size changes at step t after n
-            samples goes on exactly with `n - t * global_batch_size`.
+        dataset: Dataset of samples of S + 1 tokens; `PADDING` marks a tail without loss.
+        global_batch_size: Number of samples in a step, over all ranks.
+        micro_batch_size: Number of samples in one forward pass of one rank.
+        dp_rank: This rank's index along the data-parallel axis.
+        dp_size: Number of ranks along that axis.
+        vocab_size: Vocabulary size to check token ids against; None checks nothing.
+        offset: Number to add to every sample number. A run that changes its batch size at step t,
+            after n samples, continues exactly with `n - t * global_batch_size`.
     """
 
     def __init__(
@@ -228,22 +229,22 @@ class BatchSampler:
         self.rows = Rows()
 
     def with_rows(self, rows: Rows) -> BatchSampler:
-        """Return a sampler of the same samples that makes `rows` of them."""
+        """Return a sampler of the same samples that makes other `rows`."""
         other = copy.copy(self)
         other.rows = rows
         return other
 
     @property
     def num_microbatches(self) -> int:
-        """Forward passes of this rank in a step."""
+        """Number of forward passes of this rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
     def __len__(self) -> int:
-        """Whole steps the dataset holds."""
+        """Return the number of whole steps in the dataset."""
         return max(0, len(self.dataset) - self.offset) // self.global_batch_size
 
     def sample_ids(self, step: int) -> NDArray[np.int64]:
-        """Samples of this rank at a step.
+        """Return the numbers of this rank's samples at a step.
 
         Shape:
             - Output: [num_microbatches, micro_batch_size]
@@ -253,14 +254,14 @@ class BatchSampler:
             raise IndexError(
                 f"step {step} needs samples {first} to "
                 f"{first + self.global_batch_size - 1}; the dataset has {len(self.dataset)} "
-                f"({len(self)} steps): ask it for more with num_samples"
+                f"({len(self)} steps): create it with a larger num_samples"
             )
         ids = np.arange(first, first + self.global_batch_size, dtype=np.int64)
         shape = (self.num_microbatches, self.dp_size, self.micro_batch_size)
         return ids.reshape(shape)[:, self.dp_rank]
 
     def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of this rank at a step, counted from 0."""
+        """Return the micro-batches of this rank at a step, counted from 0."""
         return [self._micro_batch(ids) for ids in self.sample_ids(step)]
 
     def _micro_batch(self, ids: NDArray[np.int64]) -> MicroBatch:
@@ -274,11 +275,11 @@ class BatchSampler:
 def count_labels(
     batches: Sequence[MicroBatch], name: Literal["labels", "sequence_labels"] = "labels"
 ) -> int:
-    """Labels of micro-batches that carry a loss; counted here, no device is waited for.
+    """Count the labels with a loss on the host, so that no device is waited for.
 
     Args:
-        batches: Of this rank.
-        name: Which labels; there are none where a batch has none of the name.
+        batches: The micro-batches of this rank.
+        name: Name of the labels; a batch without them counts 0.
     """
     found = (batch.get(name) for batch in batches)
     return sum(int(np.count_nonzero(labels != PADDING)) for labels in found if labels is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import operator
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mt_data.datasets.batch import PartialSamples
+from mt_data.datasets.identity import digest_of
 from mt_data.error import DataError
 
 BLOCK = 1 << 12
@@ -19,27 +18,27 @@ MAX_DATASETS = 2**15 - 1
 
 
 class SampleSource(PartialSamples, Protocol):
-    """A dataset that can be blended; `sample(i)` must answer for any i of 0 or more."""
+    """A dataset that can be blended; `sample(i)` must work for any i >= 0."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest that changes when the samples change."""
+        """Digest that changes if the samples change."""
         ...
 
 
 class BlendOrder:
-    """Which dataset sample t comes from, by the largest shortfall.
+    """The dataset of each sample of a blend, chosen by the largest shortfall.
 
-    With weights w (summing to 1) and n_d samples taken from dataset d before t, the dataset with
-    the largest w_d * max(t, 1) - n_d is next, the first of equals. After any number of samples
-    each dataset is within a sample or so of its share. This is Megatron-LM's rule.
+    With weights w (summing to 1) and n_d samples taken from dataset d before sample t, the next
+    dataset is the one with the largest w_d * max(t, 1) - n_d, the first of equals. After any number
+    of samples each dataset is within about one sample of its share. This is Megatron-LM's rule.
 
-    Blocks of choices are computed when first needed, at about 3 us a sample, and kept at 2 bytes
-    a sample.
+    Blocks of choices are computed on first use, at about 3 us for each sample, and kept at 2 bytes
+    for each sample.
 
     Args:
         weights: [D] shares, normalised here.
-        limits: [D] samples each dataset has; a spent dataset is dropped. None means no limit.
+        limits: [D] size of each dataset; an exhausted dataset is dropped. None means no limit.
     """
 
     def __init__(self, weights: ArrayLike, limits: ArrayLike | None = None) -> None:
@@ -55,12 +54,12 @@ class BlendOrder:
         self.weights = shares / shares.sum()
         self._limits = None if limits is None else np.asarray(limits, np.int64)
         self._most = None if self._limits is None else int(self._limits.sum())
-        self._is_plain = len(shares) == 1 and limits is None  # nothing to choose, or to remember
+        self._is_plain = len(shares) == 1 and limits is None  # there is no choice to remember
         self._blocks: list[NDArray[np.int16]] = []
         self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
 
     def __call__(self, index: int) -> tuple[int, int]:
-        """(dataset, sample in that dataset) of sample `index`."""
+        """Return (dataset, sample in that dataset) of sample `index`."""
         if self._is_plain:
             return 0, index
         if self._most is not None and index >= self._most:
@@ -74,7 +73,7 @@ class BlendOrder:
         return dataset, int(self._taken[block][dataset]) + before
 
     def counts(self, size: int) -> NDArray[np.int64]:
-        """Samples of each dataset among the first `size`, [D]."""
+        """Return the number of samples of each dataset among the first `size`, [D]."""
         if self._is_plain:
             return np.array([size])
         block, rank = divmod(size, BLOCK)
@@ -102,18 +101,18 @@ class BlendOrder:
 
 
 class BlendedDataset:
-    """Draws samples from several datasets in fixed proportions.
+    """Draw samples from several datasets in fixed proportions.
 
-    A dataset asked for more samples than its `len` goes on with its next epoch.
+    A dataset continues with its next epoch after its `len`.
 
     Args:
-        datasets: at least one.
-        weights: share of each dataset; None takes every sample of every dataset exactly once,
+        datasets: At least one dataset.
+        weights: Share of each dataset; None takes every sample of every dataset exactly once,
             spread evenly.
-        num_samples: `len` of the blend; may be left out with weights=None.
+        num_samples: `len` of the blend; optional with weights=None.
 
     Shape:
-        - `dataset[i]`: as the blended datasets give it.
+        - `dataset[i]`: the shape of the blended datasets' samples.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class BlendedDataset:
             self.weights.tolist(),
             self._exhaustive,
         ]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        return digest_of(identity)
 
     def __len__(self) -> int:
         return self._length
@@ -168,19 +167,19 @@ class BlendedDataset:
         return self.sample(index % len(self))
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Tokens of a sample; past `len` a weighted blend goes on, an exhaustive one repeats."""
+        """Return a sample; past `len` a weighted blend continues, an exhaustive one repeats."""
         dataset, position = self.origin(index)
-        if begin == 0 and end is None:  # all that some datasets can give
+        if begin == 0 and end is None:  # some datasets have whole samples only
             return self.datasets[dataset].sample(position)
         return self.datasets[dataset].sample(position, begin, end)
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Number of the document of each token of a sample."""
+        """Return the document number of each token of a sample."""
         dataset, position = self.origin(index)
         return self.datasets[dataset].sample_documents(position)
 
     def origin(self, index: int) -> tuple[int, int]:
-        """(dataset, sample in that dataset) of sample `index`."""
+        """Return (dataset, sample in that dataset) of sample `index`."""
         if self._exhaustive:
             index %= sum(len(dataset) for dataset in self.datasets)
         return self._order(index)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import operator
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.datasets.identity import digest_of
 from mt_data.datasets.order import OVERLAP, MegatronOrder, StableOrder, Stream
 from mt_data.error import DataError, at_least, quote
 
@@ -17,7 +16,7 @@ PADDING = -100
 
 
 class TokenSource(Protocol):
-    """What a `GPTDataset` reads from; `IndexedDataset` is one."""
+    """A source of tokens for `GPTDataset`, such as `IndexedDataset`."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -26,35 +25,35 @@ class TokenSource(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.integer]:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Digest that changes when the data changes."""
+        """Digest that changes if the data changes."""
         ...
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens [offset, offset + length) of one sequence."""
+        """Return tokens [offset, offset + length) of one sequence."""
         ...
 
 
 class GPTDataset:
     """Samples of `sequence_length + 1` tokens, running across document ends.
 
-    The first `sequence_length` tokens of a sample are the input, the last `sequence_length` the
-    labels. Samples are found by arithmetic when they are asked for; no index is built or cached
-    on disk. Memory: 16 bytes for each document and epoch in use.
+    The first `sequence_length` tokens of a sample are the input, the last `sequence_length` are the
+    labels. Samples are located by arithmetic on demand; no index is built or cached on disk. Memory
+    use is 16 bytes for each document and epoch in use.
 
     Args:
-        indexed: where tokens come from.
-        sequence_length: tokens a sample advances.
-        num_samples: `len` of the dataset; one epoch when None.
-        seed: with the epoch it decides the order, and nothing else does.
+        indexed: The source of tokens.
+        sequence_length: Number of tokens that a sample advances.
+        num_samples: `len` of the dataset; None means one epoch.
+        seed: Seed of the order, which depends only on the seed and the epoch.
         order: "stable" (see `StableOrder`) or "megatron" (see `MegatronOrder`), which equals
             Megatron-LM's order for the same seed and num_samples.
-        sequences: use only these sequences, for example one of `split_ranges`.
-        keep_tail: draw the incomplete last sample of a stream too, filled up with `PADDING`.
+        sequences: Range of sequences to use, for example one of `split_ranges`.
+        keep_tail: Whether to draw the incomplete last sample of a stream, filled with `PADDING`.
 
     Shape:
         - `dataset[i]`: [sequence_length + 1] int64
@@ -101,7 +100,7 @@ class GPTDataset:
             "order": order,
             "sequences": [self.sequences.start, self.sequences.stop],
             "keep_tail": keep_tail,
-            # Only here does the number asked for decide the order.
+            # Only in this order does the number of samples change the samples themselves.
             "num_samples": num_samples if order == "megatron" else None,
         }
 
@@ -116,17 +115,17 @@ class GPTDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples before data repeats (with order="megatron": before the order repeats)."""
+        """Number of samples before data repeats (with order="megatron", before order repeats)."""
         return self._order.num_samples
 
     @property
     def fingerprint(self) -> str:
         """Digest of the data and of everything that decides the order.
 
-        Equal fingerprints mean equal samples; save it with a checkpoint and compare on resume.
+        Equal fingerprints mean equal samples. Save it with a checkpoint, and compare it on resume.
         """
         identity = {"data": self.indexed.fingerprint, **self._identity}
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return digest_of(identity)
 
     def __len__(self) -> int:
         return self._length
@@ -138,9 +137,9 @@ class GPTDataset:
         return self.sample(index % len(self))
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Tokens [begin, end) of sample `index` of the endless stream of epochs.
+        """Return tokens [begin, end) of sample `index` in the endless stream of epochs.
 
-        `len` is no limit here. Only what is asked for is read.
+        `index` may exceed `len`. Only these tokens are read.
         """
         stream, start = self._find(index)
         end = self._end(begin, end)
@@ -155,9 +154,9 @@ class GPTDataset:
         return tokens
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Number of the document that each token of a sample is of, from 0; else `PADDING`.
+        """Return the document number of each token of a sample, from 0; `PADDING` for padding.
 
-        Nothing is read for it.
+        It reads no tokens.
 
         Shape:
             - Output: [sequence_length + 1]

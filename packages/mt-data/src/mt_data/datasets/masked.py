@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING, TokenSource
+from mt_data.datasets.identity import digest_of, random_bits
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.windows import InOrder
 from mt_data.error import DataError, at_least, quote
@@ -22,13 +21,14 @@ _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which tokens of a row are to be found out, and what stands in their place.
+    """The choice of tokens to predict, and their replacements.
 
     Attributes:
-        fraction: Of the tokens that are no special ones; at least one is chosen.
-        masked: Share of the chosen ones that become the mask token.
-        random: Share that become some token, drawn evenly of all but special ones. The others stay.
-        whole_words: Words are chosen, with all their tokens, as long as they fit the fraction.
+        fraction: Share of the ordinary tokens to predict; at least one token is chosen.
+        masked: Share of the chosen tokens to replace by the mask token.
+        random: Share of the chosen tokens to replace by a random ordinary token. The other chosen
+            tokens stay.
+        whole_words: Whether to choose whole words, as long as they fit the fraction.
     """
 
     fraction: float = 0.15
@@ -42,22 +42,22 @@ class Masking:
         shares = self.masked, self.random
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
             raise DataError(
-                f"masked is {self.masked} and random {self.random}; both must be 0 or more, and 1 "
-                "or less together"
+                f"masked is {self.masked} and random {self.random}; both must be 0 or more, and "
+                "their sum at most 1"
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedVocabulary:
-    """What rows are made of beside text.
+    """The special tokens of masked language modelling, and the ordinary ones.
 
     Attributes:
-        cls: Id of the token in front of a row.
-        sep: Of the one behind each text.
-        mask: Of what stands in the place of a token that is to be found out.
-        pad: Of what fills a row up.
-        ordinary: Ids of the tokens of text; others are never chosen, and stand in no place.
-        starts: By id whether a token begins a word, for whole words.
+        cls: Id of the token at the beginning of a row.
+        sep: Id of the token after each text.
+        mask: Id of the token that replaces a token to predict.
+        pad: Id of the padding token.
+        ordinary: Ids of ordinary tokens; other tokens are never predicted or used as replacement.
+        starts: Whether each id begins a word, for whole words.
 
     Shape:
         - ordinary: [N] int64; starts: [vocab_size] bool
@@ -75,8 +75,8 @@ class MaskedVocabulary:
         """Find the special tokens of a tokenizer.
 
         Args:
-            tokenizer: Has them.
-            names: Of `cls`, `sep`, `mask` and `pad`, where they are not `[CLS]` and so on.
+            tokenizer: A tokenizer with these tokens.
+            names: Names of `cls`, `sep`, `mask` and `pad` that differ from `[CLS]` and so on.
 
         Raises:
             DataError: The tokenizer lacks one.
@@ -99,29 +99,29 @@ class MaskedVocabulary:
 
 
 class MaskedDataset(InOrder):
-    """Rows `[CLS] text [SEP]`, or `[CLS] a [SEP] b [SEP]`, of which some tokens are hidden.
+    """Rows `[CLS] text [SEP]`, or `[CLS] a [SEP] b [SEP]`, with some tokens masked.
 
-    Each document is cut into texts as long as a row takes, and every text comes once an epoch, in
-    the order of a keyed permutation. Of pairs, b is what follows a in its document, or with one
-    half of the probability, as long, the beginning of a text of another document: the class of a
-    row is 0 or 1 (Devlin et al., 2019). What is drawn depends on seed and index alone.
+    Each document is cut into texts that fill a row, and every text occurs once in an epoch, in the
+    order of a keyed permutation. In a pair, b is either the continuation of a (class 0) or, with
+    probability one half, the beginning of a text of another document, of the same length (class 1;
+    Devlin et al., 2019). All random choices depend only on seed and index.
 
     Args:
-        indexed: Where tokens come from; each of its sequences is a document.
-        sequence_length: Tokens of a row; shorter texts are filled up.
-        vocabulary: Special tokens, and words.
-        masking: What is hidden.
-        pairs: Rows have two texts, types and a class.
-        seed: Of the order and of all that is drawn.
+        indexed: The source of tokens; each of its sequences is a document.
+        sequence_length: Number of tokens of a row; shorter texts are padded.
+        vocabulary: Special and ordinary tokens.
+        masking: Choice and replacement of the tokens to predict.
+        pairs: Whether rows have two texts, token types and a class.
+        seed: Seed of the order and of all random choices.
 
     Raises:
-        DataError: There is no text, or pairs are asked for of a single document.
+        DataError: There is no text, or pairs are requested from a single document.
 
     Shape:
-        - `row(i)`: `tokens` and `labels`, -100 but where a token is to be found out:
-          [sequence_length] int64; `mask`: the same of bool, False where the row is filled up; with
-          pairs `token_types`, 1 for b and the [SEP] behind it: [sequence_length], and
-          `sequence_labels`: [], both int64
+        - `row(i)`: `tokens` and `labels`, -100 except for the tokens to predict:
+          [sequence_length] int64; `mask`: [sequence_length] bool, False at padding; with pairs
+          `token_types`, 1 for b and the [SEP] after it: [sequence_length], and `sequence_labels`:
+          [], both int64
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class MaskedDataset(InOrder):
         texts = np.where(lengths < self._least, 0, (lengths - self._least) // self._room + 1)
         self._ends = np.cumsum(texts)
         if not len(texts) or not self._ends[-1]:
-            raise DataError("there is no text to make rows of")
+            raise DataError("there is no text to make rows from")
         if pairs and np.count_nonzero(texts) < 2:
-            raise DataError("pairs need two documents or more, and there is one; build with more")
+            raise DataError("pairs need at least two documents, and there is one; build with more")
 
     @property
     def samples_per_epoch(self) -> int:
-        """Texts, each of which is a row before any comes again."""
+        """Number of texts, each of which is one row in an epoch."""
         return int(self._ends[-1])
 
     def __len__(self) -> int:
@@ -174,10 +174,10 @@ class MaskedDataset(InOrder):
             "special": [vocabulary.cls, vocabulary.sep, vocabulary.mask, vocabulary.pad],
             **asdict(self.masking),
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return digest_of(identity)
 
     def row(self, index: int) -> Mapping[str, NDArray]:
-        """Return row `index` of the endless stream of epochs."""
+        """Return row `index` in the endless stream of epochs."""
         index = operator.index(index)
         if index < 0:
             raise IndexError(f"row {index} does not exist; an index is 0 or more")
@@ -195,7 +195,7 @@ class MaskedDataset(InOrder):
         return {**row, "sequence_labels": np.array(apart >= 0.5, np.int64)}
 
     def empty(self) -> Mapping[str, NDArray]:
-        """Return a row of nothing but filling, without labels."""
+        """Return a row of padding, without labels."""
         shape = self.sequence_length
         row: dict[str, NDArray] = {
             "tokens": np.full(shape, self.vocabulary.pad, np.int64),
@@ -208,10 +208,8 @@ class MaskedDataset(InOrder):
         return row
 
     def _draw(self, index: int, what: str, count: int) -> NDArray[np.float64]:
-        """Numbers in [0, 1) that depend on seed, index and purpose alone."""
-        text = repr((self.seed, index, what)).encode()
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
-        bits = np.random.Philox(key=key).random_raw(count) >> np.uint64(11)
+        """Return numbers in [0, 1) that depend only on seed, index and purpose."""
+        bits = random_bits(count, self.seed, index, what) >> np.uint64(11)
         return bits.astype(np.float64) * 2.0**-53
 
     def _text(self, number: int) -> NDArray[np.int64]:
@@ -221,23 +219,23 @@ class MaskedDataset(InOrder):
         return np.asarray(self.indexed.read(document, start, count), np.int64)
 
     def _find(self, number: int) -> tuple[int, int]:
-        """Return the document of a text, and the text's number there."""
+        """Return the document of a text, and the text's number in that document."""
         document = int(np.searchsorted(self._ends, number, side="right"))
         return document, number - self._before(document)
 
     def _before(self, document: int) -> int:
-        """Texts in front of a document's."""
+        """Return the number of texts of all earlier documents."""
         return int(self._ends[document - 1]) if document else 0
 
     def _elsewhere(self, number: int, drawn: float) -> int:
-        """Return a text of another document than that of a text, drawn evenly."""
+        """Return a random text from any other document."""
         document, _ = self._find(number)
         first, end = self._before(document), int(self._ends[document])
         other = int(drawn * (self.samples_per_epoch - (end - first)))
         return other if other < first else other + end - first
 
     def _hidden(self, index: int, texts: list[NDArray[np.int64]]) -> dict[str, NDArray]:
-        """Lay texts out in a row, and hide some of its tokens."""
+        """Lay out texts in a row, and mask some of its tokens."""
         vocabulary, row = self.vocabulary, dict(self.empty())
         tokens, at = row["tokens"], 1
         tokens[0] = vocabulary.cls
@@ -258,7 +256,7 @@ class MaskedDataset(InOrder):
         return row
 
     def _chosen(self, index: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places of the tokens that are to be found out, in order."""
+        """Return the positions of the tokens to predict, in order."""
         places = np.flatnonzero(np.isin(tokens, self.vocabulary.ordinary))
         if not len(places):
             return places

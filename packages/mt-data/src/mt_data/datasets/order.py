@@ -1,8 +1,8 @@
-"""In which order documents are read and samples are drawn, epoch after epoch.
+"""The order in which documents are read and samples are drawn, epoch after epoch.
 
-A *stream* is a row of documents read one after the other. Samples are cut from it every
-`sequence_length` tokens; each holds one token more than it advances, so that the last input has
-a label, and neighbours overlap by that token.
+A *stream* is a list of documents read one after the other. Samples are cut from it every
+`sequence_length` tokens; each has one token more than it advances, so that the last input has a
+label, and neighbouring samples overlap by that token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stream:
     """Documents in reading order.
 
     Shape:
-        - documents: [P] document ids; ends: [P] tokens up to and including each, int64
+        - documents: [P] document ids; ends: [P] number of tokens up to the end of each, int64
     """
 
     documents: NDArray[np.integer]
@@ -34,16 +34,16 @@ class Stream:
 
     @classmethod
     def of(cls, documents: NDArray[np.integer], lengths: NDArray[np.integer]) -> Stream:
-        """The stream that reads the given documents in order."""
+        """Return the stream that reads the given documents in order."""
         return cls(documents=documents, ends=np.cumsum(lengths[documents], dtype=np.int64))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
+        """Number of tokens in the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(document, offset, length) of the reads that give tokens [start, start + count)."""
+        """Yield the reads (document, offset, length) that return tokens [start, start + count)."""
         position = int(np.searchsorted(self.ends, start, side="right"))
         stop = start + count
         while start < stop:
@@ -57,7 +57,7 @@ class Stream:
 
 
 def sample_count(tokens: int, sequence_length: int, *, keep_tail: bool) -> int:
-    """Samples in a stream, in exact integer arithmetic."""
+    """Return the number of samples in a stream, in exact integer arithmetic."""
     room = max(0, tokens - OVERLAP)
     return -(-room // sequence_length) if keep_tail else room // sequence_length
 
@@ -73,12 +73,12 @@ def _epoch_samples(tokens: int, sequence_length: int, *, keep_tail: bool) -> int
 
 
 class StableOrder:
-    """Each epoch on its own: documents and samples shuffled by a key of (seed, epoch).
+    """An order in which each epoch is shuffled independently, by the key (seed, epoch).
 
-    Sample i is number i mod n of epoch i div n, where n is the samples of one epoch. Nothing
-    depends on how many samples will be drawn in all, so a longer run sees the same beginning.
-    Up to `sequence_length` tokens at the end of an epoch's stream are left out of that epoch
-    (other ones each epoch, as the documents are shuffled) unless the tail is kept.
+    Sample i is number i mod n of epoch i div n, where n is the number of samples in an epoch.
+    Nothing depends on the total number of samples, so a longer run sees the same beginning. Unless
+    the tail is kept, up to `sequence_length` tokens at the end of an epoch's stream are left out of
+    that epoch (different ones in each epoch, as the documents are shuffled).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StableOrder:
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
 
     def find(self, index: int) -> tuple[Stream, int]:
-        """The stream that holds sample `index` (any index of 0 or more), and its start token."""
+        """Return the stream of sample `index` (any index >= 0), and the sample's first token."""
         epoch, rank = divmod(index, self.num_samples)
         stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
         return stream, shuffle(rank) * self._sequence_length
@@ -102,18 +102,18 @@ class StableOrder:
             Stream.of(documents, self._lengths),
             Permutation(self.num_samples, self._seed, epoch, "samples"),
         )
-        # A batch may straddle two epochs, never three, so two are kept.
+        # A batch may span two epochs, but never three, so two are kept.
         kept = list(self._epochs.items())[1 - EPOCHS_IN_MEMORY :]
         self._epochs = dict([*kept, (epoch, built)])
         return built
 
 
 class MegatronOrder:
-    """Megatron-LM's order: all epochs joined into one stream and shuffled together.
+    """Megatron-LM's order: all epochs are joined into one stream and shuffled together.
 
-    One `numpy.random.RandomState(seed)` shuffles first the documents, then the samples. The
-    number of samples asked for decides the number of epochs and so the order of everything: a
-    longer run sees another beginning. Use it to reproduce a Megatron run.
+    One `numpy.random.RandomState(seed)` shuffles first the documents, then the samples. The total
+    number of samples decides the number of epochs and so the whole order: a longer run has a
+    different beginning. Use it to reproduce a Megatron run.
     """
 
     def __init__(
@@ -146,7 +146,10 @@ class MegatronOrder:
     def _split(
         tokens: int, sequence_length: int, epochs: int, num_samples: int | None
     ) -> int | None:
-        """First sample of the last epoch if it is shuffled apart, because little of it is used."""
+        """Return the first sample of a last epoch that Megatron shuffles separately, else None.
+
+        Megatron does so if only a small part of the epoch is used.
+        """
         if epochs == 1 or num_samples is None:
             return None
         before = ((epochs - 1) * tokens - OVERLAP) // sequence_length
@@ -154,12 +157,12 @@ class MegatronOrder:
         return before if num_samples - before < int(FINAL_EPOCH_SHARE * each) else None
 
     def find(self, index: int) -> tuple[Stream, int]:
-        """The stream and the start token of a sample; past the end the same ones come again."""
+        """Return the stream and the first token of a sample; past the end, samples repeat."""
         return self._stream, int(self.shuffle[index % self.num_samples]) * self._sequence_length
 
 
 def _shuffled(random: np.random.RandomState, parts: list[NDArray]) -> NDArray:
-    """Shuffle each part on its own, in their order, and join them."""
+    """Shuffle each part separately, one after the other, and join them."""
     for part in parts:
         random.shuffle(part)
     return np.concatenate(parts)

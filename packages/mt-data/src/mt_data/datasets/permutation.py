@@ -1,4 +1,4 @@
-"""A keyed permutation that is computed, never stored."""
+"""A keyed permutation, computed and never stored."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MASK = (1 << 64) - 1
 
 
 class Permutation:
-    """A bijection of [0, size) that depends on nothing but `size` and the key.
+    """A bijection of [0, size) that depends only on `size` and the key.
 
-    A Feistel network over pairs (a, b) with a < A, b < B, where A·B is just above `size`; results
-    outside the range are sent through again (cycle walking). Any element costs the same, so
-    order can be read from any position without building it, and it is the same on every machine
+    It is a Feistel network over pairs (a, b) with a < A, b < B, where A·B is just above `size`;
+    results outside the range pass through it again (cycle walking). Every element costs the same,
+    so any position can be read without building the whole order, which is the same on every machine
     and numpy version.
 
     Args:
-        size: number of elements, at least 1.
-        key: integers and strings, for example a seed, an epoch and a purpose.
+        size: Number of elements, at least 1.
+        key: Integers and strings, for example a seed, an epoch and a purpose.
 
     Shape:
         - `permutation(i)` for i of any shape, int64 in and out.
@@ -50,7 +50,7 @@ class Permutation:
     @overload
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def __call__(self, index: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
-        """Where element `index` goes."""
+        """Return the image of element `index`."""
         if isinstance(index, np.ndarray):
             return self._many(index)
         if not 0 <= index < self.size:
@@ -81,7 +81,7 @@ class Permutation:
 
 
 def _mix(value, key: int):  # noqa: ANN001, ANN202 - int or uint64 array alike
-    """The finaliser of SplitMix64 over value + key, modulo 2**64."""
+    """Apply SplitMix64's finaliser to value + key, modulo 2**64."""
     mixed = (value + key) & MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK

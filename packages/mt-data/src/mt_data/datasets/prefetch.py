@@ -1,4 +1,4 @@
-"""Batches made ready while the step before is computed."""
+"""Preparation of batches while the previous step is computed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ Prepared = TypeVar("Prepared")
 
 
 class Prefetcher(Generic[Prepared]):
-    """Reads and prepares the steps after the one asked for, on a thread.
+    """Read and prepare the next steps on a thread.
 
-    A step is a function of its number, so what is given is the same as without; asking for
-    another step than the next one only waits for it. Reading and copying release the interpreter,
-    so that the thread does not hold up the one that computes. Use it as a context manager, or
-    `close` it.
+    A step is a function of its number, so the results are the same as without prefetching; a step
+    out of order only has to be waited for. Reading and copying release the interpreter, so the
+    thread does not hold up the computation. Use it as a context manager, or call `close`.
 
     Args:
-        sampler: Where steps come from.
-        prepare: Applied to a step's micro-batches on the thread: makes tensors, pins memory,
-            counts labels.
-        depth: Steps that are ready or in work at most.
+        sampler: The source of steps.
+        prepare: Function of a step's micro-batches, called on the thread: it makes tensors, pins
+            memory, counts labels.
+        depth: Largest number of steps ready or in progress.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Prefetcher(Generic[Prepared]):
         self.close()
 
     def step(self, step: int) -> Prepared:
-        """Return what `prepare` made of a step; the following ones are made ready meanwhile.
+        """Return the prepared step; the thread prepares the following steps meanwhile.
 
         Raises:
             IndexError: The sampler has no such step.
@@ -59,7 +58,7 @@ class Prefetcher(Generic[Prepared]):
         thread = self._thread
         if thread is None:
             raise DataError("the prefetcher is closed")
-        while self._ahead and self._ahead[0][0] != step:  # another one is asked for than the next
+        while self._ahead and self._ahead[0][0] != step:  # not the expected next step
             self._ahead.popleft()[1].cancel()
         if not self._ahead:
             self._ahead.append((step, thread.submit(self._make, step)))
@@ -70,7 +69,7 @@ class Prefetcher(Generic[Prepared]):
         return asked.result()
 
     def close(self) -> None:
-        """End the thread; what it is at is waited for."""
+        """End the thread, after the step in progress."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None

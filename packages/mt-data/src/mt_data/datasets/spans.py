@@ -1,9 +1,7 @@
-"""Rows for an encoder and a decoder: spans of a text are cut out, and to be written (T5)."""
+"""Rows for an encoder and a decoder: the decoder predicts the spans cut out of a text (T5)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -14,20 +12,21 @@ from numpy.typing import NDArray
 
 from mt_data.datasets.batch import Packing, Rows
 from mt_data.datasets.gpt import PADDING, GPTDataset, TokenSource
+from mt_data.datasets.identity import digest_of, random_bits
 from mt_data.datasets.windows import InOrder
 from mt_data.error import DataError, at_least
 
 _MOST_DENSITY = 0.5
-_LEAST = 2  # tokens of a text: one that stays and one that is cut out
+_LEAST = 2  # tokens of a text: one stays and one is cut out
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """How much of a text is cut out, and in how long pieces (Raffel et al., 2020, section 3.3.4).
+    """The amount and the length of the spans to cut out (Raffel et al., 2020, section 3.3.4).
 
     Attributes:
-        density: Share of the tokens that are cut out.
-        mean_length: Of the spans.
+        density: Share of the tokens to cut out.
+        mean_length: Mean length of the spans.
     """
 
     density: float = 0.15
@@ -40,47 +39,47 @@ class SpanCorruption:
             raise DataError(f"mean_length is {self.mean_length}; it must be 1 or more")
 
     def counts(self, length: int) -> tuple[int, int]:
-        """Tokens that are cut out of a text of two or more, and spans: of a length all the same."""
+        """Return the numbers of tokens and spans to cut out of a text of two or more tokens."""
         noise = min(max(round(length * self.density), 1), length - 1)
         spans = max(round(noise / self.mean_length), 1)
         return noise, min(spans, noise, length - noise)
 
     def sizes(self, length: int) -> tuple[int, int]:
-        """Tokens of the encoder and of the decoder that a text becomes, ends among them.
+        """Return the encoder and decoder lengths of a text, including ends.
 
-        Neither gets less with a longer text.
+        Both grow with the length of the text, or stay the same.
         """
         noise, spans = self.counts(length)
         return length - noise + spans + 1, noise + spans + 1
 
     def decoder_length(self, inputs: int) -> int:
-        """The least multiple of 8 that holds what goes with so many tokens of the encoder."""
+        """Return the decoder length for an encoder length, rounded up to a multiple of 8."""
         _, written = self.sizes(self.text_length(inputs))
         return -(-written // 8) * 8
 
     def text_length(self, inputs: int) -> int:
-        """Tokens of the longest text that becomes so many of the encoder, with the text's end.
+        """Return the length of the longest text for an encoder length that includes the end.
 
         Raises:
-            DataError: No text does.
+            DataError: No text has this encoder length.
         """
         lengths = range(_LEAST, max(2 * inputs, _LEAST) + 2)
         after = bisect_right(lengths, inputs, key=lambda length: self.sizes(length)[0])
         near = [self.sizes(length)[0] for length in lengths[max(after - 1, 0) : after + 1]]
         if near[0] != inputs:
             others = " or ".join(map(str, near))
-            raise DataError(f"no text becomes {inputs} tokens of the encoder; use {others}")
+            raise DataError(f"no text fills exactly {inputs} tokens of the encoder; use {others}")
         return lengths[after - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanVocabulary:
-    """What rows are made of beside text.
+    """The special tokens of span corruption.
 
     Attributes:
-        sentinel: Id that stands for the first span; the next ones are one lower each.
+        sentinel: Id of the first span's sentinel; the following spans count downwards.
         eod: Id of the end of a text, which ends both sequences.
-        start: Id that the decoder's sequence begins with, and is filled up with.
+        start: Id at the start of the decoder's sequence, also used as padding.
     """
 
     sentinel: int
@@ -89,38 +88,39 @@ class SpanVocabulary:
 
 
 class SpanDataset(InOrder):
-    """Texts with a sentinel in the place of each span, and the spans behind their sentinels.
+    """Texts with a sentinel in place of each span, and the spans after their sentinels.
 
-    With a text `a b c d e f`, of which `b c` and `e` are cut out, the encoder reads
-    `a <0> d <1> f end` and the decoder is to write `<0> b c <1> e end`. Texts are those of a
-    `GPTDataset`, as long as to fill the encoder's sequence; how many tokens and spans are cut out
-    follows from that length, and which ones from seed and index alone: lengths are those of a
-    random composition, and a text begins with what stays (as in the T5 of Raffel et al.).
+    If `b c` and `e` are cut out of the text `a b c d e f`, the encoder reads `a <0> d <1> f end`
+    and the decoder predicts `<0> b c <1> e end`. Texts come from a `GPTDataset` and are long enough
+    to fill the encoder's sequence. The number of tokens and spans to cut out follows from that
+    length; their choice depends only on seed and index. Span lengths are a random composition, and
+    a text begins with a part that stays (as in the T5 of Raffel et al.).
 
-    With `packing="documents"` a text is cut where its documents end, and each part of two tokens or
-    more becomes a pair of its own, with an end and sentinels from the first one on. A row holds
-    these pairs one after the other. Their ends and roundings take places, so the last parts of a
-    text are cut off as far as they do not fit the encoder's sequence or the decoder's: of documents
-    far shorter than a row more than of others, and less with a larger `decoder_length`.
+    With `packing="documents"` a text is cut at the ends of its documents, and each part of two
+    tokens or more becomes a separate pair, with its own end and sentinels. A row contains these
+    pairs one after the other. Because ends and rounding take space, the last parts of a text are
+    cut off if they do not fit the encoder's or the decoder's sequence. This affects documents much
+    shorter than a row the most, and is reduced by a larger `decoder_length`.
 
     Args:
-        indexed: Where tokens come from; texts run across the ends of its documents.
-        sequence_length: Tokens of the encoder.
-        vocabulary: Sentinels and other tokens that are no text.
-        corruption: What is cut out.
-        decoder_length: Tokens of the decoder; by default the least multiple of 8 that holds those
-            of one text.
-        packing: Whether the documents of a text are pairs of their own.
-        seed: Of the order and of all that is drawn.
+        indexed: The source of tokens; texts run across the ends of its documents.
+        sequence_length: Number of tokens of the encoder.
+        vocabulary: Sentinels and other special tokens.
+        corruption: Amount and length of the spans.
+        decoder_length: Number of tokens of the decoder; by default the smallest multiple of 8 that
+            fits one text.
+        packing: Whether the documents of a text are separate pairs.
+        seed: Seed of the order and of all random choices.
 
     Raises:
-        DataError: A length does not do, there are too few sentinels, or tokens for one text.
+        DataError: A length is impossible, or there are too few sentinels, or too few tokens for one
+            text.
 
     Shape:
-        - `row(i)`: `encoder_tokens` [sequence_length]; `tokens`, which are the labels behind
-          `start`, and `labels` [decoder_length], -100 behind the end; int64. Packed ones also have
-          `encoder_documents` and `documents`, the number of each token's pair, `PADDING` behind the
-          last, and `encoder_positions` and `positions`, its place there
+        - `row(i)`: `encoder_tokens` [sequence_length]; `tokens`, which are the labels shifted by
+          `start`, and `labels` [decoder_length], -100 after the end; int64. Packed rows also have
+          `encoder_documents` and `documents`, the number of each token's pair (`PADDING` after the
+          last pair), and `encoder_positions` and `positions`, its position in the pair
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class SpanDataset(InOrder):
         if self.decoder_length < least:
             raise DataError(
                 f"decoder_length is {self.decoder_length}, but {spans} spans of {noise} tokens, "
-                f"each behind its sentinel, and the end of the text are {least}; use that or more"
+                f"with their sentinels and the end of the text, take {least}; use that or more"
             )
         if vocabulary.sentinel - spans + 1 < 0:
             raise DataError(
-                f"{spans} spans need as many sentinels, and the first one is "
+                f"{spans} spans need {spans} sentinels, and the first one is "
                 f"{vocabulary.sentinel}; use a shorter sequence_length"
             )
         lengths = range(_LEAST, self.text_length + 1)
@@ -159,7 +159,7 @@ class SpanDataset(InOrder):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Rows before data repeats; then other spans are cut out of them."""
+        """Number of rows before data repeats; then different spans are cut out."""
         return self._texts.samples_per_epoch
 
     def __len__(self) -> int:
@@ -167,10 +167,10 @@ class SpanDataset(InOrder):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the data and of everything that decides rows and their order, but packing.
+        """Digest of the data and of everything that decides rows and their order, except packing.
 
-        A number is that of the same text with every packing, so a run that changes it goes on
-        where it was.
+        A row number means the same text with every packing, so a run that changes it continues at
+        the same place.
         """
         identity = {
             "data": self._texts.fingerprint,
@@ -179,10 +179,10 @@ class SpanDataset(InOrder):
             **asdict(self.corruption),
             **asdict(self.vocabulary),
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return digest_of(identity)
 
     def row(self, index: int) -> Mapping[str, NDArray]:
-        """Return row `index` of the endless stream of epochs."""
+        """Return row `index` in the endless stream of epochs."""
         index = operator.index(index)
         text = self._texts.sample(index, 0, self.text_length)
         row = dict(self.empty())
@@ -217,7 +217,7 @@ class SpanDataset(InOrder):
     def _parts(
         self, text: NDArray[np.int64], documents: NDArray[np.int64]
     ) -> Iterator[NDArray[np.int64]]:
-        """The documents of a text, without their own ends, that are long enough to be pairs."""
+        """Yield the sufficiently long documents of a text, without their end tokens."""
         for part in np.split(text, np.flatnonzero(np.diff(documents)) + 1):
             part = part[:-1] if part[-1] == self.vocabulary.eod else part
             if len(part) >= _LEAST:
@@ -226,7 +226,7 @@ class SpanDataset(InOrder):
     def _pair(
         self, text: NDArray[np.int64], *number: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What the encoder reads of a text, and what the decoder is to write."""
+        """Return the encoder's input and the decoder's target for a text."""
         noise, spans = self.corruption.counts(len(text))
         kept = self._lengths(number, "kept", len(text) - noise, spans)
         cut = self._lengths(number, "cut", noise, spans)
@@ -247,7 +247,7 @@ class SpanDataset(InOrder):
         number: int,
         starts: tuple[int, int],
     ) -> None:
-        """Lay a pair out in a row, from a place of the encoder and one of the decoder on."""
+        """Write a pair into a row, at a start of the encoder and one of the decoder."""
         for side, start, tokens in zip(("encoder_", ""), starts, pair, strict=True):
             own = slice(start, start + len(tokens))
             if side:
@@ -262,10 +262,8 @@ class SpanDataset(InOrder):
     def _lengths(
         self, number: tuple[int, ...], what: str, total: int, spans: int
     ) -> NDArray[np.int64]:
-        """Lengths of the spans, 1 or more each, that add up to a total; each way is as likely."""
+        """Return random span lengths of at least 1 that add up to a total, uniformly."""
         index, *pair = number
-        text = repr((self.seed, index, "spans", what, *pair)).encode()
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
-        drawn = np.random.Philox(key=key).random_raw(total - 1)
+        drawn = random_bits(total - 1, self.seed, index, "spans", what, *pair)
         cuts = np.sort(np.argsort(drawn, kind="stable")[: spans - 1]) + 1
         return np.diff(cuts, prepend=0, append=total)

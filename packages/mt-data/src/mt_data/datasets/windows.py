@@ -17,34 +17,34 @@ from mt_data.error import DataError, at_least, quote
 
 
 class TokenStream(Protocol):
-    """Tokens read as one row; `IndexedDataset` is one."""
+    """A source of tokens read as one stream, such as `IndexedDataset`."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
+        """Number of tokens in the stream."""
         ...
 
     @property
     def lengths(self) -> NDArray[np.integer]:
-        """Tokens of each document."""
+        """Number of tokens of each document."""
         ...
 
     def stream(self, start: int, length: int) -> NDArray:
-        """Tokens [start, start + length)."""
+        """Return tokens [start, start + length)."""
         ...
 
 
 def window_numbers(
     count: int, size: int, *, dp_rank: int, dp_size: int, limit: int | None
 ) -> Iterator[NDArray[np.int64]]:
-    """Give the windows of each batch of a rank; -1 where there is none, so that all are full.
+    """Yield the window numbers of each batch of a rank, filled with -1 to full batches.
 
     Args:
-        count: Windows there are.
-        size: Windows in a batch.
+        count: Number of windows.
+        size: Number of windows in a batch.
         dp_rank: This rank's index along the data-parallel axis.
-        dp_size: Ranks along that axis.
-        limit: Use the first `limit` windows only.
+        dp_size: Number of ranks along that axis.
+        limit: Number of windows to use; None uses all.
 
     Raises:
         DataError: A number is out of range.
@@ -78,17 +78,17 @@ class InOrder(ABC):
         limit: int | None = None,
         rows: Rows | None = None,
     ) -> Iterator[MicroBatch]:
-        """Batches of `size` rows, of the first epoch where there are several; every dp_size-th one.
+        """Yield this rank's batches of `size` rows, from the first epoch.
 
-        All batches have the same shape and all ranks the same number of them: missing rows are
-        filled with rows without labels, whose sample id is -1.
+        All batches have the same shape, and all ranks have the same number of them: missing rows
+        are replaced by rows without labels, whose sample id is -1.
 
         Args:
-            size: Rows in a batch.
+            size: Number of rows in a batch.
             dp_rank: This rank's index along the data-parallel axis.
-            dp_size: Ranks along that axis.
-            limit: Use the first `limit` rows only.
-            rows: What this rank needs of each row; all of it where None.
+            dp_size: Number of ranks along that axis.
+            limit: Number of rows to use; None uses all.
+            rows: The parts of each row that this rank needs; None means the whole row.
 
         Raises:
             DataError: A number is out of range.
@@ -98,24 +98,23 @@ class InOrder(ABC):
             yield self._batch(numbers, rows or Rows())
 
     def _batch(self, numbers: NDArray[np.int64], rows: Rows) -> MicroBatch:
-        """Make the rows of some numbers; -1 is one without labels."""
+        """Make the rows of the given numbers; -1 means a row without labels."""
         return rows.read(cast("Samples | MadeRows", self), numbers)
 
 
 class SequentialWindows(InOrder):
     """Windows over a token stream, in order, for evaluation.
 
-    The first window has `sequence_length` labels; each later one moves by `stride` and has
-    `stride` new labels, so a stride below sequence_length gives every label at least
-    sequence_length - stride tokens of context, for more work. Other labels are -100. The last
-    window is padded.
+    The first window has `sequence_length` labels; each later one moves by `stride` and has `stride`
+    new labels. A stride below sequence_length costs more, but gives every label at least
+    sequence_length - stride tokens of context. Other labels are -100. The last window is padded.
 
     Args:
-        indexed: the tokens.
-        sequence_length: tokens in a window.
-        stride: new labels in a window; sequence_length when None.
-        start_id: token put before the stream, usually the end-of-document id. When None, the
-            very first token has nothing before it and is the one token that is not a label.
+        indexed: The tokens.
+        sequence_length: Number of tokens in a window.
+        stride: Number of new labels in a window; None means sequence_length.
+        start_id: Token to put before the stream, usually the end-of-document id. If None, the very
+            first token has no context and is the only token that is not a label.
 
     Shape:
         - `windows[i]`: (tokens [sequence_length], labels [sequence_length]) int64
@@ -142,7 +141,7 @@ class SequentialWindows(InOrder):
             raise DataError(f"there is nothing to predict in {indexed.num_tokens} tokens")
 
     def __len__(self) -> int:
-        """Number of windows."""
+        """Return the number of windows."""
         return 1 + -(-max(0, self.num_labels - self.sequence_length) // self.stride)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -152,7 +151,10 @@ class SequentialWindows(InOrder):
         return batch["tokens"][0], batch["labels"][0]
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Tokens [begin, end) of the sequence_length + 1 of a window, padded; -1 is none."""
+        """Return tokens [begin, end) of the sequence_length + 1 tokens of a window, padded.
+
+        Window -1 consists of padding.
+        """
         row = np.full((self.sequence_length + 1 if end is None else end) - begin, PADDING, np.int64)
         if index < 0:
             return row
@@ -167,7 +169,7 @@ class SequentialWindows(InOrder):
         return row
 
     def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """A number for the document of each token; `start_id` has its own, padding `PADDING`."""
+        """Return the document number of each token; `start_id` has a separate number."""
         if index < 0:
             return np.full(self.sequence_length + 1, PADDING, np.int64)
         first = index * self.stride - (self.start_id is not None)
@@ -182,7 +184,7 @@ class SequentialWindows(InOrder):
     def _batch(self, numbers: NDArray[np.int64], rows: Rows) -> MicroBatch:
         if rows.parts is None:
             rows = replace(rows, parts=((0, self.sequence_length),))
-        batch = rows.read(cast("Samples", self), numbers)  # in parts, so by `sample` alone
+        batch = rows.read(cast("Samples", self), numbers)  # with parts it only uses `sample`
         context = rows.columns(self.sequence_length) < self.sequence_length - self.stride
         batch["labels"][(numbers > 0)[:, None] & context] = PADDING
         return batch

@@ -1,4 +1,4 @@
-"""Reading documents: JSON lines, JSON arrays, parquet, plain text, folders, compressed or not."""
+"""Reading of documents: JSON lines, JSON arrays, parquet, plain text, folders, compressed files."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Document:
     """One document.
 
     Attributes:
-        path: The file it came from; relative to the folder when a folder was read.
-        text: Its content.
-        line: Number of the line, record or row in a file of several documents, from 1; None for
-            a file that is one document.
+        path: The source file; relative to the folder if a folder was read.
+        text: The content.
+        line: Number of the line, record or row in a file of several documents, from 1; None if the
+            file is one document.
     """
 
     path: str
@@ -69,25 +69,26 @@ def read_documents(
     encoding_errors: Literal["strict", "replace"] = "strict",
     on_error: OnError | None = None,
 ) -> DocumentReader:
-    """Documents of files, folders, globs or standard input, in a fixed order.
+    """Read documents from files, folders, globs or standard input, in a fixed order.
 
-    `.jsonl` and `.ndjson` files hold one JSON object a line, `.json` files an array of objects or
-    objects one after the other, `.parquet` files a column of texts; any other file is one document.
-    Files that end with `.gz`, `.zst`, `.bz2` or `.xz` are decompressed. A UTF-8 byte order mark is
-    dropped, line ends are kept as they are. Only regular files are read, and in a folder no link
-    that leads out of it.
+    `.jsonl` and `.ndjson` files have one JSON object on each line, `.json` files an array of
+    objects or objects one after the other, `.parquet` files a column of texts; any other file is
+    one document. Files that end with `.gz`, `.zst`, `.bz2` or `.xz` are decompressed. A UTF-8 byte
+    order mark is dropped; line ends are kept. Only regular files are read, and no link that leads
+    out of a folder.
 
     Args:
         source: A file, a folder (its files in order of their relative names), a glob, `-` for
-            standard input (JSON lines unless `format` says otherwise), or several of these.
-        key: Field of a JSON object, or column, that holds the text.
-        glob: Which files of a folder to read, such as `**/*.py`.
-        format: What all files hold; "auto" goes by their names.
-        encoding_errors: "replace" puts U+FFFD where bytes are not UTF-8.
-        on_error: Called with each bad line or file, which is then skipped; None raises instead.
+            standard input (JSON lines by default), or several of these.
+        key: Name of the JSON field or column with the text.
+        glob: Pattern of the files to read in a folder, such as `**/*.py`.
+        format: Format of all files; "auto" decides by their names.
+        encoding_errors: "replace" inserts U+FFFD for bytes that are not UTF-8.
+        on_error: Function to call with each bad line or file, which is then skipped; None raises
+            instead.
 
     Raises:
-        DataError: The glob is no pattern for files of a folder, or none matches it.
+        DataError: The glob is not a pattern for files of a folder, or no file matches it.
         DataFileError: A line or file cannot be read; names the file, the line and the reason.
         FileNotFoundError: There is no such file or folder.
     """
@@ -96,16 +97,16 @@ def read_documents(
     if format not in get_args(Format):
         raise DataError(f"format is {quote(format)}; choose one of {', '.join(get_args(Format))}")
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
-    # Looked for here and not in the iterator, so that a wrong path is an error at the call.
+    # The files are found here and not in the iterator, so that a wrong path fails at the call.
     return DocumentReader(find_files(source, glob), format, policy)
 
 
 class DocumentReader(Iterator[Document]):
-    """The documents of files, one after the other.
+    """An iterator over the documents of files.
 
     Attributes:
-        files: What is read.
-        total_bytes: Bytes of all files on disk; None where standard input is one of them.
+        files: The files to read.
+        total_bytes: Size of all files on disk; None if standard input is one of them.
     """
 
     def __init__(self, files: list[SourceFile], format: Format, policy: _Policy) -> None:
@@ -125,7 +126,7 @@ class DocumentReader(Iterator[Document]):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read of the files on disk so far."""
+        """Number of bytes read from the files on disk so far."""
         position = 0
         if self._current is not None and not self._current.closed and self._current.seekable():
             position = self._current.tell()
@@ -169,7 +170,7 @@ def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Document:
     content = file.read(MAX_TEXT + 1)
     if len(content) > MAX_TEXT:
         raise DataFileError(
-            name, f"is one document of more than {MAX_TEXT} bytes; divide it, or use JSON lines"
+            name, f"is one document of more than {MAX_TEXT} bytes; split it, or use JSON lines"
         )
     return Document(path=name, text=_decode(content, name, policy))
 
@@ -202,7 +203,7 @@ def _parse(content: str, where: str) -> object:
 
 
 class _Values:
-    """JSON values of a file, read as they come: of an array, or one after the other."""
+    """The JSON values of a file, read incrementally: an array, or values one after the other."""
 
     def __init__(self, file: BinaryIO, name: str, policy: _Policy) -> None:
         self._file, self._name, self._policy = file, name, policy
@@ -234,7 +235,7 @@ class _Values:
             yield number, self._value()
 
     def _sign(self) -> str:
-        """The next character that is no space; none at the end."""
+        """Return the next character that is not white space; "" at the end."""
         while True:
             while self._at < len(self._buffer) and self._buffer[self._at] in " \t\r\n":
                 self._at += 1
@@ -256,7 +257,7 @@ class _Values:
                 return value
 
     def _more(self) -> bool:
-        """Read on: as much again as is waiting, so that a long value costs no more than twice."""
+        """Read more: as much as is waiting, so that a long value is parsed at most twice."""
         if self._ended:
             return False
         rest = self._buffer[self._at :]
@@ -341,7 +342,7 @@ def _refuse_constant(name: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
-# What a file of several documents holds, and how each becomes a text.
+# For each format of several documents: the records of a file, and the text of a record.
 _RECORDS: dict[str, tuple[Callable[..., Iterable[tuple[int, Any]]], Callable[..., str]]] = {
     "jsonl": (_lines, _line_text),
     "json": (_Values, _record_text),
@@ -364,10 +365,10 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 def standard_library_sources() -> list[Path]:
-    """The `.py` files of the running Python's standard library, about 11 MB.
+    """Return the `.py` files of the running Python's standard library, about 11 MB.
 
-    Without installed packages, the library's own tests, files that are not UTF-8, empty files
-    and copies of a file already listed. Sorted by name, so the order is the same everywhere.
+    Installed packages, the library's own tests, files that are not UTF-8, empty files and copies
+    are left out. The list is sorted by name, so the order is the same everywhere.
     """
     import sysconfig
 

@@ -1,4 +1,4 @@
-"""Files that documents are read from: named, found in folders or by globs, and decompressed."""
+"""Files to read documents from: named, found in folders or by globs, and decompressed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SourceFile:
     """One file to read.
 
     Attributes:
-        path: Where it is; None for standard input.
-        name: How documents and messages name it.
-        within: The folder it was found in, which no link may lead out of.
+        path: Path of the file; None for standard input.
+        name: Name of the file in documents and messages.
+        within: The folder in which it was found, which links must not leave.
     """
 
     path: Path | None
@@ -35,7 +35,7 @@ class SourceFile:
 
     @property
     def ending(self) -> str:
-        """The ending that tells its format, in lower case, without that of a compression."""
+        """The ending of the format in lower case, without the ending of a compression."""
         suffixes = [suffix.lower() for suffix in PurePath(self.name).suffixes]
         if suffixes and suffixes[-1] in COMPRESSED:
             suffixes.pop()
@@ -43,17 +43,17 @@ class SourceFile:
 
     @property
     def size(self) -> int:
-        """Bytes on disk; 0 where that is not known."""
+        """Number of bytes on disk; 0 if unknown."""
         try:
             return 0 if self.path is None else self.path.stat().st_size
         except OSError:
-            return 0  # said when it is read
+            return 0  # reading the file will report the error
 
     def open(self) -> BinaryIO:
-        """Open it as it is on disk.
+        """Open the file without decompressing it.
 
         Raises:
-            DataFileError: It is not a regular file, or lies outside the folder it was found in.
+            DataFileError: It is not a regular file, or lies outside `within`.
         """
         if self.path is None:
             import sys
@@ -72,10 +72,10 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
 
     Args:
         source: A file, a folder, a glob such as `data/*.jsonl`, `-` for standard input, or several.
-        glob: Which files of a folder.
+        glob: Pattern of the files to read in a folder.
 
     Raises:
-        DataError: A glob matches nothing, or is none.
+        DataError: A glob matches nothing, or is invalid.
         FileNotFoundError: There is no such file or folder.
     """
     if isinstance(source, str | os.PathLike):
@@ -116,19 +116,19 @@ def _in_folder(folder: Path, glob: str, *, alone: bool) -> Iterator[SourceFile]:
 
 
 def _check_glob(glob: str) -> None:
-    """Refuse what pathlib refuses, each Python version in its own way."""
+    """Refuse patterns that pathlib refuses, with one message for all Python versions."""
     parts = PurePath(glob).parts
     stars = any("**" in part and part != "**" for part in parts)
     if stars or not parts or PurePath(glob).is_absolute() or ".." in parts:
         raise DataError(
-            f"glob {quote(glob)} does not choose files below a folder; give a relative pattern in "
-            "which ** stands alone between slashes, such as '**/*.py'"
+            f"glob {quote(glob)} does not select files in a folder; use a relative pattern with "
+            "each ** alone between slashes, such as '**/*.py'"
         )
 
 
 @contextmanager
 def decompressed(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
-    """Give the content of a file whose name ends with that of a compression.
+    """Yield a file's content, decompressed if its name has the ending of a compression.
 
     Raises:
         DataFileError: The content is damaged.

@@ -1,4 +1,4 @@
-"""Dividing data into training, validation and test parts."""
+"""Division of data into training, validation and test parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PARTS = 3
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Fractions of a split string such as `969,30,1`: train, validation, test.
+    """Parse a split string such as `969,30,1` into fractions for train, validation and test.
 
-    One to three numbers of 0 or more, separated by commas; missing ones are 0. Anything else is
-    an error (Megatron picks the digits out of any string, so that it reads `-5` as 5).
+    It has one to three numbers >= 0, separated by commas; missing ones are 0. Anything else is an
+    error (Megatron extracts the digits of any string and reads `-5` as 5).
 
     Returns:
         Three fractions that sum to 1.
@@ -62,17 +62,17 @@ def split_files(
     seed: int = 0,
     root: str | os.PathLike[str] | None = None,
 ) -> tuple[list[Path], list[Path]]:
-    """Hold out a share of the files, each by a hash of its name.
+    """Hold out a share of the files, chosen by a hash of their names.
 
-    A file's side depends on its name relative to `root` and the seed alone: adding or removing
-    files does not move another one. (Only where one side would be empty, the file nearest to it
-    is moved there.)
+    Whether a file is held out depends only on the seed and its name relative to `root`, so adding
+    or removing files does not affect other files. (Only if one side would be empty, the nearest
+    file is moved there.)
 
     Args:
-        paths: the files; both results keep their order.
-        fraction: expected share of the files held out, between 0 and 1 exclusive.
-        seed: another seed holds out other files.
-        root: folder the names are relative to; the paths' common folder when None.
+        paths: The files; both results keep their order.
+        fraction: Expected share of the files to hold out, between 0 and 1 exclusive.
+        seed: Seed of the choice.
+        root: Folder that names are relative to; None means the common folder of the paths.
 
     Returns:
         (kept, held out)
@@ -81,7 +81,7 @@ def split_files(
         raise DataError(f"fraction is {fraction}; it must lie between 0 and 1")
     files = [Path(path) for path in paths]
     if len(files) < 2:
-        raise DataError(f"cannot hold out a part of {len(files)} files; give at least 2")
+        raise DataError(f"cannot hold out a part of {len(files)} files; pass at least 2")
     base = Path(root) if root is not None else Path(os.path.commonpath([f.parent for f in files]))
     places = [_place(file.relative_to(base).as_posix(), seed) for file in files]
     threshold = min(max(fraction, min(places)), max(places))
@@ -91,6 +91,6 @@ def split_files(
 
 
 def _place(name: str, seed: int) -> float:
-    """A number in [0, 1) that is as good as random, from a name and a seed."""
+    """Return a pseudo-random number in [0, 1) from a name and a seed."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(errors="surrogateescape"), digest_size=7)
     return int.from_bytes(digest.digest(), "big") / 2**56

@@ -1,4 +1,4 @@
-r"""The `.idx` file of a Megatron token dataset: its bytes, and every check on them.
+r"""The `.idx` file of a Megatron token dataset: its bytes, and all checks of them.
 
 Little-endian layout, with S sequences and D = documents + 1:
 
@@ -49,13 +49,13 @@ UINT16_VOCABULARY_LIMIT = 65_500
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Token width for a vocabulary: uint16 below 65,500 ids (Megatron's rule), else int32."""
+    """Return a token dtype for a vocabulary: uint16 below 65,500 ids, else int32."""
     at_least(1, vocab_size=vocab_size)
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY_LIMIT else np.dtype("<i4")
 
 
 def storable_dtype(dtype: DTypeLike) -> np.dtype:
-    """The little-endian dtype the format stores, or an error that lists the choices."""
+    """Return the little-endian dtype that the format stores, or raise with the choices."""
     wanted = np.dtype(dtype).newbyteorder("<")
     if wanted not in CODE_BY_DTYPE:
         names = ", ".join(known.name for known in DTYPE_BY_CODE.values())
@@ -65,11 +65,11 @@ def storable_dtype(dtype: DTypeLike) -> np.dtype:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """Content of an `.idx` file.
+    """The content of an `.idx` file.
 
     Shape:
         - lengths: [S] int32; pointers: [S] int64 bytes; document_index: [D] int64
-        - modes: [S] int8, or None when the file is not multimodal
+        - modes: [S] int8, or None if the file is not multimodal
     """
 
     dtype: np.dtype
@@ -86,7 +86,7 @@ class Index:
         document_index: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
     ) -> Index:
-        """Derive the byte pointers of sequences stored back to back."""
+        """Compute the byte pointers of sequences stored back to back."""
         dtype = storable_dtype(dtype)
         return cls(
             dtype=dtype,
@@ -98,7 +98,7 @@ class Index:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the `.bin` file."""
+        """Number of tokens in the `.bin` file."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def _parts(self) -> Iterator[bytes | memoryview]:
@@ -116,7 +116,7 @@ class Index:
             yield self.modes.astype("i1", copy=False).data
 
     def to_bytes(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return b"".join(self._parts())
 
     @cached_property
@@ -131,11 +131,11 @@ class Index:
 def read_index(path: str, *, multimodal: bool = False) -> Index:
     """Read and check an `.idx` file.
 
-    Nothing is allocated from a number in the file before that number has been checked against
-    the size of the file.
+    Every number in the file is checked against the size of the file before it is used for an
+    allocation.
 
     Raises:
-        DataFileError: Names the file, the offset, what was expected and what was found.
+        DataFileError: Names the file, the offset, the expected and the actual value.
         FileError: The file can't be read.
     """
     with mt_files.open_file(path) as file:

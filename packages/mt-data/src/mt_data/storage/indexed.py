@@ -1,4 +1,4 @@
-"""Token datasets on disk: `<prefix>.bin` (tokens back to back) and `<prefix>.idx` (where)."""
+"""Token datasets on disk: `<prefix>.bin` (all tokens) and `<prefix>.idx` (their places)."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ MAX_RECORD = 1 << 20
 
 
 class IndexedDataset:
-    """Reads a Megatron `.bin/.idx` pair.
+    """A reader of a Megatron `.bin/.idx` pair.
 
-    Tokens are read with `pread` into arrays that the caller owns, so an array stays valid after
-    the dataset is closed, threads and forked workers may share one dataset, and a file cut short
-    while it is open is an error instead of a signal. The index is held in memory: 12 bytes for
-    each sequence and 8 for each document.
+    Tokens are read with `pread` into arrays that the caller owns. So an array stays valid after the
+    dataset is closed, threads and forked workers may share one dataset, and a file cut short while
+    it is open raises an error, not a signal. The index is kept in memory: 12 bytes for each
+    sequence and 8 for each document.
 
-    Opening checks every structural rule of the index, its sha256 where `<prefix>.json` records
-    one, and the size of `.bin`. A flipped bit inside `.bin` is still a valid token, so the format
-    cannot reveal it; `verify` reads the file and compares its recorded sha256.
+    Opening checks every structural rule of the index, its sha256 if `<prefix>.json` records one,
+    and the size of `.bin`. A flipped bit inside `.bin` is still a valid token, so the format cannot
+    reveal it; `verify` reads the file and compares the recorded sha256.
 
     An open dataset is in use: `IndexedWriter` does not replace it.
 
     Args:
-        prefix: path without the `.bin` / `.idx` ending.
-        multimodal: the index carries a mode for each sequence (no header field says so).
+        prefix: Path without the `.bin` / `.idx` ending.
+        multimodal: Whether the index has a mode for each sequence (no header field says so).
 
     Attributes:
-        lengths: tokens of each sequence, [num_sequences].
-        document_index: sequence number at which each document begins, and the total,
+        lengths: Number of tokens of each sequence, [num_sequences].
+        document_index: Sequence number at which each document begins, and the total,
             [num_documents + 1].
-        modes: mode of each sequence of a multimodal file, else None.
+        modes: Mode of each sequence of a multimodal file, else None.
 
     Raises:
-        DataFileError: a file is truncated, oversized or inconsistent.
-        FileError: A file is missing (then also a FileNotFoundError) or not a regular one.
+        DataFileError: A file is truncated, oversized or inconsistent.
+        FileError: A file is missing (then also a FileNotFoundError) or not a regular file.
 
     Shape:
         - `dataset[i]`: [lengths[i]], the tokens of sequence i in the stored dtype.
@@ -74,7 +74,7 @@ class IndexedDataset:
             raise
 
     def _check_recorded_digest(self) -> None:
-        """The index was read in full anyway, so comparing its digest costs little."""
+        """Compare the digest of the index, which is in memory anyway, with the recorded one."""
         recorded = (self.metadata() or {}).get("idx_sha256")
         if recorded is not None and recorded != self._index.sha256:
             raise DataFileError(
@@ -105,7 +105,7 @@ class IndexedDataset:
         self.close()
 
     def close(self) -> None:
-        """Close the token file. Arrays handed out before stay valid."""
+        """Close the token file. Arrays read before stay valid."""
         self._finalizer()
 
     @property
@@ -120,7 +120,7 @@ class IndexedDataset:
         return self.read(index)
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens [offset, offset + length) of one sequence; to its end when length is None."""
+        """Return tokens [offset, offset + length) of a sequence; to its end if length is None."""
         index = _position(index, len(self), "sequence", self.index_path)
         available = int(self.lengths[index])
         length = available - offset if length is None else length
@@ -133,7 +133,7 @@ class IndexedDataset:
         return self._read_tokens(start, length)
 
     def document(self, index: int) -> NDArray:
-        """All tokens of one document (its sequences lie back to back)."""
+        """Return all tokens of one document (its sequences are stored back to back)."""
         index = _position(index, self.num_documents, "document", self.index_path)
         first, last = (int(value) for value in self.document_index[index : index + 2])
         if first == last:
@@ -142,7 +142,7 @@ class IndexedDataset:
         return self._read_tokens(start, int(self.lengths[first:last].sum(dtype=np.int64)))
 
     def stream(self, start: int, length: int) -> NDArray:
-        """Tokens [start, start + length) of the whole file, across sequences."""
+        """Return tokens [start, start + length) of the whole file, across sequences."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(
                 f"{self.token_path}: tokens [{start}, {start + length}) do not exist; "
@@ -171,7 +171,7 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the index and the token count, to notice that a dataset was exchanged.
+        """Digest of the index and of the recorded digests, to detect an exchanged dataset.
 
         It reads no tokens; `verify` is the full check.
         """
@@ -179,7 +179,7 @@ class IndexedDataset:
         return hashlib.sha256(f"{self._index.sha256}:{recorded}".encode()).hexdigest()
 
     def metadata(self) -> dict[str, object] | None:
-        """Content of `<prefix>.json`, or None when another tool wrote the dataset."""
+        """Return the content of `<prefix>.json`; None if another tool wrote the dataset."""
         path = f"{self.prefix}.json"
         if not os.path.exists(path):
             return None
@@ -192,13 +192,12 @@ class IndexedDataset:
         return content
 
     def verify(self, *, remember: bool = False) -> None:
-        """Compare both files with the digests that were recorded when they were written.
+        """Compare both files with the digests recorded at the time of writing.
 
         Args:
-            remember: Keep the digests found in `<prefix>.digests.json` and believe them as long as
-                a file's size, inode and times of change stay the same; see
-                `mt_files.sha256_file`. A program that opens the data verifies it so: in full
-                once, then at the cost of a look at each file.
+            remember: Whether to keep the computed digests in `<prefix>.digests.json`, and to trust
+                them while a file's size, inode and times of change stay the same (see
+                `mt_files.sha256_file`). Then only the first verification reads the files.
 
         Raises:
             DataFileError: A digest differs or was never recorded.
@@ -207,7 +206,7 @@ class IndexedDataset:
         if recorded is None:
             raise DataFileError(
                 f"{self.prefix}.json",
-                "not found, so there is no digest to compare with; datasets written by "
+                "not found, so there is no digest to compare; only datasets written by "
                 "IndexedWriter have one",
             )
         cache = f"{self.prefix}.digests.json" if remember else None
@@ -222,7 +221,7 @@ class IndexedDataset:
 
 
 def check_prefix(prefix: str | os.PathLike[str]) -> str:
-    """A prefix as a string, refusing the common slip of passing one of the two files."""
+    """Return a prefix as a string, and refuse the path of one of the two files."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         raise DataError(f"{text!r} names one file of the pair; pass the prefix {text[:-4]!r}")

@@ -1,4 +1,4 @@
-"""Writes `.bin/.idx` pairs that Megatron-LM reads, committed all or nothing."""
+"""Writing of `.bin/.idx` pairs that Megatron-LM reads, committed atomically."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ MAX_SEQUENCE = 2**31 - 1
 
 
 class IndexedWriter:
-    """Writes sequences of tokens, grouped into documents, to `<prefix>.bin` and `<prefix>.idx`.
+    """A writer of token sequences, grouped into documents, to `<prefix>.bin` and `<prefix>.idx`.
 
     Nothing appears under the final names before `finalize`, which syncs and renames `.bin`, then
-    `<prefix>.json` (counts and sha256 of both files), and `.idx` last: a dataset with an `.idx`
-    is complete. As a context manager it finalizes on success and discards on an exception. What a
-    writer that was killed left in the folder is removed by the next one.
+    `<prefix>.json` (counts and sha256 of both files), and `.idx` last: a dataset with an `.idx` is
+    complete. As a context manager it finalizes on success and discards on an exception. The next
+    writer in the folder removes the files of a killed writer.
 
     Args:
         prefix: Path without ending; its folder is created.
-        dtype: How tokens are stored; see `token_dtype` for Megatron's choice.
-        multimodal: Write a mode for each sequence.
-        overwrite: Replace a dataset of that name. One that is open somewhere never is.
+        dtype: Dtype of stored tokens; see `token_dtype` for Megatron's choice.
+        multimodal: Whether to write a mode for each sequence.
+        overwrite: Whether to replace a dataset of that name, unless a process has it open.
 
     Raises:
         DataError: There is a dataset of that name, and it is in use or `overwrite` is False.
@@ -81,12 +81,12 @@ class IndexedWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """Number of documents ended so far."""
         return len(self._boundaries) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added so far."""
+        """Number of tokens added so far."""
         return self._num_tokens
 
     def add_sequence(self, tokens: ArrayLike, *, mode: int = 0) -> None:
@@ -111,12 +111,12 @@ class IndexedWriter:
         self._num_tokens += len(stored)
 
     def end_document(self) -> None:
-        """Close the current document at the sequences added so far."""
+        """End the current document after the sequences added so far."""
         self._require_open()
         self._boundaries.append(len(self._lengths))
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Append a document: one sequence, or several with the given lengths."""
+        """Append a document: one sequence, or several sequences with the given lengths."""
         flat = np.asarray(tokens)
         if lengths is None:
             self.add_sequence(flat)
@@ -133,7 +133,7 @@ class IndexedWriter:
         self.end_document()
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Append documents of one sequence each, given back to back with their lengths."""
+        """Append documents of one sequence each, from concatenated tokens and their lengths."""
         flat, counts = np.asarray(tokens), np.asarray(lengths, np.int64)
         if counts.size and (counts.min() < 0 or counts.max() > MAX_SEQUENCE):
             raise DataError(f"lengths must lie in [0, {MAX_SEQUENCE}]")
@@ -149,7 +149,7 @@ class IndexedWriter:
         self._boundaries.frombytes(ends.tobytes())
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append every document of another dataset (its tokens must fit this dtype)."""
+        """Append all documents of another dataset, whose tokens must fit this dtype."""
         for document in range(dataset.num_documents):
             first, last = dataset.document_index[document : document + 2]
             for sequence in range(int(first), int(last)):
@@ -166,9 +166,9 @@ class IndexedWriter:
         """Commit the dataset.
 
         Args:
-            metadata: JSON values to record in `<prefix>.json` beside the counts and digests.
-            beside: Further files of the dataset: their content by what follows the prefix in
-                their name, such as `.tokenizer.json`.
+            metadata: JSON values to record in `<prefix>.json` with the counts and digests.
+            beside: Content of further files of the dataset, by the ending of their names, such as
+                `.tokenizer.json`.
         """
         self._require_open()
         if self._boundaries[-1] != len(self._lengths):
@@ -200,7 +200,7 @@ class IndexedWriter:
         try:
             with _alone(index_path.parent), _unused(self.prefix):
                 _check_absent(self.prefix, overwrite=self.overwrite)
-                # A new .bin must never be seen beside the .idx of an older dataset.
+                # Remove the old .idx first: a new .bin must never be seen with it.
                 index_path.unlink(missing_ok=True)
                 mt_files.sync(index_path.parent)
                 for ending, file in (beside or {}).items():
@@ -213,7 +213,7 @@ class IndexedWriter:
             raise
 
     def discard(self) -> None:
-        """Drop what was written; an older dataset under the same prefix stays as it is."""
+        """Discard the new files; an older dataset under the same prefix is unchanged."""
         if not self._file.closed:
             with contextlib.suppress(_DiscardedError):
                 self._stack.__exit__(_DiscardedError, _DiscardedError(), None)
@@ -242,14 +242,14 @@ class IndexedWriter:
 
 
 class _DiscardedError(Exception):
-    """Ends the writing of a file without keeping it."""
+    """Raised to end the writing of a file without keeping it."""
 
 
 def check_free(prefix: str, *, overwrite: bool) -> None:
-    """Refuse a prefix that a dataset has, unless it may be overwritten and is not in use.
+    """Refuse the prefix of a dataset that must not be overwritten or is in use.
 
     Raises:
-        DataError: It says what to do.
+        DataError: There is such a dataset.
     """
     _check_absent(prefix, overwrite=overwrite)
     with _unused(prefix):
@@ -267,7 +267,7 @@ def _check_absent(prefix: str, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _unused(prefix: str) -> Iterator[None]:
-    """Hold a dataset's `.bin`, if there is one, against readers; they share a lock on it."""
+    """Lock a dataset's `.bin`, if it exists, against readers, which hold a shared lock."""
     path = f"{prefix}.bin"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(mt_files.MissingFileError):
@@ -286,7 +286,7 @@ def _unused(prefix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time commit a dataset in a folder, so that its files belong together."""
+    """Let one process at a time commit a dataset in a folder, so that all its files match."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

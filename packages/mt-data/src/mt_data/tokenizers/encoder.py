@@ -1,4 +1,4 @@
-"""Documents to ids: by the fastest library that gives the same ids, in one process or several."""
+"""Encoding of documents by the fastest equivalent library, in one process or several."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _Item = TypeVar("_Item")
 
 
 class Encoder:
-    """Encodes batches of texts for a dataset.
+    """An encoder of batches of texts for a dataset.
 
-    The first megabyte is encoded by the tokenizer's own library. If there is more, and gigatoken
-    gives the same ids for a sample of them, for every character of Unicode and for awkward texts,
-    it takes over; `obstacle` says why not.
+    The tokenizer's own library encodes the first megabyte. If there is more text, and gigatoken
+    gives the same ids for a sample of it, for every character of Unicode and for difficult texts,
+    gigatoken takes over; otherwise `obstacle` has the reason.
 
-    Use it as a context manager where `workers` is above 1: other processes then encode, and this
-    one reads and writes.
+    Use it as a context manager if `workers` is above 1: then other processes encode, and this one
+    reads and writes.
 
     Args:
-        tokenizer: What to encode with.
-        fast: Use gigatoken: True for from the beginning or an error, False for never, None for
-            where it serves.
-        workers: Processes that encode.
+        tokenizer: The tokenizer.
+        fast: Whether to use gigatoken: True uses it from the beginning or raises, False never uses
+            it, None uses it if it gives the same ids.
+        workers: Number of processes that encode.
 
     Attributes:
-        library: Who encodes at present.
-        obstacle: Why it is not gigatoken, once that was looked at.
+        library: Name of the library in use.
+        obstacle: Reason why gigatoken is not used, once known.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool | None = None, workers: int = 1) -> None:
@@ -64,7 +64,7 @@ class Encoder:
         self._stack.close()
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts back to back, and how many each has; in this process.
+        """Encode texts in this process; return all ids concatenated, and the count of each text.
 
         Shape:
             - Output: [tokens], [len(texts)]
@@ -74,7 +74,7 @@ class Encoder:
         return encode_flat(self.tokenizer, self._fast, texts)
 
     def _probe(self, texts: Sequence[str]) -> None:
-        """Remember a sample; look at gigatoken once there is enough text for it to matter."""
+        """Remember a sample; try gigatoken once there is enough text for it to matter."""
         if self._seen >= PROBE_CHARACTERS:
             self._decide()
             return
@@ -95,7 +95,7 @@ class Encoder:
     def stream(
         self, batches: Iterable[tuple[_Item, Sequence[str]]]
     ) -> Iterator[tuple[_Item, Encoded]]:
-        """Yield what belongs to each batch with the batch's ids, in order."""
+        """Encode batches of (item, texts), and yield each item with its ids, in order."""
         batches = iter(batches)
         for item, texts in batches:
             yield item, self.encode(texts)
@@ -115,17 +115,17 @@ class Encoder:
         waiting: deque[tuple[_Item, Future[Encoded]]] = deque()
 
         def work(texts: Sequence[str]) -> Encoded:
-            worker = idle.popleft()  # there is one for each thread
+            worker = idle.popleft()  # never empty: there is one worker for each thread
             encoded = worker.encode(texts)
             idle.append(worker)
             return encoded
 
         for item, texts in batches:
-            if threads is None:  # nothing is started for a corpus that ended before
+            if threads is None:  # started late, so a small corpus starts no process
                 threads = self._stack.enter_context(ThreadPoolExecutor(self.workers))
                 for _ in range(self.workers):
                     worker = Worker(self.tokenizer, fast=self._fast is not None)
-                    self._stack.callback(worker.close)  # before the threads, which wait for it
+                    self._stack.callback(worker.close)  # runs before the pool's exit, which waits
                     idle.append(worker)
             waiting.append((item, threads.submit(work, texts)))
             if len(waiting) > _LOOKAHEAD * self.workers:

@@ -16,12 +16,12 @@ _REASON = 300
 
 
 class JsonEngine:
-    """A `tokenizers.Tokenizer`; its `encode_special_tokens` is set here.
+    """A wrapper of `tokenizers.Tokenizer`, which sets its `encode_special_tokens`.
 
     Attributes:
-        suffix: End of the name of the file it is kept in.
-        vocabulary: Id of each token by name, special ones included.
-        special_tokens: Ids of the special tokens.
+        suffix: Ending of its file's name.
+        vocabulary: Id of each token by name, including special tokens.
+        special_tokens: Ids of the special tokens by name.
     """
 
     suffix = ".json"
@@ -39,19 +39,19 @@ class JsonEngine:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> JsonEngine:
-        """Build it from the content of a `tokenizer.json`."""
+        """Build the engine from the content of a `tokenizer.json`."""
         library = require("tokenizers", "tokenizers", "loading a tokenizer.json")
         with _reported("is not a tokenizer.json"):
             return cls(library.Tokenizer.from_str(content.decode()))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, on all cores."""
+        """Return the ids of texts, encoded on all cores."""
         with _reported("the tokenizer cannot encode this text"):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         with _reported("the tokenizer cannot decode these ids"):
             return self._inner.decode(ids, skip_special_tokens=skip_special)
 
@@ -69,12 +69,12 @@ class JsonEngine:
         return pieces
 
     def to_bytes(self) -> bytes:
-        """Content of `tokenizer.json`."""
+        """Return the content of `tokenizer.json`."""
         return self._inner.to_str(pretty=False).encode()
 
 
 class ModelEngine:
-    """A sentencepiece `.model`, with the attributes of a `JsonEngine`."""
+    """A wrapper of a sentencepiece `.model`, with the attributes of `JsonEngine`."""
 
     suffix = ".model"
 
@@ -93,17 +93,17 @@ class ModelEngine:
         }
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts."""
+        """Return the ids of texts."""
         for text in texts:
             if isinstance(text, str):
-                text.encode()  # the library would drop a lone surrogate without a word
+                text.encode()  # the library would silently drop a lone surrogate
             else:
                 raise TypeError(type(text).__name__)
         with _reported("the tokenizer cannot encode this text"):
             return self._inner.encode(list(texts), out_type=int)
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
-        """Text of ids; the library itself leaves special tokens out."""
+        """Return the text of ids; the library itself omits special tokens."""
         with _reported("the tokenizer cannot decode these ids"):
             if skip_special:
                 return self._inner.decode(ids)
@@ -123,7 +123,7 @@ class ModelEngine:
         ]
 
     def to_bytes(self) -> bytes:
-        """Content of the file."""
+        """Return the content of the file."""
         return self._content
 
 
@@ -132,7 +132,7 @@ Engine: TypeAlias = JsonEngine | ModelEngine
 
 @contextmanager
 def _reported(problem: str) -> Iterator[None]:
-    """Give whatever the library raises, a panic included, as a DataError."""
+    """Turn any exception of the library, even a panic, into a DataError."""
     try:
         yield
     except (DataError, ImportError, MemoryError, UnicodeEncodeError, TypeError):

@@ -1,4 +1,4 @@
-"""gigatoken, which encodes many times faster, where it gives the same ids."""
+"""Encoding with gigatoken, which is many times faster, if it gives the same ids."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _AWKWARD = (
 
 
 class FastEncoder:
-    """A `tokenizers` tokenizer, run by gigatoken on all cores or, without `parallel`, on one.
+    """A tokenizer of the `tokenizers` library, run by gigatoken on all cores or on one.
 
-    gigatoken's cache of words grows without a bound, so the encoder is renewed after
-    `RENEW_BYTES` of text.
+    gigatoken's cache of words grows without bound, so the encoder is recreated after `RENEW_BYTES`
+    of text.
     """
 
     def __init__(self, engine: Engine, *, parallel: bool = True) -> None:
@@ -45,7 +45,7 @@ class FastEncoder:
         self._inner = _load(self._json)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids of all texts back to back, and how many each has.
+        """Return the concatenated ids of all texts, and the count of each text.
 
         Shape:
             - Output: [tokens], [len(texts)]
@@ -62,11 +62,11 @@ class FastEncoder:
 
 
 def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
-    """Say why gigatoken does not serve a tokenizer; None when it gives the same ids.
+    """Return why gigatoken can't replace a tokenizer; None if it gives the same ids.
 
     Args:
         engine: The tokenizer.
-        sample: Texts whose ids are compared, beside awkward ones and every character of Unicode.
+        sample: Texts to compare, besides difficult texts and every character of Unicode.
     """
     if not isinstance(engine, JsonEngine):
         return "gigatoken is used for tokenizer.json files only"
@@ -98,7 +98,7 @@ def _difference(engine: JsonEngine, encoder: FastEncoder, texts: Sequence[str]) 
 
 
 def _every_character() -> Iterator[str]:
-    """Texts that together have every character of Unicode that this Python knows."""
+    """Yield texts that together contain every Unicode character known to this Python."""
     import unicodedata
 
     characters = [
@@ -111,7 +111,7 @@ def _every_character() -> Iterator[str]:
 
 
 def _without_special_tokens(content: bytes) -> str:
-    """The tokenizer, taking special tokens in texts for plain text, as ours does."""
+    """Return a tokenizer.json that treats special tokens in texts as plain text, like ours."""
     record = json.loads(content)
     added = record.get("added_tokens") or []
     record["added_tokens"] = [token for token in added if not token.get("special")]
@@ -128,7 +128,7 @@ def _load(content: str) -> Any:
 
 
 def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
-    """Ids of texts back to back with their counts, by gigatoken if it is given."""
+    """Return the concatenated ids of texts and their counts, using gigatoken if it is given."""
     if fast is not None and all(len(text) <= LONGEST for text in texts):
         try:
             ids, counts = fast.encode_flat(texts)

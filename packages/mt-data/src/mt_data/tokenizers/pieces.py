@@ -1,4 +1,4 @@
-"""The bytes of text that each token stands for."""
+"""The bytes of text of each token."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """Return what gives a token's bytes in the middle of a text.
+    """Return a function from a token to its bytes in the middle of a text.
 
-    Exact for byte-level tokenizers. Others may leave out or add a space at the beginning of a
-    text, and WordPiece tokenizers forget spaces, so there the sum over a text is near its size.
+    It is exact for byte-level tokenizers. Others may omit or add a space at the beginning of a
+    text, and WordPiece tokenizers lose spaces, so their sum over a text only approximates its size.
 
     Args:
         decoder: The `decoder` of a `tokenizer.json`.
 
     Raises:
-        DataError: The decoder is of another kind.
+        DataError: This kind of decoder is not supported.
     """
     if decoder is None or decoder.get("type") is None:
         return lambda token: b" " + token.encode()  # without a decoder tokens are joined by spaces
@@ -45,18 +45,18 @@ def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
         elif kind != "ByteFallback":
             joined = " joined with others" if len(steps) > 1 else ""
             raise DataError(
-                f"the bytes of a token are not known for a tokenizer that decodes with {kind!r}"
-                f"{joined}; known are ByteLevel, Metaspace, WordPiece and BPEDecoder, and "
+                f"the bytes of a token are unknown for a tokenizer that decodes with {kind!r}"
+                f"{joined}; supported are ByteLevel, Metaspace, WordPiece and BPEDecoder, and "
                 "sequences of Replace, ByteFallback, Fuse, Strip and Metaspace"
             )
     return _replacing(replaced, fallback="ByteFallback" in kinds)
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte, by byte value.
+    """Return the printable character of each byte in byte-level BPE, by byte value.
 
-    Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from
-    U+0100 up, in order.
+    Printable Latin-1 characters represent themselves; the other 68 bytes use the characters from
+    U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -68,7 +68,7 @@ def _byte_level() -> Callable[[str], bytes]:
 
     def decode(token: str) -> bytes:
         values = [byte_of.get(character) for character in token]
-        if None in values:  # then the library, too, takes the token as plain text
+        if None in values:  # the library, too, then treats the token as plain text
             return token.encode()
         return bytes(value for value in values if value is not None)
 
@@ -97,4 +97,4 @@ def _replacing(
     return decode
 
 
-space_piece = _replacing([(_SPACE, " ")], fallback=True)  # of sentencepiece
+space_piece = _replacing([(_SPACE, " ")], fallback=True)  # for sentencepiece

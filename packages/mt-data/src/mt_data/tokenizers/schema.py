@@ -1,7 +1,7 @@
-"""What a `tokenizer.json` may hold: checked before a library is given it.
+"""Checks of a `tokenizer.json` before a library loads it.
 
-The library aborts the process where a normaliser makes a text of megabytes out of a word, and
-panics on some prefixes. So the parts that can do that are bounded here, whatever the file says.
+The library aborts the process if a normaliser expands a word to megabytes of text, and panics on
+some prefixes. Therefore these parts of the file are bounded here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SIZE_BYTES = 4
 
 
 def check_record(record: object) -> None:
-    """Check the content of a `tokenizer.json`, as far as the library does not check it itself.
+    """Check the parts of a `tokenizer.json` that the library does not check itself.
 
     Raises:
-        DataError: It says what is wrong and where in the file.
+        DataError: The message has the problem and its place in the file.
     """
     if not isinstance(record, dict):
         raise DataError(f"expected a JSON object, found {type(record).__name__}")
@@ -48,7 +48,7 @@ def _check_id(token: object, number: object) -> None:
 
 
 def _check_affix(name: str, value: object) -> None:
-    """Bound what is put around words; the library slices it by bytes, so that it must be ASCII."""
+    """Bound a prefix or suffix of words; the library slices prefixes by bytes, so ASCII only."""
     if not isinstance(value, str):
         return
     if len(value) > MAX_AFFIX or (name.endswith("prefix") and not value.isascii()):
@@ -58,7 +58,7 @@ def _check_affix(name: str, value: object) -> None:
 
 
 def _check_growth(part: str, content: object) -> None:
-    """Bound how many times longer a normaliser or decoder can make a text."""
+    """Bound the factor by which a normaliser or decoder can lengthen a text."""
     growth = 1.0
     for step in _steps(content):
         growth *= _growth(part, step)
@@ -70,7 +70,7 @@ def _check_growth(part: str, content: object) -> None:
 
 
 def _steps(content: object) -> Iterator[dict[str, Any]]:
-    """The steps of a normaliser or decoder, sequences of them unfolded."""
+    """Yield the steps of a normaliser or decoder, with sequences unfolded."""
     if not isinstance(content, dict):
         return
     inner = [*_list(content.get("normalizers")), *_list(content.get("decoders"))]
@@ -101,7 +101,7 @@ def _growth(part: str, step: dict[str, Any]) -> float:
 
 
 def _precompiled_growth(charsmap: object) -> float:
-    """The longest string that a sentencepiece character map puts in a character's place."""
+    """Return the longest replacement of a character in a sentencepiece character map."""
     import binascii
 
     if not isinstance(charsmap, str) or not charsmap:

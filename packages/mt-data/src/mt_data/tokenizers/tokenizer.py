@@ -19,7 +19,7 @@ from mt_data.tokenizers.cut import PART, cut
 from mt_data.tokenizers.engine import Engine, JsonEngine, ModelEngine
 from mt_data.tokenizers.schema import check_record
 
-# Names that end a document wherever they occur. Without exactly one of them the user names it.
+# Known names of end-of-document tokens. A tokenizer without exactly one of them needs `eod`.
 EOD_NAMES = (
     "<|eod|>",
     "<|endoftext|>",
@@ -37,20 +37,20 @@ _PARTS = 8
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """A tokenizer: text to token ids and back.
 
-    `decode(encode(text)) == text` for every text when the tokenizer is byte-level, as the ones
-    from `train_tokenizer` are. Special tokens are never produced by `encode`: text that spells
-    `<|eod|>` is encoded like any other text.
+    For a byte-level tokenizer, such as one from `train_tokenizer`, `decode(encode(text)) == text`
+    for every text. `encode` never produces special tokens: the text `<|eod|>` is encoded like any
+    other text.
 
     Args:
-        engine: A `tokenizers.Tokenizer`; this object sets its `encode_special_tokens`. Or an object
-            like `JsonEngine`, for another library.
-        eod: Name of the special token that ends a document; when None, the one of `EOD_NAMES`
-            that the tokenizer has.
+        engine: A `tokenizers.Tokenizer`, whose `encode_special_tokens` is then set; or an object
+            like `JsonEngine` for another library.
+        eod: Name of the special token that ends a document; None means the tokenizer's only token
+            among `EOD_NAMES`.
 
     Raises:
-        DataError: No token, or more than one, is known to end documents, and `eod` names none.
+        DataError: `eod` is None, and not exactly one token is known to end documents.
     """
 
     def __init__(self, engine: Any, *, eod: str | None = None) -> None:
@@ -96,16 +96,16 @@ class Tokenizer:
         return from_bytes, (self.to_bytes(), self.eod_token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without any special token."""
+        """Return the ids of a text, without any special token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, on all cores.
+        """Return the ids of several texts, encoded on all cores.
 
         A long text is encoded in parts, so that memory is bounded; the ids are the same.
 
         Raises:
-            DataError: A text is none, or has megabytes without a place to cut.
+            DataError: A text is not a string, or has megabytes without a place to cut.
         """
         try:
             if all(len(text) <= PART for text in texts):
@@ -122,10 +122,10 @@ class Tokenizer:
         ]
 
     def _encode_literal(self, text: str) -> list[int]:
-        """Ids of a text that spells the end-of-document token, which is no end of a document.
+        """Return the ids of a text that spells the end-of-document token as plain text.
 
-        Some models (Unigram, WordLevel) have special tokens among their words. The name is cut in
-        two; where the tokenizer begins a text with a space, one stands in the middle of it.
+        Some models (Unigram, WordLevel) have special tokens among their words. So the name is cut
+        in two; a tokenizer that begins texts with a space then puts one in the middle of it.
         """
         half = len(self.eod_token) // 2
         head, tail = self.eod_token[:half], self.eod_token[half:]
@@ -146,30 +146,30 @@ class Tokenizer:
     def _encode_long(self, text: str) -> list[int]:
         parts = cut(text, self._engine.encode_batch)
         ids: list[int] = []
-        while batch := list(islice(parts, _PARTS)):  # together, on all cores
+        while batch := list(islice(parts, _PARTS)):  # several parts at once use all cores
             for row in self._engine.encode_batch(batch):
                 ids += row
         return ids
 
     def decode(self, ids: ArrayLike, *, skip_special: bool = False) -> str:
-        """Text of ids; bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         numbers = self._checked(ids)
         return self._engine.decode(numbers.tolist(), skip_special=skip_special)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Bytes of ids, special tokens giving none; for text that arrives in pieces.
+        """Return the bytes of ids, without special tokens, for streaming text.
 
-        Exact for byte-level tokenizers; see `token_bytes` for others.
+        It is exact for byte-level tokenizers; see `token_bytes` for others.
         """
         return b"".join([self._pieces[number] for number in self._checked(ids).tolist()])
 
     @property
     def token_bytes(self) -> NDArray[np.int32]:
-        """Text bytes of each token in the middle of a text, 0 for special ones.
+        """Number of text bytes of each token in the middle of a text; 0 for special tokens.
 
-        For byte-level tokenizers `token_bytes[ids].sum()` is the exact size in UTF-8 of the text
-        that ids stand for. Other kinds may drop or add spaces, and normalise: there the size is
-        what `build_corpus` records with a data set.
+        For byte-level tokenizers `token_bytes[ids].sum()` is the exact size of the ids' text in
+        UTF-8. Other kinds may drop or add spaces, and normalise; for them use the size that
+        `build_corpus` records.
 
         Shape:
             - Output: [vocab_size]
@@ -178,7 +178,7 @@ class Tokenizer:
 
     @property
     def word_starts(self) -> NDArray[np.bool_]:
-        """Tell of each token whether it begins a word: its text begins with a blank.
+        """Whether each token begins a word, which means that its text begins with white space.
 
         Shape:
             - Output: [vocab_size]
@@ -186,7 +186,7 @@ class Tokenizer:
         return np.array([piece[:1].isspace() for piece in self._pieces], np.bool_)
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token by its exact name in the vocabulary, or None."""
+        """Return the id of a token by its exact name in the vocabulary, or None."""
         return self._vocabulary.get(token)
 
     @property
@@ -196,20 +196,20 @@ class Tokenizer:
 
     @property
     def suffix(self) -> str:
-        """End of the name of its file: `.json`, or `.model` for sentencepiece."""
+        """Ending of its file's name: `.json`, or `.model` for sentencepiece."""
         return self._engine.suffix
 
     def to_bytes(self) -> bytes:
-        """Content of its file."""
+        """Return the content of its file."""
         return self._engine.to_bytes()
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of `to_bytes`, recorded beside data that was encoded with this tokenizer."""
+        """Digest of `to_bytes`, recorded with every dataset of this tokenizer."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write its file, all or nothing; `load_tokenizer` gives an equal tokenizer."""
+        """Write its file atomically; `load_tokenizer` returns an equal tokenizer."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         mt_files.write_file(target, self.to_bytes())
@@ -237,16 +237,16 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> Tokenizer:
-    """Load a `tokenizer.json`, ours or any that the `tokenizers` library reads, or a `.model`.
+    """Load any `tokenizer.json` that the `tokenizers` library reads, or a sentencepiece `.model`.
 
-    What the file holds decides, not its name: a sentencepiece model is no JSON.
+    The kind is detected from the content, not from the name.
 
     Args:
         path: The file.
         eod: Name of the special token that ends a document; see `Tokenizer`.
 
     Raises:
-        DataFileError: The file is no valid tokenizer.
+        DataFileError: The file is not a valid tokenizer.
         FileError: The file can't be read; see `mt_files.read_bytes`.
     """
     name = os.fspath(path)
@@ -263,11 +263,11 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> T
         raise DataFileError(name, f"{error}{advice}") from None
 
 
-_ADVICE = "give one that mt-data or mt-train wrote, or that of a Hugging Face model"
+_ADVICE = "give the file of a Hugging Face model, or one written by mt-data or mt-train"
 
 
 def _engine(content: bytes) -> Engine:
-    """The engine for a file's content."""
+    """Return the engine for a file's content."""
     if _is_model(content):
         return ModelEngine(content)
     require("tokenizers", "tokenizers", "loading a tokenizer")
@@ -279,21 +279,21 @@ def _engine(content: bytes) -> Engine:
 
 
 def from_bytes(content: bytes, eod: str) -> Tokenizer:
-    """Build a tokenizer from what its `to_bytes` gave."""
+    """Build a tokenizer from the result of `to_bytes`."""
     kind = ModelEngine if _is_model(content) else JsonEngine.from_bytes
     return Tokenizer(kind(content), eod=eod)
 
 
 def _is_model(content: bytes) -> bool:
-    """Whether it is a sentencepiece model: its first field has this tag."""
+    """Tell whether the content is a sentencepiece model, by the tag of its first field."""
     return content[:1] == b"\n" and content.lstrip()[:1] != b"{"
 
 
 def check_text(text: object, number: int) -> None:
-    """Refuse what is no text that can be stored.
+    """Refuse an object that can't be stored as text.
 
     Raises:
-        DataError: It is no string, or has a lone surrogate.
+        DataError: It is not a string, or has a lone surrogate.
     """
     if not isinstance(text, str):
         raise DataError(f"text {number} is {type(text).__name__}, not str")

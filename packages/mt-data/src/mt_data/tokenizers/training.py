@@ -13,10 +13,10 @@ DEFAULT_SPECIAL = ("<|eod|>",)
 MAX_WORD = 1024
 MAX_TRAINED_VOCABULARY = 1 << 20
 PATTERNS: dict[str, str] = {
-    # Words with the space before them, numbers, punctuation runs, blanks. (GPT-2's rule.)
+    # Words with the space before them, numbers, punctuation, white space (GPT-2's rule).
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    # A line end joins the punctuation before and the indentation after it, and a word the one sign
-    # before it, such as a dot or an underscore: fewer tokens for source code.
+    # A line end is joined with the punctuation before and the indentation after it, and a word with
+    # one sign before it, such as a dot or an underscore: fewer tokens for source code.
     "code": r" ?[^\s\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]*[\r\n]+[ \t]*"
     r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
@@ -31,16 +31,16 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer.
 
-    All 256 bytes are in its alphabet, so every text encodes. A small corpus may give fewer tokens
-    than asked for; a model's vocabulary is padded by the model.
+    All 256 bytes are in its alphabet, so every text can be encoded. A small corpus may yield fewer
+    tokens than `vocab_size`; the model pads its vocabulary.
 
     Args:
-        texts: The corpus, read once. Words longer than `MAX_WORD` characters are learnt from in
-            parts: the time for one grows with the square of its length.
-        vocab_size: At most this many tokens; at least 256 plus the special ones.
+        texts: The corpus, read once. Words longer than `MAX_WORD` characters are split, because the
+            time for a word grows with the square of its length.
+        vocab_size: Largest number of tokens; at least 256 plus the number of special tokens.
         special: Special tokens, numbered from 0; the first one ends documents.
-        pattern: How text is cut before merging: "gpt2", "code" (3 to 5% fewer tokens on Python
-            sources), or a regular expression.
+        pattern: Rule for splitting text before merging: "gpt2", "code" (3 to 5% fewer tokens on
+            Python sources), or a regular expression.
     """
     library = require("tokenizers", "tokenizers", "training a tokenizer")
     _check_special(special)
@@ -64,7 +64,7 @@ def train_tokenizer(
         show_progress=False,
     )
     engine.train_from_iterator(_without(texts, special), trainer=trainer)
-    if pattern == "gpt2":  # the same rule, named: other libraries know it by that
+    if pattern == "gpt2":  # the same rule under the name that other libraries know
         engine.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         engine.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
@@ -87,17 +87,17 @@ def _pre_tokenizers(library: Any, pattern: str) -> list[Any]:
 
 def _check_special(special: Sequence[str]) -> None:
     if not special or len(set(special)) != len(special):
-        raise DataError(f"special is {list(special)}; give one or more different names")
+        raise DataError(f"special is {list(special)}; give one or more distinct names")
     for name in special:
         if len(name) < 2 or not name.isascii() or not name.isprintable():
             raise DataError(
-                f"special token {quote(name)} must be two or more printable ASCII characters, so "
-                "that it cannot be mistaken for a byte"
+                f"special token {quote(name)} must have two or more printable ASCII characters, "
+                "so that it cannot be mistaken for a byte"
             )
 
 
 def _without(texts: Iterable[str], special: Sequence[str]) -> Iterator[str]:
-    """The texts cut at literal special tokens, which otherwise could be learnt as merges."""
+    """Split texts at literal special tokens, which could otherwise be learnt as merges."""
     for number, text in enumerate(texts):
         check_text(text, number)
         parts = [text]

@@ -1,6 +1,6 @@
-"""Processes that encode text: each is this module run as a program, and talks over its pipes.
+"""Worker processes that encode text: each runs this module as a program, connected by pipes.
 
-A frame is a byte (its kind), the sizes of its parts, and the parts.
+A message is one byte (its kind), the sizes of its parts, and the parts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _STOPPED = 5.0
 
 
 class Worker:
-    """One process. It ends when its input does, so also when this process is killed."""
+    """One worker process. It ends with its input, so also when this process is killed."""
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool) -> None:
-        # -P: nothing of the working directory is imported.
+        # -P: do not import from the working directory.
         command = [sys.executable, "-P", "-m", "mt_data.tokenizers.workers"]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -41,7 +41,7 @@ class Worker:
         _send(self._input, _START, options, tokenizer.to_bytes())
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Ids of texts back to back, and how many each has.
+        """Return the concatenated ids of texts, and the count of each text.
 
         Raises:
             DataError: The texts can't be encoded, or the process ended.
@@ -54,7 +54,7 @@ class Worker:
         except (OSError, EOFError) as error:
             raise DataError(
                 f"a process that encodes text ended early ({error or 'it was killed'}); was "
-                "there enough memory? Use fewer with --workers"
+                "there enough memory? Use fewer --workers"
             ) from None
         if kind == _ERROR:
             raise DataError(second.decode())
@@ -88,8 +88,8 @@ def _receive(file: BinaryIO) -> tuple[int, bytes, bytes]:
 
 
 def main() -> None:
-    """Encode what arrives on standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
+    """Encode texts from standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     source, sink = cast("BinaryIO", sys.stdin.buffer), cast("BinaryIO", sys.stdout.buffer)
     _, options, content = _receive(source)
