@@ -30,7 +30,7 @@ def main() -> None:
     print(softmax.choose("auto", x))
     print(softmax.choose("auto", x[0]))
     selector = Selector(softmax)
-    torch.testing.assert_close(selector.function(x)(x), reference(x))
+    torch.testing.assert_close(selector.find(x).function(x), reference(x))
 
 
 if __name__ == "__main__":

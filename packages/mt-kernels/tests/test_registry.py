@@ -84,11 +84,11 @@ def test_a_selector_searches_once_for_each_device_dtype_and_key() -> None:
     selector = Selector(counting(searches))
     x = torch.ones(3)
     for _ in range(5):
-        selector.function(x)(x)
+        selector.find(x).function(x)
     assert len(searches) == 1
-    selector.function(x.double())
-    selector.function(x.double(), key=3)
-    selector.function(x.double(), key=3)
+    selector.find(x.double())
+    selector.find(x.double(), key=3)
+    selector.find(x.double(), key=3)
     assert len(searches) == 3
 
 
@@ -101,11 +101,11 @@ def test_a_selector_is_traced_without_a_break_and_not_searched_again() -> None:
         graphs.append(graph)
         return graph
 
-    twice = torch.compile(lambda x: selector.function(x)(x), backend=backend, fullgraph=True)
+    twice = torch.compile(lambda x: selector.find(x).function(x), backend=backend, fullgraph=True)
     for _ in range(3):
         assert twice(torch.ones(3)).tolist() == [2, 2, 2]
     assert len(graphs) == 1
-    assert selector.function(torch.ones(1))(1) == 3
+    assert selector.find(torch.ones(1)).function(1) == 3
 
 
 def test_a_selector_refuses_an_unknown_name_when_it_is_made() -> None:

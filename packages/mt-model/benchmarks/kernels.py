@@ -14,17 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mt_fusions import LossOptions
+from mt_fusions import BIAS_GELU, GATED, LAYER_NORM, RESIDUAL, RMS_NORM, ROPE, LossOptions
 from mt_model.block.dropout import DropoutSite
-from mt_model.block.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.block.norm import RMSNorm, rms_norm
-from mt_model.block.residual import RESIDUAL_KERNELS, added, normed
-from mt_model.kernels.activation import gated
-from mt_model.kernels.bias_gelu import activate_with
-from mt_model.kernels.choice import kernel_for
+from mt_model.block.norm import RMSNorm
+from mt_model.block.residual import added, normed
 from mt_model.kernels.loss import loss_kernel
 from mt_model.rope.config import RopeConfig, Rotary
-from mt_model.rope.rotary import rotary_table, rotate
+from mt_model.rope.rotary import rotary_table
 from mt_tensor_parallel import linear_cross_entropy
 from mt_testing import environment, quartiles, shown, take_turns, write_report
 from torch import Tensor, nn
@@ -35,41 +31,41 @@ Way = Callable[..., tuple[Tensor, ...]]
 
 
 def norm(x: Tensor, weight: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
-    return (rms_norm(x, weight, 1e-5, kernel=kernel),)
+    return (RMS_NORM.find(kernel, x, weight).function(x, weight, 1e-5),)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
-    chosen = kernel_for(LAYER_NORM_KERNELS, kernel, x)
-    return (chosen.run(x, weight, bias, LayerNormForm(eps=1e-5)),)
+    return (LAYER_NORM.find(kernel, x).function(x, weight, bias, 1e-5),)
 
 
 def gate(x: Tensor, *, kind: str, kernel: str) -> tuple[Tensor, ...]:
-    return (gated(x, kind, kernel=kernel),)
+    chosen = GATED.find(kernel, x, kind, None, 0.0)
+    return (chosen.function(x, kind, clamp=None, up_offset=0.0),)
 
 
 def gelu(x: Tensor, bias: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
-    return (activate_with(x, bias, "gelu", kernel=kernel),)
+    return (BIAS_GELU.find(kernel, x).function(x, bias, "gelu"),)
 
 
 def summed(x: Tensor, y: Tensor, weight: nn.Parameter, *, kernel: str) -> tuple[Tensor, ...]:
     norm = RMSNorm(len(weight), eps=1e-5, dtype=weight.dtype)
     norm.weight = weight
     whole = DropoutSite(0.0, seed=0, layer=0, name="mixer")
-    chosen = kernel_for(RESIDUAL_KERNELS, kernel, x)
-    return normed(norm, chosen.run(x, y, whole, None, opens=True))
+    chosen = RESIDUAL.find(kernel, x)
+    return normed(norm, chosen.function(x, y, whole, None, opens=True))
 
 
 def dropped(x: Tensor, y: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
     site = DropoutSite(0.1, seed=0, layer=0, name="mixer")
     index = torch.arange(x.numel()).view(x.shape)
-    return (added(kernel_for(RESIDUAL_KERNELS, kernel, x).run(x, y, site, index, opens=False)),)
+    return (added(RESIDUAL.find(kernel, x).function(x, y, site, index, opens=False)),)
 
 
 def turned(qkv: Tensor, *, interleaved: bool, kernel: str) -> tuple[Tensor, ...]:
     rotary = Rotary(RopeConfig(theta=1e4, interleaved=interleaved), HEAD_DIM)
     table = rotary_table(torch.arange(qkv.shape[1]), rotary, length=1, dtype=qkv.dtype)
     query, key, _ = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    return rotate(query, key, table, kernel=kernel)
+    return ROPE.find(kernel, query, key, *table).function(query, key, *table)
 
 
 def loss(hidden: Tensor, head: Tensor, *, kernel: str) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from mt_model import GPT, Kernels, gpt
 from mt_model.attend import kernels as module
 from mt_model.attend.flex import flex_attention
-from mt_model.attend.kernels import ATTENTION_KERNELS, attention
+from mt_model.attend.kernels import ATTENTION, attention
 from mt_model.attend.scores import Scores
 from mt_parallel_state import ParallelLayout, ParallelState
 
@@ -40,7 +40,7 @@ def tensors(dtype=torch.float64, keys=9, width=8):
 
 
 def by_name(name: str):
-    return next(kernel for kernel in ATTENTION_KERNELS if kernel.name == name)
+    return ATTENTION.get(name)
 
 
 REFUSED = {
@@ -64,7 +64,7 @@ def test_a_kernel_refuses_what_it_cannot_compute(name) -> None:
 )
 def test_a_kernel_that_serves_computes_what_the_reference_does(name, case, width) -> None:
     kernel, scores, given = by_name(name), Scores(scale=0.4, **CASES[case]), tensors(width=width)
-    found, expected = kernel.run(*given, scores), by_name("reference").run(*given, scores)
+    found, expected = kernel.function(*given, scores), by_name("reference").function(*given, scores)
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
     grad = torch.randn(found.shape, dtype=torch.float64)
     ours = torch.autograd.grad(found, given, grad)
@@ -82,27 +82,29 @@ def test_flex_attention_computes_what_the_reference_does(case, monkeypatch) -> N
     options = {key: x.float() if key == "sinks" else x for key, x in CASES[case].items()}
     scores = Scores(scale=0.4, **options)
     found = flex_attention(*given, scores, fused=False)
-    assert torch.allclose(found, by_name("reference").run(*given, scores), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(
+        found, by_name("reference").function(*given, scores), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_each_case_has_a_kernel_and_the_choice_is_that_of_capability() -> None:
     for case, options in CASES.items():
         given, scores = tensors(), Scores(scale=0.4, **options)
-        first = next(k.name for k in ATTENTION_KERNELS if k.obstacle(*given, scores) is None)
+        first = next(k.name for k in ATTENTION.candidates if k.obstacle(*given, scores) is None)
         plain = case in ("causal", "both ways", "mask", "bias", "bias window")
         assert first == ("sdpa" if plain else "tiles"), case
-        expected = by_name("reference").run(*given, scores)
+        expected = by_name("reference").function(*given, scores)
         assert torch.allclose(attention(*given, scores), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("sdpa", "kernels.attention: kernel 'sdpa' does not serve: a window or documents"),
-        ("flash", "kernels.attention: kernel 'flash' does not serve: device cpu"),
-        ("te", "kernels.attention: kernel 'te' does not serve: device cpu"),
-        ("flex", "kernels.attention: kernel 'flex' does not serve: device cpu"),
-        ("matmul", "kernel 'matmul' does not serve in layer 0: sinks or a soft cap"),
+        ("sdpa", "kernel 'sdpa' of attention does not serve: a window or documents"),
+        ("flash", "kernel 'flash' of attention does not serve: device cpu"),
+        ("te", "kernel 'te' of attention does not serve: device cpu"),
+        ("flex", "kernel 'flex' of attention does not serve: device cpu"),
+        ("matmul", "kernel 'matmul' of attention does not serve: sinks or a soft cap"),
     ],
 )
 def test_a_named_kernel_serves_or_says_why_not(kernel, message) -> None:
@@ -192,7 +194,7 @@ def test_flash_attn_is_called_with_what_it_knows(monkeypatch, causal, sides) -> 
     fake.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
     given = tensors()
-    by_name("flash").run(*given, Scores(scale=0.4, window=3, softcap=2.0, causal=causal))
+    by_name("flash").function(*given, Scores(scale=0.4, window=3, softcap=2.0, causal=causal))
     expected = {"softmax_scale": 0.4, "causal": causal, "window_size": sides, "softcap": 2.0}
     assert calls == [expected]
 
@@ -212,7 +214,7 @@ def test_transformer_engine_is_called_with_what_it_knows(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", fake)
     query, key, value = tensors()
     module._te_module.cache_clear()
-    out = by_name("te").run(query, key, value, Scores(scale=0.4))
+    out = by_name("te").function(query, key, value, Scores(scale=0.4))
     module._te_module.cache_clear()
     assert torch.equal(out, query)
     (heads, width, options), *_ = made

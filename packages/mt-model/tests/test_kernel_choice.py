@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from mt_model import GPT, KernelError, Kernels, MLAConfig, NormConfig, RopeConfig, gpt
+from mt_kernels import KernelError
+from mt_model import GPT, Kernels, MLAConfig, NormConfig, RopeConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tensor_parallel import add_lora
 from mt_testing import sample
@@ -85,6 +86,11 @@ class Joined(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def told(model, operation):
+    choices = (c for c in model.chosen_kernels() if c.operation == operation)
+    return [(c.operation, c.kernel, c.reason) for c in choices]
+
+
 # Of three layers, what fused kernels add with a norm or with dropout, and why not others.
 ADDED = {
     "pre": ({}, "none", (5, 0), None),
@@ -110,9 +116,10 @@ def test_fused_kernels_add_branches_where_a_norm_or_dropout_is_next(form):
         loss = model(tokens, labels=tokens, sample_ids=torch.zeros(1, dtype=torch.int64))["lm"]
         loss.backward()
     assert (joined.norms, joined.dropouts) == expected
-    told = [choice for choice in model.chosen_kernels() if choice.operation == "residual"]
     plain = ("residual", "reference", reason)
-    assert told == [("residual", "fused", "asked for") if reason is None else plain]
+    assert told(model, "residual") == [
+        ("residual", "fused", "asked for") if reason is None else plain
+    ]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
@@ -126,12 +133,12 @@ def test_fused_gelu_adds_the_bias_of_its_projection(activation):
     def gelus():
         with Joined() as joined:
             model(tokens, labels=tokens)["lm"].backward()
-        return joined.gelus, [x for x in model.chosen_kernels() if x.operation == "activation"]
+        return joined.gelus, told(model, "bias_gelu")
 
-    assert gelus() == (3, [("activation", "fused", "asked for")])
+    assert gelus() == (3, [("bias_gelu", "fused", "asked for")])
     add_lora(model, 2, matches=lambda name: name.endswith("feed_forward.up"))
     reason = "an adapter is added to the projection first"
-    assert gelus() == (0, [("activation", "torch", reason)])
+    assert gelus() == (0, [("bias_gelu", "torch", reason)])
 
 
 PLACES = {
@@ -279,38 +286,38 @@ def test_fused_kernels_stay_in_a_compiled_graph(form):
 
 def test_the_choices_are_told_with_their_reasons():
     config = gpt(**SOME)
-    told = {choice.operation: choice for choice in GPT(config).chosen_kernels()}
-    assert list(told) == ["residual", "norm", "attention", "rope", "activation", "loss"]
-    kernels = [told[name].kernel for name in told]
+    chosen = {choice.operation: choice for choice in GPT(config).chosen_kernels()}
+    assert list(chosen) == ["residual", "rms_norm", "attention", "rope", "gated", "loss"]
+    kernels = [chosen[name].kernel for name in chosen]
     assert kernels == ["reference", "cpu", "auto", "torch", "torch", "torch"]
-    assert told["norm"].reason == "fused: slower on a CPU than the next"
-    asked = GPT(config, kernels=Kernels(norm="fused")).chosen_kernels()
-    assert ("norm", "fused", "asked for") in asked
-    assert ("rope", "torch", told["rope"].reason) in asked
+    assert "not fused: slower on a CPU than the next" in str(chosen["rms_norm"])
+    asked = GPT(config, kernels=Kernels(norm="fused"))
+    assert told(asked, "rms_norm") == [("rms_norm", "fused", "asked for")]
+    assert told(asked, "rope") == [("rope", "torch", chosen["rope"].reason)]
 
 
 def test_a_group_that_ranks_share_is_normed_without_a_kernel(ranks):
-    def told():
+    def each():
         model = GPT(
             config_of("shared_groups"), ParallelState(ParallelLayout(tp=2)), kernels="fused"
         )
-        return [choice for choice in model.chosen_kernels() if choice.operation == "norm"]
+        return told(model, "rms_norm")
 
     reason = "ranks that share a group of channels sum its mean square between"
-    for found in ranks(2, told):
-        assert ("norm", "reference", reason) in found
+    for found in ranks(2, each):
+        assert ("rms_norm", "reference", reason) in found
 
 
 def test_what_does_not_serve_is_refused_at_once_with_what_would():
     relu = gpt(**{**SOME, "activation": "relu"})
     message = (
-        r"kernels.activation: kernel 'fused' does not serve: activation relu with a gate: it is "
-        r"for silu, gelu, gelu_tanh, gelu_quick; use auto, reference"
+        r"'fused' of gated does not serve: activation relu with a gate: it is for silu, gelu, "
+        r"gelu_tanh, gelu_quick; use auto, reference"
     )
     with pytest.raises(KernelError, match=message):
         GPT(relu, kernels="fused")
     weightless = replace(gpt(**SOME), norm=NormConfig(kind="rms", weight=False))
-    with pytest.raises(KernelError, match=r"norm: kernel 'cpu' .*: no weight; use auto, fused"):
+    with pytest.raises(KernelError, match=r"'cpu' of rms_norm .*: no weight; use auto, fused"):
         GPT(weightless, kernels=Kernels(norm="cpu"))
     with pytest.raises(ValueError, match=r"one of auto, fused, reference, got 'fuse'.*'?fused"):
         GPT(gpt(**SOME), kernels="fuse")

@@ -5,20 +5,47 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from mt_files import AUTO
+from mt_fusions import (
+    BIAS_GELU,
+    GATED,
+    LAYER_NORM,
+    RMS_NORM,
+    ROPE,
+    SILU_PRODUCT,
+    activate,
+)
+from mt_kernels import AUTO
 from mt_model import Activation, NormConfig
 from mt_model.attend.pairs import Pairs
 from mt_model.attend.reference import reference_attention
 from mt_model.attend.scores import Scores
 from mt_model.attention.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
-from mt_model.block.layer_norm import LAYER_NORM_KERNELS, LayerNormForm
-from mt_model.block.norm import _torch_rms_norm, build_norm, rms_norm, rms_norm_reference
-from mt_model.kernels.activation import activate, gated, gated_reference, silu_product
-from mt_model.kernels.bias_gelu import BIAS_GELU_KERNELS, activate_with
+from mt_model.block.norm import build_norm
 from mt_model.kernels.gemm import CpuGemm
 from mt_model.recurrent.causal_convolution import silu_convolution, silu_convolution_reference
 from mt_model.rope.config import RopeConfig, Rotary
-from mt_model.rope.rotary import rotary_table, rotate, rotate_reference
+from mt_model.rope.rotary import rotary_table
+
+rms_norm_reference = RMS_NORM.get("reference").function
+gated_reference = GATED.get("reference").function
+
+
+def rms_norm(x, weight, eps, *, kernel=AUTO, **form):
+    return RMS_NORM.find(kernel, x, weight).function(x, weight, eps, **form)
+
+
+def gated(x, kind, *, kernel=AUTO, clamp=None, up_offset=0.0):
+    chosen = GATED.find(kernel, x, kind, clamp, up_offset)
+    return chosen.function(x, kind, clamp=clamp, up_offset=up_offset)
+
+
+def rotate(query, key, table, *, kernel=AUTO):
+    return ROPE.find(kernel, query, key, *table).function(query, key, *table)
+
+
+def rotate_reference(x, table):
+    return ROPE.get("reference").function(x, x, *table)[0]
+
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 RELATIVE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -77,7 +104,7 @@ def test_forms_of_rms_norm_match_the_plain_one(dtype, form):
     )
 
 
-@pytest.mark.parametrize("function", [rms_norm, rms_norm_reference, _torch_rms_norm])
+@pytest.mark.parametrize("function", [rms_norm, rms_norm_reference, RMS_NORM.get("torch").function])
 def test_the_weight_multiplies_before_the_rounding_or_after_it(function):
     """1.0078 and a weight of the same size: one rounding gives another bf16 than two."""
     x, weight = rand(64, 32, dtype=torch.bfloat16), (rand(32) * 0.3 + 1).bfloat16()
@@ -104,10 +131,9 @@ def test_the_weight_multiplies_before_the_rounding_or_after_it(function):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_every_kernel_of_layer_norm_matches_torch(kernel, dtype, zero_centered):
-    form = LayerNormForm(eps=1e-5, zero_centered=zero_centered)
-    (chosen,) = (k for k in LAYER_NORM_KERNELS if k.name == kernel)
+    norm = LAYER_NORM.get(kernel).function
     assert_same_function(
-        lambda x, w, b: chosen.run(x, w, b, form),
+        lambda x, w, b: norm(x, w, b, 1e-5, zero_centered=zero_centered),
         lambda x, w, b: F.layer_norm(x, (16,), w + zero_centered, b, 1e-5),
         [rand(3, 5, 16), rand(16), rand(16, seed=1)],
         dtype,
@@ -250,16 +276,17 @@ def test_gated_activation_matches_plain_form(dtype, kind, terms):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_product_with_silu_matches_plain_form(dtype):
     inputs = [rand(3, 4, 16), rand(3, 4, 16, seed=1)]
-    assert_same_function(silu_product, lambda gate, x: F.silu(gate) * x, inputs, dtype)
+    product = SILU_PRODUCT.find(AUTO, *inputs).function
+    assert_same_function(product, lambda gate, x: F.silu(gate) * x, inputs, dtype)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in BIAS_GELU_KERNELS])
+@pytest.mark.parametrize("kernel", BIAS_GELU.names[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_gelu_is_gelu_of_the_sum(dtype, kernel, kind):
     inputs = [rand(3, 5, 16), rand(16)]
     assert_same_function(
-        lambda x, bias: activate_with(x, bias, kind, kernel=kernel),
+        lambda x, bias: BIAS_GELU.get(kernel).function(x, bias, kind),
         lambda x, bias: F.gelu(x + bias, approximate="tanh" if kind == "gelu_tanh" else "none"),
         inputs,
         dtype,
@@ -302,7 +329,7 @@ def test_activations_match_their_formulas():
     assert torch.allclose(activate(x, "gelu_quick"), x / (1 + torch.exp(-1.702 * x)))
     assert torch.equal(activate(x, "relu"), torch.where(x > 0, x, 0.0))
     assert torch.allclose(activate(x, "relu2"), torch.where(x > 0, x * x, 0.0))
-    with pytest.raises(ValueError, match="'swish' is not one of silu"):
+    with pytest.raises(ValueError, match=r"one of silu.*swish"):
         activate(x, "swish")
 
 
@@ -455,35 +482,23 @@ def test_rotation_takes_positions_of_each_row():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
-    from mt_model.block.norm import RMS_NORM_KERNELS
-    from mt_model.kernels.activation import GATED_KERNELS
-    from mt_model.kernels.choice import kernel_for
-    from mt_model.kernels.gemm import GEMM_KERNELS
-    from mt_model.rope.rotary import ROTATE_KERNELS
+    from mt_model.kernels.gemm import GEMM
 
     class On:
         def __init__(self):
             self.device = torch.device(device)
 
     def names():
-        norm = kernel_for(RMS_NORM_KERNELS, AUTO, On(), On()).name
+        norm = RMS_NORM.find(AUTO, On(), On()).name
         kinds = ("silu", "gelu", "relu")
-        gates = [kernel_for(GATED_KERNELS, AUTO, On(), kind, None, 0).name for kind in kinds]
-        return [norm, *gates, kernel_for(ROTATE_KERNELS, AUTO, On(), On(), None).name]
+        gates = [GATED.find(AUTO, On(), kind, None, 0).name for kind in kinds]
+        return [norm, *gates, ROPE.find(AUTO, On(), On(), None).name]
 
     norm = "cpu" if device == "cpu" else "torch"
     assert names() == [norm, "torch", "torch", "reference", "torch"]
-    assert kernel_for(GEMM_KERNELS, AUTO, torch.device(device)).name == norm
+    assert GEMM.find(AUTO, torch.device(device)).name == norm
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert names() == ["reference"] * 5
-
-
-def test_without_a_kernel_that_serves_each_says_why():
-    from mt_model.kernels.choice import Kernel, kernel_for
-
-    kernels = [Kernel(name, len, lambda _, name=name: f"not {name}") for name in ("a", "b")]
-    with pytest.raises(ValueError, match=r"no kernel serves this \(a: not a; b: not b\)"):
-        kernel_for(kernels, "auto", 3)
 
 
 @pytest.mark.parametrize("rounds_first", [False, True])

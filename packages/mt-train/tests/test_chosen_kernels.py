@@ -21,20 +21,21 @@ def test_every_stage_of_a_pipeline_tells_the_kernels_of_all(ranks) -> None:
     assert [line.split()[1] for line in told] == [
         *(
             "residual",
-            "norm",
+            "rms_norm",
             "attention",
             "rope",
-            "activation",
+            "gated",
             "loss",
         )  # the last is behind the last layer
     ]
-    assert told[1] == "kernel norm        cpu (fused: slower on a CPU than the next)"
+    assert told[1].startswith("kernel rms_norm   cpu (")
+    assert "not fused: slower on a CPU" in told[1]
     for found in ranks(2, lambda: lines(2)):
         assert sorted(found) == sorted(told)
 
 
 def test_a_compiled_run_tells_the_plain_forms() -> None:
     told = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines(1, compiled=True)}
-    for name in ("norm", "residual", "rope", "activation"):
+    for name in ("rms_norm", "residual", "rope", "gated"):
         assert told[name] == "reference (torch.compile fuses the plain form)"
     assert told["loss"].startswith("torch ")

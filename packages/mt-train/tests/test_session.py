@@ -617,9 +617,9 @@ def test_a_plan_of_recomputation_says_what_layers_keep(tiny, tmp_path, rows, los
 def test_kernels_are_told_once_and_change_no_loss(tiny, tmp_path, losses, capsys) -> None:
     tiny.run(tmp_path / "auto", "training.steps=2", "training.dtype=fp64")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
-    operations = ["residual", "norm", "attention", "rope", "activation", "loss"]
+    operations = ["residual", "rms_norm", "attention", "rope", "gated", "loss"]
     assert [line.split()[1] for line in said] == operations
-    assert "cpu (fused: slower on a CPU than the next)" in said[1]
+    assert "not fused: slower on a CPU than the next" in said[1]
     tiny.run(tmp_path / "fused", "training.steps=2", "training.dtype=fp64", "model.kernels=fused")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
     assert sum("fused (asked for)" in line for line in said) == 5
@@ -634,7 +634,5 @@ def test_a_run_goes_on_with_other_kernels(tiny, copy, capsys) -> None:
 
 def test_a_kernel_that_does_not_serve_ends_the_run_with_the_reason(tiny, tmp_path) -> None:
     changes = "model.kernels=fused", "model.activation=relu"
-    with pytest.raises(
-        UserError, match=r"kernels.activation: kernel 'fused' does not serve: .*use"
-    ):
+    with pytest.raises(UserError, match=r"'fused' of gated does not serve: .*use"):
         tiny.run(tmp_path / "run", *changes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from mt_fusions.activations.bias_gelu import bias_gelu, bias_gelu_tanh
+from mt_fusions.activations.activation import activate
+from mt_fusions.activations.bias_gelu import BIAS_GELU, bias_gelu, bias_gelu_tanh
 from mt_fusions.activations.gated import geglu, quick_geglu, squared_relu, swiglu
+from mt_fusions.activations.gates import GATED, SILU_PRODUCT, SQUARED_RELU
 from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
 from mt_fusions.attention.masked_softmax import masked_softmax
 from mt_fusions.attention.rope import apply_rope
+from mt_fusions.attention.rotation import ROPE, swap_pairs, turn
 from mt_fusions.graphs.autograd_graph import AutogradGraph
 from mt_fusions.graphs.graph import Graph
 from mt_fusions.graphs.graph_pool import GraphPool
@@ -16,26 +19,37 @@ from mt_fusions.losses.cross_entropy import LOSS_KERNELS, cross_entropy
 from mt_fusions.losses.logit_loss import LogitLoss, TokenLosses
 from mt_fusions.losses.terms import IGNORE_INDEX, LossOptions
 from mt_fusions.norms.add_norm import add_layer_norm, add_rms_norm
-from mt_fusions.norms.layer_norm import layer_norm
-from mt_fusions.norms.rms_norm import rms_norm
+from mt_fusions.norms.layer_norm import LAYER_NORM, layer_norm
+from mt_fusions.norms.rms_norm import RMS_NORM, rms_norm
 from mt_fusions.obstacles import obstacles
 from mt_fusions.operator import operator
 from mt_fusions.permute import Permuted, permute, unpermute
+from mt_fusions.residual.addition import RESIDUAL, Sum
 from mt_fusions.residual.bias_dropout_add import bias_dropout_add
 
 __all__ = [
-    "IGNORE_INDEX",
-    "LOSS_KERNELS",
     "AdamWOptions",
     "AdamWState",
     "AutogradGraph",
+    "BIAS_GELU",
+    "GATED",
     "Graph",
     "GraphError",
     "GraphPool",
+    "IGNORE_INDEX",
+    "LAYER_NORM",
+    "LOSS_KERNELS",
     "LogitLoss",
     "LossOptions",
     "Permuted",
+    "RESIDUAL",
+    "RMS_NORM",
+    "ROPE",
+    "SILU_PRODUCT",
+    "SQUARED_RELU",
+    "Sum",
     "TokenLosses",
+    "activate",
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
@@ -55,6 +69,8 @@ __all__ = [
     "quick_geglu",
     "rms_norm",
     "squared_relu",
+    "swap_pairs",
     "swiglu",
+    "turn",
     "unpermute",
 ]

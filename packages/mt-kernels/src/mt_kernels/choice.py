@@ -22,7 +22,7 @@ class Choice(Generic[F]):
 
     Example:
         >>> print(Choice("norm", Candidate("plain", abs), "the first", (("fast", "odd width"),)))
-        norm: plain (the first); not fast: odd width
+        norm: plain (the first; not fast: odd width)
     """
 
     operation: str
@@ -37,4 +37,4 @@ class Choice(Generic[F]):
 
     def __str__(self) -> str:
         passed = "".join(f"; not {name}: {why}" for name, why in self.others)
-        return f"{self.operation}: {self.kernel} ({self.reason}){passed}"
+        return f"{self.operation}: {self.kernel} ({self.reason}{passed})"

@@ -41,7 +41,7 @@ class Registry(Generic[F]):
         >>> [registry.find("auto", n).name for n in (2, 3)]
         ['fast', 'plain']
         >>> print(registry.choose("auto", 3))
-        size: plain (the first without an obstacle or a drawback); not fast: odd
+        size: plain (the first that serves; not fast: odd)
     """
 
     operation: str
@@ -88,7 +88,7 @@ class Registry(Generic[F]):
         """
         if name == AUTO:
             for candidate in self.candidates:
-                if candidate.obstacle(*args) is None and candidate.drawback(*args) is None:
+                if candidate.drawback(*args) is None and candidate.obstacle(*args) is None:
                     return candidate
             reasons = "; ".join(f"{name}: {why}" for name, why in self._passed_over(*args))
             raise KernelError(f"no kernel of {self.operation} serves ({reasons})")
@@ -103,9 +103,10 @@ class Registry(Generic[F]):
     def choose(self, name: str, *args: Any) -> Choice[F]:
         """Return what `find` returns, with the reason and those of the others."""
         candidate = self.find(name, *args)
-        reason = "asked for" if name != AUTO else "the first without an obstacle or a drawback"
+        if name != AUTO:
+            return Choice(self.operation, candidate, "asked for")
         others = tuple(x for x in self._passed_over(*args) if x[0] != candidate.name)
-        return Choice(self.operation, candidate, reason, others)
+        return Choice(self.operation, candidate, "the first that serves", others)
 
     def obstacles(self, *args: Any) -> dict[str, str | None]:
         """Return the obstacle of each candidate for some arguments, None where it serves."""

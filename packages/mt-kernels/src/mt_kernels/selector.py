@@ -27,7 +27,7 @@ class Selector(Generic[F]):
     Example:
         >>> registry = Registry("double", (Candidate("plain", lambda x: 2 * x),))
         >>> double = Selector(registry)
-        >>> double.function(x := torch.ones(2))(x)
+        >>> double.find(x := torch.ones(2)).function(x)
         tensor([2., 2.])
     """
 
@@ -40,25 +40,25 @@ class Selector(Generic[F]):
         self._key: object = None
         self._found: Candidate[F] | None = None
 
-    def function(self, x: Tensor, *args: Any, key: object = None) -> F:
-        """Return the function of the candidate for some arguments.
+    def find(self, x: Tensor, *args: Any, key: object = None) -> Candidate[F]:
+        """Return the candidate for some arguments.
 
         Args:
             x: The tensor whose device and dtype decide, also the first argument of obstacles.
             args: The other arguments of obstacles. They are looked at when a search is made.
-            key: What else has to be equal for the same candidate to serve; hashing is not needed.
+            key: What else obstacles depend on; another value makes a new search.
 
         Raises:
             KernelError: As of `Registry.find`.
         """
-        # A compiled graph holds the function, so it is searched for once, while tracing. A value
+        # A compiled graph holds the candidate, so it is searched for once, while tracing. A value
         # kept on the module would be a side effect there, and a guard that fails at the next call.
         if torch.compiler.is_compiling():
-            return self.registry.find(self.name, x, *args).function
+            return self.registry.find(self.name, x, *args)
         now = (x.device, x.dtype, key)
         if self._found is None or now != self._key:
             self._found, self._key = self.registry.find(self.name, x, *args), now
-        return self._found.function
+        return self._found
 
     def choose(self, x: Tensor, *args: Any) -> Choice[F]:
         """Return the choice for some arguments with its reasons, to print it."""

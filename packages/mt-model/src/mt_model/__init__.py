@@ -19,7 +19,6 @@ from mt_model.feed_forward.moe_config import BIAS_RATE, MoEConfig
 from mt_model.kernels.config import Kernels
 from mt_model.kernels.words import (
     Activation,
-    AttentionKernel,
     KernelSet,
     Norms,
     Positions,
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from mt_model.block.shared_input import SharedInput
     from mt_model.generation.decoding import GraphedDecoding
     from mt_model.generation.kv_calibration import calibrate_kv_cache, kv_formats
-    from mt_model.kernels.choice import KernelChoice, KernelError
     from mt_model.kernels.dtype import DTYPES
     from mt_model.language.decoder import GPT
     from mt_model.language.encoder_decoder import EncoderDecoder
@@ -101,7 +99,6 @@ __all__ = [
     "Activation",
     "AlibiConfig",
     "AttentionConfig",
-    "AttentionKernel",
     "AttentionPoolingConfig",
     "ClassPoolingConfig",
     "CrossAttentionConfig",
@@ -116,8 +113,6 @@ __all__ = [
     "ImageInputConfig",
     "KVCache",
     "KeptBytes",
-    "KernelChoice",
-    "KernelError",
     "KernelSet",
     "Kernels",
     "LayerConfig",
@@ -197,7 +192,6 @@ __getattr__ = resolve_later(
         "block.shared_input": "SharedInput",
         "generation.decoding": "GraphedDecoding",
         "generation.kv_calibration": "calibrate_kv_cache kv_formats",
-        "kernels.choice": "KernelChoice KernelError",
         "kernels.dtype": "DTYPES",
         "language.decoder": "GPT",
         "language.encoder_decoder": "EncoderDecoder",

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from mt_kernels import Candidate, Registry
 from torch import Tensor
 
-from mt_fusions.activations.gated import activation_and_slope
+from mt_fusions.activations.activation import activate, activation_and_slope
 from mt_fusions.arguments import check_floating, check_of_columns
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import (
+    AUTO,
+    Kernel,
+    cpu_obstacle,
+    fused,
+    kernel_for,
+    serves,
+    triton_obstacle,
+)
 from mt_fusions.operator import operator
 
 Grads = tuple[Tensor, Tensor]  # of x and, in fp32 at least, of the bias
@@ -162,3 +172,30 @@ _forward = operator(
     setup=_setup,
     gradient=_gradient,
 )
+
+
+def _of_kind(x: Tensor, bias: Tensor, kind: str, *, kernel: str) -> Tensor:
+    return (bias_gelu if kind == "gelu" else bias_gelu_tanh)(x, bias, kernel=kernel)
+
+
+def _torch(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return activate(x + bias, kind)
+
+
+def _plain(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    wide = wide_dtype(x.dtype)
+    return activate(x.to(wide) + bias.to(wide), kind).to(x.dtype)
+
+
+BIAS_GELU: Registry[Callable[..., Tensor]] = Registry(
+    "bias_gelu",
+    (
+        fused(_of_kind, BIAS_GELU_KERNELS),
+        Candidate("torch", _torch),
+        Candidate("reference", _plain),
+    ),
+)
+"""GELU of a sum, of `(x, bias, kind)` with the kind `gelu` or `gelu_tanh`; obstacles get `x`.
+
+Only `fused` is worth a bias of its own: else a projection adds it in the same pass.
+"""

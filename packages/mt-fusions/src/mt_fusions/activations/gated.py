@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from mt_files import check_type
 from torch import Tensor
 
+from mt_fusions.activations.activation import (
+    activate,
+    activation_and_slope,
+    activation_backward,
+)
 from mt_fusions.arguments import check_floating, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
 from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
 from mt_fusions.operator import operator
 
 How = tuple[str, float | None, float]  # kind, clamp, up_offset
-_QUICK = 1.702
-_TANH = math.sqrt(2 / math.pi)
-_CUBIC = 0.044715
 
 
 def swiglu(
@@ -90,30 +90,6 @@ def quick_geglu(
 def squared_relu(x: Tensor, *, weight: Tensor | None = None, kernel: str = AUTO) -> Tensor:
     """`max(x, 0)^2` (So et al., 2021), with the weight and kernels of `swiglu`."""
     return _gated("relu2", x, None, weight, None, 0.0, kernel)
-
-
-def activation_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """An activation and its derivative, in plain torch.
-
-    Shape:
-        x: any. Returns the same twice.
-    """
-    match kind:
-        case "silu" | "gelu_quick":
-            scale = 1.0 if kind == "silu" else _QUICK
-            share = torch.sigmoid(scale * x)
-            return x * share, share + scale * x * share * (1 - share)
-        case "gelu":
-            share = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-            return x * share, share + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        case "gelu_tanh":
-            turned = torch.tanh(_TANH * (x + _CUBIC * x**3))
-            inner = _TANH * (1 + 3 * _CUBIC * x * x)
-            half = 0.5 * (1 + turned)
-            return x * half, half + 0.5 * x * (1 - turned * turned) * inner
-        case _:
-            positive = x.clamp(min=0)
-            return positive * positive, 2 * positive
 
 
 def _gated(
@@ -243,26 +219,6 @@ def _named(
     return gate, None if up is None else rest[0], None if weight is None else rest[-1]
 
 
-def _activate(x: Tensor, kind: str) -> Tensor:
-    """By torch's kernels, in the dtype of x."""
-    match kind:
-        case "silu":
-            return F.silu(x)
-        case "gelu_quick":
-            return torch.sigmoid(x * _QUICK).mul_(x)
-        case _:
-            return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def _activation_backward_(grad: Tensor, x: Tensor, kind: str) -> Tensor:
-    """Multiply `grad` by the slope at x, in place."""
-    if kind in ("silu", "gelu_quick"):  # quick is silu of the scaled input, its slope unscaled
-        x = x if kind == "silu" else x * _QUICK
-        return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
-    form = "tanh" if kind == "gelu_tanh" else "none"
-    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=form, grad_input=grad)
-
-
 def _triton_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
     from mt_fusions.activations.triton_gated import forward
 
@@ -305,7 +261,7 @@ def _run(
     kernel = kernel_for(GATED_KERNELS, name, gate)
     if up is None or kernel.name != "cpu" or not _is_plain(up, weight, tuple(terms)):
         return kernel.forward(gate, up, weight, tuple(terms)), gate.new_empty(0)
-    kept = _activate(gate, terms[0]).contiguous()
+    kept = activate(gate, terms[0]).contiguous()
     if _keeps((gate, up, weight), how):
         return torch.mul(kept, up), kept
     return kept.mul_(up), gate.new_empty(0)
@@ -325,7 +281,8 @@ def _run_backward(
     if up is not None and _keeps((gate, up, weight), how):
         grad_up = torch.mul(kept, grad)
         grad_gate = torch.mul(grad, up, out=torch.empty_like(kept))
-        return _activation_backward_(grad_gate, gate, terms[0]), grad_up, gate.new_empty(0)
+        activation_backward(grad_gate, gate, terms[0], out=grad_gate)
+        return grad_gate, grad_up, gate.new_empty(0)
     kernel = kernel_for(GATED_KERNELS, name, gate)
     grads = kernel.backward(grad, gate, up, weight, tuple(terms))
     grad_weight = gate.new_empty(0) if weight is None else grads[2].to(weight.dtype)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mt_kernels import Candidate, Registry, eager_obstacle
 from torch import Tensor
 
-from mt_fusions.kernels import AUTO
+from mt_fusions.kernels import AUTO, fused, fused_drawback
 from mt_fusions.norms.form import Form
-from mt_fusions.norms.norm import norm
+from mt_fusions.norms.norm import LAYER_NORM_KERNELS, norm
 
 
 def layer_norm(
@@ -40,3 +46,49 @@ def layer_norm(
     """
     form = Form(eps, centered=True, zero_centered=zero_centered, has_bias=bias is not None)
     return norm(x, None, weight, bias, form, kernel)[0]
+
+
+def _reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    centered = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.to(wide) + 1 if zero_centered else weight.to(wide))
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _torch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> Tensor:
+    factor = weight + 1 if zero_centered and weight is not None else weight
+    return F.layer_norm(x, x.shape[-1:], factor, bias, eps)
+
+
+def _drawback(x: Tensor, *_: Any) -> str | None:
+    """Prefer torch's, but for 16 bits on a CPU: there it sums the weight's gradient in 16 bits."""
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        return eager_obstacle()
+    return fused_drawback(x)
+
+
+LAYER_NORM: Registry[Callable[..., Tensor]] = Registry(
+    "layer_norm",
+    (
+        fused(layer_norm, LAYER_NORM_KERNELS, _drawback),
+        Candidate("torch", _torch),
+        Candidate("reference", _reference),
+    ),
+)
+"""Functions of `layer_norm`'s arguments but the last; obstacles get `x`."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
+from mt_kernels import flex_attention as flex_with_sums
 from torch import Tensor
 
 from mt_model.attend.scores import Scores
 
 Sees: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of indices of sample, head, query and key: whether the query sees the key."""
-
-_NO_LIMIT = 2**31 - 1
 
 
 def flex_attention(
@@ -44,14 +42,8 @@ def flex_attention(
         mask = create_block_mask(
             sees, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device)
         )
-    if not fused or torch.compiler.is_compiling():
-        out, lse = _flex(q, k, v, mask, scores.scale, scores.softcap)
-    else:
-        from torch._dynamo import config
-
-        # With fullgraph torch raises at the limit, and without it runs what is not compiled.
-        with config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
-            out, lse = _compiled()(q, k, v, mask, scores.scale, scores.softcap)
+    backend = "inductor" if fused else None
+    out, lse = flex_with_sums(q, k, v, mask, scores.scale, scores.softcap, backend=backend)
     if sinks is not None:
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
         out = (out * share[..., None]).to(query.dtype)
@@ -80,28 +72,3 @@ def _sees(scores: Scores) -> Sees | None:
         return near
 
     return sees
-
-
-@cache
-def _compiled() -> Any:
-    return torch.compile(_flex, dynamic=False, fullgraph=True)
-
-
-# A function of its own: torch counts compilations by code, and flex_attention's is everyone's.
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention import flex_attention as flex
-
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
-
-    out, aux = cast("Any", flex.flex_attention)(
-        *(q, k, v),
-        score_mod=None if softcap is None else capped,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=flex.AuxRequest(lse=True),
-    )
-    return out, aux.lse

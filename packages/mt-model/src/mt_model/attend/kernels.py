@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -11,21 +12,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mt_context_parallel import AttentionMask, context_parallel_attention
-from mt_files import AUTO
+from mt_kernels import AUTO, Candidate, Choice, Registry
 from mt_parallel_state import outside_graph
 from torch import Tensor
 
 from mt_model.attend.flex import flex_attention
 from mt_model.attend.reference import reference_attention
 from mt_model.attend.scores import Scores
-from mt_model.kernels.choice import Kernel, KernelChoice, chosen_kernel
-from mt_model.kernels.words import AttentionKernel
 
 BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; longer ones by tiles
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, kernel: AttentionKernel = "auto"
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, kernel: str = "auto"
 ) -> Tensor:
     """Softmax attention by a named kernel, or by the first one that serves.
 
@@ -34,7 +33,7 @@ def attention(
         key: Of the same tokens, or of those that `scores.allowed` says.
         value: Of the keys' tokens; may have another width.
         scores: What is computed.
-        kernel: Of `ATTENTION_KERNELS`.
+        kernel: A candidate of `ATTENTION`, by name.
 
     Shape:
         query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
@@ -44,13 +43,15 @@ def attention(
     """
     work = query, key, value, scores
     name = AUTO if kernel == "matmul" else kernel  # the layer has seen that it does not serve
-    return chosen_kernel("attention", ATTENTION_KERNELS, name, *work).run(*work)
+    return ATTENTION.find(name, *work).function(*work)
 
 
-def attention_choice(kernel: AttentionKernel) -> KernelChoice:
-    """Say what attends; whether that serves a pass depends on its masks and lengths."""
-    reason = "asked for" if kernel != AUTO else "the first that serves, in each pass"
-    return KernelChoice("attention", kernel, reason)
+def attention_choice(kernel: str) -> Choice[Any]:
+    """Return what attends; whether that serves a pass depends on its masks and lengths."""
+    if kernel in (AUTO, "matmul"):
+        reason = "the first that serves, in each pass" if kernel == AUTO else "asked for"
+        return Choice("attention", Candidate(kernel, attention), reason)
+    return Choice("attention", ATTENTION.get(kernel), "asked for")
 
 
 def steady_kernels(query: Tensor) -> AbstractContextManager[Any]:
@@ -218,11 +219,15 @@ def _reference_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Score
     return None if scores.dropout is None else "dropout by global index"
 
 
-ATTENTION_KERNELS: tuple[Kernel[Tensor], ...] = (
-    Kernel("sdpa", _sdpa, _sdpa_obstacle),
-    Kernel("flash", _flash, _flash_obstacle),
-    Kernel("te", _te, _te_obstacle),
-    Kernel("flex", flex_attention, _flex_obstacle),
-    Kernel("tiles", _tiles, _tiles_obstacle),
-    Kernel("reference", reference_attention, _reference_obstacle),
+ATTENTION: Registry[Callable[..., Tensor]] = Registry(
+    "attention",
+    (
+        Candidate("sdpa", _sdpa, _sdpa_obstacle),
+        Candidate("flash", _flash, _flash_obstacle),
+        Candidate("te", _te, _te_obstacle),
+        Candidate("flex", flex_attention, _flex_obstacle),
+        Candidate("tiles", _tiles, _tiles_obstacle),
+        Candidate("reference", reference_attention, _reference_obstacle),
+    ),
 )
+"""Functions of `attention`'s arguments but the last, which obstacles get too."""

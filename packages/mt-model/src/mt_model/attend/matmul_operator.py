@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from mt_fusions import operator
+from mt_fusions import operator, swap_pairs, turn
 from torch import Tensor
 
 from mt_model.attend.distance import add_in_order, spread_in_order
 from mt_model.attend.pairs import Block, Pairs
-from mt_model.rope.rotary import swap_pairs, turn
 
 
 class Form(NamedTuple):

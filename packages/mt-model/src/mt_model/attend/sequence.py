@@ -21,7 +21,6 @@ from torch import Tensor
 from mt_model.attend.context import AttendingLayer, ForwardContext
 from mt_model.attend.kernels import attention
 from mt_model.attend.scores import Scores
-from mt_model.kernels.words import AttentionKernel
 
 
 class SequenceAttend:
@@ -56,7 +55,7 @@ class SequenceAttend:
         inner_size: int | None,
         *,
         layers: int,
-        kernel: AttentionKernel = "auto",
+        kernel: str = "auto",
         shared: bool = True,
     ) -> None:
         each = (algorithm,) * layers if isinstance(algorithm, str) else tuple(algorithm)
@@ -73,7 +72,7 @@ class SequenceAttend:
         self.group, self.size, self.algorithms = None, 1, each
         if shared:
             self.group, self.size = state.group("cp"), state.size("cp")
-        self.kernel: AttentionKernel = kernel
+        self.kernel: str = kernel
         if self.group is not None and kernel not in ("auto", "tiles", "reference"):
             raise ValueError(
                 f"kernels.attention: kernel {kernel!r} does not serve: it needs whole sequences, "

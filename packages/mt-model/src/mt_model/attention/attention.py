@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
+from mt_fusions import RMS_NORM, ROPE
+from mt_kernels import AUTO, Candidate, Choice, Selector
 from mt_parallel_state import MatrixSpec, PartitionSpec, mark_matrix, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
 from torch import Tensor, nn
@@ -18,55 +20,29 @@ from mt_model.attend.distance import bias_by_distance
 from mt_model.attend.kernels import attention_choice
 from mt_model.attend.pairs import Pairs
 from mt_model.attention.group_norm import norm_over_group
-from mt_model.attention.matmul_attention import HeadNorm, matmul_attention
+from mt_model.attention.matmul_attention import (
+    PROJECTED_ATTENTION,
+    HeadNorm,
+    matmul_attention,
+    matmul_refusal,
+)
 from mt_model.attention.max_logit import max_logit
 from mt_model.attention.score_table import ScoreTable
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.initial import start_from
 from mt_model.block.kv_rounding import rounded
-from mt_model.block.norm import RMSNorm, build_rms_norm, rms_norm
+from mt_model.block.norm import RMSNorm, build_rms_norm
 from mt_model.block.recomputation import recomputed
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import SharedInput
 from mt_model.block.stream import StreamConfig
-from mt_model.kernels.choice import KernelChoice, KernelError
-from mt_model.rope.rotary import RotaryTable, rope_choice, rotate
+from mt_model.kernels.config import Kernels
+from mt_model.rope.rotary import RotaryTable
 
 if TYPE_CHECKING:
     from mt_quant import KVFormat
 
     from mt_model.attention.config import AttentionConfig
-
-MATMUL_MAX_LENGTH = 512
-
-
-def matmul_attention_obstacle(layer: Attention, qkv: Tensor, shared: ForwardContext) -> str | None:
-    """Why `matmul_attention` should not be used for these projections; None if it should.
-
-    Shape:
-        qkv: [B, S, G, Q + 2, D].
-    """
-    if qkv.device.type != "cpu":
-        return f"on {qkv.device.type} the fused attention of torch is faster"
-    if qkv.shape[1] > MATMUL_MAX_LENGTH:
-        return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
-    if not shared.attend.is_whole:
-        return "the keys are not those of the same tokens"
-    if layer.kernels.attention not in ("auto", "matmul"):
-        return f"kernels.attention is {layer.kernels.attention}"
-    if layer.rotary is not None and layer.kernels.rope != "auto":
-        return f"kernels.rope is {layer.kernels.rope}, and it turns by itself"
-    if layer.qk_norm == "head" and layer.kernels.norm != "auto":
-        return f"kernels.norm is {layer.kernels.norm}, and it norms by itself"
-    if layer.weight_dropout(shared) is not None:
-        return "dropout of attention weights"
-    if layer.kv_format is not None:
-        return "keys and values are rounded"
-    if layer.has_sinks or layer.softcap is not None:
-        return "sinks or a soft cap of the scores"
-    if layer.qk_norm == "l2" or layer.temperature is not None:
-        return "norms after the rotation, or a temperature"
-    return None
 
 
 def _norms(
@@ -82,6 +58,13 @@ def _norms(
     for norm in made:
         shard.mark_replicated(norm, partial=True)
     return made[0], made[1]
+
+
+def _selectors(kernels: Kernels) -> tuple[Selector[Any], Selector[Any], Selector[Any]]:
+    """Return those of the rotation, of norms after it, and of attention from the projection on."""
+    named = "matmul" if kernels.attention == "matmul" else AUTO
+    rope, norm = Selector(ROPE, kernels.rope), Selector(RMS_NORM, kernels.norm)
+    return rope, norm, Selector(PROJECTED_ATTENTION, named)
 
 
 class Attention(nn.Module):
@@ -133,8 +116,7 @@ class Attention(nn.Module):
         self.algorithm: Algorithm = shard.context.algorithm_of(layer)
         self.softcap, self.scale, self.causal = config.softcap, config.scale, config.causal
         self.qk_norm, self.queries = config.qk_norm, queries
-        linear = shard.linear_arguments()
-        self.output_gate = config.output_gate
+        self.output_gate, linear = config.output_gate, shard.linear_arguments()
         parts = (*(queries,) * (1 + config.output_gate), 1, 1)
         self.qkv = ColumnParallelLinear(
             hidden_size,
@@ -148,9 +130,8 @@ class Attention(nn.Module):
             (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )
         start_from(self.out.weight, "residual")
-        self.eps = stream.norm.eps
         self.q_norm, self.k_norm = _norms(config, stream, shard)
-        self.has_sinks = config.sinks != "none"
+        self.eps, self.has_sinks = stream.norm.eps, config.sinks != "none"
         self.sinks: Tensor | None = None
         if config.sinks == "learned":
             empty = torch.empty(own_heads, dtype=shard.dtype, device="meta")
@@ -162,6 +143,8 @@ class Attention(nn.Module):
             self.score_table = ScoreTable(config.own_buckets, config.num_heads, shard=shard)
         self.total_kv_heads, self.tp_index = groups, shard.tp_index
         self.context, self.kernels = shard.context, shard.kernels
+        self.rope, self.norm, self.projected = _selectors(shard.kernels)
+        self.refusal = matmul_refusal(config, shard.kernels)
         self.max_logits: Tensor | None = None
         self.can_clip = config.qk_norm == "none"
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=layer, name="scores")
@@ -180,15 +163,9 @@ class Attention(nn.Module):
 
     def _attend(self, qkv: Tensor, *, table: RotaryTable | None, shared: ForwardContext) -> Tensor:
         """All between the projections, but the gate."""
-        obstacle = matmul_attention_obstacle(self, qkv, shared)
-        if obstacle is not None and self.kernels.attention == "matmul" and not shared.is_cached:
-            raise KernelError(
-                f"kernels.attention: kernel 'matmul' does not serve in layer {self.index}: "
-                f"{obstacle}; use auto"
-            )
-        if obstacle is None:
-            is_near = self.window is not None and self.window < qkv.shape[1]
+        if not shared.is_cached and self._projected(qkv, shared).name == "matmul":
             length = qkv.shape[1]
+            is_near = self.window is not None and self.window < length
             documents = shared.documents_of(self.chunk, like=qkv, length=length)
             pairs = Pairs(self.causal, self.window if is_near else None, documents)
             bias = self.bias_by_distance(shared, length)
@@ -198,6 +175,14 @@ class Attention(nn.Module):
         if not shared.is_cached:
             key, value = (rounded(x, self.kv_format) for x in (key, value))
         return shared.attend(self, query, key, value, shared).flatten(2)
+
+    def _projected(self, qkv: Tensor, shared: ForwardContext) -> Candidate[Any]:
+        """Return what attends from the projection on: products of matrices, or heads."""
+        whole = shared.attend.is_whole
+        drops = shared.sample_ids is not None and self.dropout.probability > 0
+        rounds = self.kv_format is not None
+        obstacles = self.refusal, whole, drops, rounds
+        return self.projected.find(qkv, *obstacles, key=(qkv.shape[1], whole, drops, rounds))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the queries, keys and values of this rank's heads, and the logits of their gate.
@@ -297,11 +282,12 @@ class Attention(nn.Module):
             device=self.out.weight.device,
         )
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what attends, and what turns queries and keys."""
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what attends, and what turns queries and keys."""
         yield attention_choice(self.kernels.attention)
         if self.rotary is not None:
-            yield rope_choice(self.kernels.rope, like)
+            x = like.new_empty(0, 1, 1, 2)
+            yield self.rope.choose(x, x, None)
 
     def watch_logits(self) -> None:
         """Keep the largest score of each key head in training, from here on, in `max_logits`.
@@ -377,11 +363,11 @@ class Attention(nn.Module):
         if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if table is not None:
-            query, key = rotate(query, key, table, kernel=self.kernels.rope)
+            query, key = self.rope.find(query, key, *table).function(query, key, *table)
         if self.qk_norm == "l2":
             ones = query.new_ones(self.head_dim)
-            query = rms_norm(query, ones, self.eps, kernel=self.kernels.norm)
-            key = rms_norm(key, ones, self.eps, kernel=self.kernels.norm)
+            norm = self.norm.find(query, ones).function
+            query, key = norm(query, ones, self.eps), norm(key, ones, self.eps)
         if self.temperature is not None:
             factor = shared.temperatures[self.temperature][..., None, None, None]
             query = (query * factor).to(query.dtype)

@@ -2,14 +2,16 @@
 
 On a CPU torch's flash attention takes two to three times as long as plain products at training
 lengths, nearly all of it in backward. This one keeps the probabilities (S x S per head, less those
-that no query of a block sees), so it is for short sequences; `attention.py` decides.
+that no query of a block sees), so it is for short sequences.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from mt_fusions import RMS_NORM, ROPE
+from mt_kernels import Candidate, Registry
 from torch import Tensor
 
 from mt_model.attend.distance import spread_in_order
@@ -17,8 +19,13 @@ from mt_model.attend.matmul_operator import Form, attend_by_products
 from mt_model.attend.pairs import Pairs
 from mt_model.attend.reference import reference_attention
 from mt_model.attend.scores import Scores
-from mt_model.block.norm import rms_norm_reference
-from mt_model.rope.rotary import RotaryTable, rotate_reference
+from mt_model.kernels.config import Kernels
+from mt_model.rope.rotary import RotaryTable
+
+if TYPE_CHECKING:
+    from mt_model.attention.config import AttentionConfig
+
+MATMUL_MAX_LENGTH = 512
 
 
 class HeadNorm(NamedTuple):
@@ -49,10 +56,10 @@ def plain_matmul_attention(
     """
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
     if norm is not None:
-        query = rms_norm_reference(query, norm.query, norm.eps)
-        key = rms_norm_reference(key, norm.key, norm.eps)
+        plain = RMS_NORM.get("reference").function
+        query, key = plain(query, norm.query, norm.eps), plain(key, norm.key, norm.eps)
     if table is not None:
-        query, key = rotate_reference(query, table), rotate_reference(key, table)
+        query, key = ROPE.get("reference").function(query, key, *table)
     query, key, value = (t.flatten(2, 3) for t in (query, key, value))
     pairs, places = pairs or Pairs(), range(qkv.shape[1])
     allowed = pairs.allowed(places, places, qkv.device)
@@ -98,3 +105,41 @@ def matmul_attention(
     form = Form(eps, factor, interleaved, causal, window)
     with torch.autocast(qkv.device.type, enabled=False):
         return attend_by_products(qkv, values, query, key, bias, documents, *form)[0]
+
+
+def matmul_refusal(config: AttentionConfig, kernels: Kernels) -> str | None:
+    """Return why `matmul_attention` never computes a layer, or None."""
+    if kernels.attention not in ("auto", "matmul"):
+        return f"kernels.attention is {kernels.attention}"
+    if config.rope is not None and kernels.rope != "auto":
+        return f"kernels.rope is {kernels.rope}, and it turns by itself"
+    if config.qk_norm == "head" and kernels.norm != "auto":
+        return f"kernels.norm is {kernels.norm}, and it norms by itself"
+    if config.sinks != "none" or config.softcap is not None:
+        return "sinks or a soft cap of the scores"
+    if config.qk_norm == "l2" or config.temperature is not None:
+        return "norms after the rotation, or a temperature"
+    return None
+
+
+def _obstacle(qkv: Tensor, refusal: str | None, *facts: bool) -> str | None:
+    is_whole, drops, rounds = facts
+    if qkv.device.type != "cpu":
+        return f"on {qkv.device.type} the fused attention of torch is faster"
+    if qkv.shape[1] > MATMUL_MAX_LENGTH:
+        return f"{qkv.shape[1]} tokens: the scores of more than {MATMUL_MAX_LENGTH} are too large"
+    if not is_whole:
+        return "the keys are not those of the same tokens"
+    if drops:
+        return "dropout of attention weights"
+    return "keys and values are rounded" if rounds else refusal
+
+
+PROJECTED_ATTENTION: Registry[Any] = Registry(
+    "attention", (Candidate("matmul", matmul_attention, _obstacle), Candidate("heads", None))
+)
+"""Attention from a fused projection on; `heads` splits it for a candidate of `ATTENTION`.
+
+Obstacles get the projection, what `matmul_refusal` returned, and whether keys are those of the same
+tokens, weights are dropped, and keys and values are rounded.
+"""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
+from mt_fusions import ROPE
+from mt_kernels import Choice, Selector
 from mt_parallel_state import MatrixSpec, all_gather, copy_to_group, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -23,8 +25,6 @@ from mt_model.block.norm import build_rms_norm
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import SharedInput, behind_norm
 from mt_model.block.stream import StreamConfig
-from mt_model.kernels.choice import KernelChoice
-from mt_model.rope.rotary import rope_choice, rotate
 
 if TYPE_CHECKING:
     from mt_quant import KVFormat
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
         self.rank, self.v_head_dim = config.kv_lora_rank, config.v_head_dim
         self.num_heads, self.first_head = heads, shard.tp_index * (heads // shard.tp)
         self.group, self.sequence_parallel = shard.group, shard.sequence_parallel
-        self.kernels = shard.kernels
+        self.kernels, self.rope = shard.kernels, Selector(ROPE, shard.kernels.rope)
         linear = shard.linear_arguments()
         eps = stream.norm.eps if config.norm_eps is None else config.norm_eps
         norm = replace(stream.norm, weight=True, eps=eps)
@@ -136,7 +136,8 @@ class LatentAttention(nn.Module):
         latent, turned = self.latent_norm(latent), self._whole(turned)[:, :, None]
         if self.rotary is not None:
             table = shared.tables[self.rotary]
-            turning, turned = rotate(turning, turned, table, kernel=self.kernels.rope)
+            pair = turning, turned
+            turning, turned = self.rope.find(*pair, *table).function(*pair, *table)
         if isinstance(shared.attend, CachedAttend):
             mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared.attend)
         else:
@@ -179,11 +180,12 @@ class LatentAttention(nn.Module):
         )
         return self.key_value(unit[None])[0].permute(1, 2, 0)
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what attends, and what turns queries and keys."""
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what attends, and what turns queries and keys."""
         yield attention_choice(self.kernels.attention)
         if self.rotary is not None:
-            yield rope_choice(self.kernels.rope, like)
+            x = like.new_empty(0, 1, 1, 2)
+            yield self.rope.choose(x, x, None)
 
     def sink_logits(self, query: Tensor) -> None:
         """Have no sinks."""

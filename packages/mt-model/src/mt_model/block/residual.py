@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import mt_fusions
 import torch
+from mt_fusions import Sum
 from torch import Tensor, nn
 
-from mt_model.block.dropout import DropoutSite
 from mt_model.block.recomputation import is_recomputed
-from mt_model.kernels.choice import Kernel, fused_drawback, fused_obstacle, serves
-
-
-class Sum(NamedTuple):
-    """A residual stream and the output of a branch that is still to be added to it.
-
-    Shape:
-        stream, branch: [B, S, hidden].
-    """
-
-    stream: Tensor
-    branch: Tensor
-
 
 Stream: TypeAlias = Tensor | Sum
 
@@ -56,36 +42,3 @@ def apart(norm: nn.Module | None, *, frees_norm: bool) -> str | None:
     if frees_norm or is_recomputed(norm):
         return "backward makes the norm again, alone"
     return None
-
-
-def _fused(
-    x: Tensor, y: Tensor, dropout: DropoutSite, index: Tensor | None, *, opens: bool
-) -> Stream:
-    if index is None or not dropout.probability:
-        return Sum(x, y) if opens else x + y
-    if torch.compiler.is_compiling():  # the kernel's key is a number, of one site alone
-        return x + dropout(y, index)
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    return mt_fusions.bias_dropout_add(
-        y.to(dtype),
-        None,
-        x.to(dtype),
-        dropout.probability,
-        key=dropout.key,
-        first=index[..., 0],  # those of a token are neighbours
-        kernel=mt_fusions.fused_kernel(x),
-    )
-
-
-def _reference(
-    x: Tensor, y: Tensor, dropout: DropoutSite, index: Tensor | None, *, opens: bool
-) -> Stream:
-    del opens
-    return x + dropout(y, index)
-
-
-RESIDUAL_KERNELS: tuple[Kernel[Stream], ...] = (
-    Kernel("fused", _fused, lambda x: fused_obstacle("bias_dropout_add", x), fused_drawback),
-    Kernel("reference", _reference, serves),
-)
-"""They add the output of a branch, with dropout; `opens` lets the norm behind do it."""

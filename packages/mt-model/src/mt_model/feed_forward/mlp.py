@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import mt_fusions
 import torch
+from mt_kernels import Choice, Selector
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -18,9 +20,7 @@ from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import SharedInput
 from mt_model.block.stream import StreamConfig
-from mt_model.kernels.activation import activation_choice, gated
-from mt_model.kernels.bias_gelu import activate_with, plain_choices, project
-from mt_model.kernels.choice import KernelChoice
+from mt_model.kernels.activation import PlainActivation
 
 if TYPE_CHECKING:
     from mt_model.feed_forward.mlp_config import MLPConfig
@@ -51,7 +51,10 @@ class MLP(nn.Module):
         own = config.ffn_size // shard.tp
         self.columns = range(shard.tp_index * own, (shard.tp_index + 1) * own)
         self.frees_activation = "activation" in shard.recomputed
-        self.kernel = shard.kernels.activation
+        kernel, self.gate = shard.kernels.activation, None
+        if config.gated:
+            self.gate = Selector(mt_fusions.GATED, kernel)
+        self.activation = PlainActivation(config.activation, kernel)
         linear = shard.linear_arguments()
         shape = (2, config.ffn_size) if config.gated else config.ffn_size
         shard_dim = 1 if config.gated else 0
@@ -68,7 +71,7 @@ class MLP(nn.Module):
         if self.config.gated:
             up, bias = self.up(x), None
         else:
-            up, bias = project(self.up, x, self.config.activation, self.kernel)
+            up, bias = self.activation.project(self.up, x)
         between = partial(self._activate, bias=bias, shared=shared)
         if self.frees_activation:
             return discard_between(between, self.down, up)
@@ -85,24 +88,25 @@ class MLP(nn.Module):
             rows = torch.arange(config.ffn_size, 2 * config.ffn_size)
             yield SharedInput(layers=(self.down,), source=self.up, rows=rows)
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what computes the activation, if it has several kernels."""
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what computes the activation, if it has several kernels."""
         config = self.config
-        if config.gated:
-            terms = config.clamp, config.up_offset
-            yield activation_choice(self.kernel, config.activation, like, *terms)
+        if self.gate is None:
+            yield from self.activation.choices(self.up, like)
         else:
-            yield from plain_choices(self.up, config.activation, self.kernel, like)
+            work = config.activation, config.clamp, config.up_offset
+            yield self.gate.choose(like.new_empty(0, 2, 1), *work)
 
     def _activate(
         self, up: Tensor, *, bias: Tensor | None, shared: ForwardContext | None
     ) -> Tensor:
         config = self.config
-        if config.gated:
-            terms = {"clamp": config.clamp, "up_offset": config.up_offset}
-            y = gated(up, config.activation, **terms, kernel=self.kernel)
+        if self.gate is None:
+            y = self.activation(up, bias)
         else:
-            y = activate_with(up, bias, config.activation, kernel=self.kernel)
+            kind, clamp, offset = config.activation, config.clamp, config.up_offset
+            kernel = self.gate.find(up, kind, clamp, offset)
+            y = kernel.function(up, kind, clamp=clamp, up_offset=offset)
         return self.dropout(y, self._index(y, shared))
 
     def _index(self, y: Tensor, shared: ForwardContext | None) -> Tensor | None:

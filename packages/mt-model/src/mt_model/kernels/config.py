@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from mt_files import Checks, did_you_mean
-
-from mt_model.kernels.words import (
-    ActivationKernel,
-    AttentionKernel,
-    KernelSet,
-    LossKernel,
-    NormKernel,
-    ResidualKernel,
-    RopeKernel,
+from mt_fusions import (
+    BIAS_GELU,
+    GATED,
+    LAYER_NORM,
+    RESIDUAL,
+    RMS_NORM,
+    ROPE,
+    SILU_PRODUCT,
+    SQUARED_RELU,
 )
+from mt_kernels import AUTO, Registry
 
+from mt_model.kernels.words import KernelSet
+
+_REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
+    "norm": (RMS_NORM, LAYER_NORM),
+    "activation": (GATED, SQUARED_RELU, BIAS_GELU, SILU_PRODUCT),
+    "residual": (RESIDUAL,),
+    "rope": (ROPE,),
+    "attention": (Registry("attention", ()),),
+}
+# The names of candidates whose registry is in a room above this one.
+_WORDS = {"attention": ("matmul", "sdpa", "flash", "te", "flex", "tiles", "reference")}
 _WITHOUT_FUSED = {"attention": "auto"}  # whose candidates are all fused but the reference
 
 
@@ -47,17 +59,29 @@ class Kernels:
         ('fused', 'auto')
     """
 
-    attention: AttentionKernel = "auto"
-    norm: NormKernel = "auto"
-    activation: ActivationKernel = "auto"
-    residual: ResidualKernel = "auto"
-    rope: RopeKernel = "auto"
-    loss: LossKernel = "auto"
+    attention: str = "auto"
+    norm: str = "auto"
+    activation: str = "auto"
+    residual: str = "auto"
+    rope: str = "auto"
+    loss: Literal["auto", "fused", "torch", "reference"] = "auto"
 
     sets: ClassVar[tuple[str, ...]] = get_args(KernelSet)
 
     def __post_init__(self) -> None:
-        Checks(self).done()
+        checks = Checks(self)
+        for field, registries in _REGISTRIES.items():
+            name, own = getattr(self, field), {AUTO, *_WORDS.get(field, ())}
+            own |= {known.name for registry in registries for known in registry.candidates}
+            if name in own:
+                continue
+            # Only a name that no registry here has is looked for in other packages.
+            words = [AUTO, *_WORDS.get(field, ())]
+            words += (x for registry in registries for x in registry.names)
+            if name not in words:
+                known = ", ".join(dict.fromkeys(words))
+                checks.add(field, f"{name!r} is not one of {known}. {did_you_mean(name, words)}")
+        checks.done()
 
     @classmethod
     def of(cls, value: KernelSet | Kernels) -> Kernels:

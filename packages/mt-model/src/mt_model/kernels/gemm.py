@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from mt_files import AUTO
+from mt_kernels import AUTO, Candidate, Registry
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
-
-from mt_model.kernels.choice import Kernel, kernel_for, serves
 
 
 class CpuGemm(TorchGemm):
@@ -46,12 +46,11 @@ def _cpu_obstacle(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f"device {device.type}"
 
 
-GEMM_KERNELS: tuple[Kernel[Gemm], ...] = (
-    Kernel("cpu", CpuGemm, _cpu_obstacle),
-    Kernel("torch", TorchGemm, serves),
+GEMM: Registry[Callable[[], Gemm]] = Registry(
+    "gemm", (Candidate("cpu", CpuGemm, _cpu_obstacle), Candidate("torch", TorchGemm))
 )
 
 
 def default_gemm(device: torch.device) -> Gemm:
     """Return the fastest plain products for a device."""
-    return kernel_for(GEMM_KERNELS, AUTO, device).run()
+    return GEMM.find(AUTO, device).function()

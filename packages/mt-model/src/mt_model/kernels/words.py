@@ -8,14 +8,6 @@ Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu
 Norms: TypeAlias = Literal["pre", "output", "sandwich", "post"]
 Positions: TypeAlias = Literal["rope", "learned", "none"]
 QKNorm: TypeAlias = Literal["none", "head", "whole", "l2"]
-AttentionKernel: TypeAlias = Literal[
-    "auto", "matmul", "sdpa", "flash", "te", "flex", "tiles", "reference"
-]
-NormKernel: TypeAlias = Literal["auto", "fused", "cpu", "torch", "reference"]
-ActivationKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
-ResidualKernel: TypeAlias = Literal["auto", "fused", "reference"]
-RopeKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
-LossKernel: TypeAlias = Literal["auto", "fused", "torch", "reference"]
 KernelSet: TypeAlias = Literal["auto", "fused", "reference"]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 Sinks: TypeAlias = Literal["none", "zero", "learned"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mt_fusions import IGNORE_INDEX, LOSS_KERNELS, LossOptions
+from mt_kernels import Candidate, Choice, Registry
 from mt_parallel_state import (
     PartitionSpec,
     all_gather,
@@ -21,8 +22,7 @@ from mt_model.block.initial import start_from
 from mt_model.block.losses import Losses
 from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
-from mt_model.kernels.activation import activate
-from mt_model.kernels.choice import KernelChoice, choice_of
+from mt_model.kernels.activation import PlainActivation
 from mt_model.kernels.loss import loss_kernel
 from mt_model.language.divergence import Scoring, Teaching, divergence
 
@@ -114,9 +114,11 @@ class LanguageHead(nn.Module):
         x = x if self.transform is None else self.transform(x)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale, weight
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what computes the losses."""
-        yield choice_of("loss", LOSS_KERNELS, loss_kernel(self.shard.kernels.loss, like), like)
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what computes the losses."""
+        name = loss_kernel(self.shard.kernels.loss, like)
+        candidates = (Candidate(kernel.name, kernel, kernel.obstacle) for kernel in LOSS_KERNELS)
+        yield Registry("loss", tuple(candidates)).choose(name, like)
 
     def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
         group = self.shard.group
@@ -188,8 +190,8 @@ class HeadTransform(nn.Module):
 
     def __init__(self, config: ModelConfig, kind: str, *, shard: ShardContext) -> None:
         super().__init__()
-        self.kind, self.gemm, size = kind, shard.gemm, config.hidden_size
-        self.kernel = shard.kernels.activation
+        self.gemm, size = shard.gemm, config.hidden_size
+        self.activation = PlainActivation(kind, shard.kernels.activation)
         like = {"dtype": shard.dtype, "device": torch.device("meta")}
         self.weight = nn.Parameter(torch.empty(size, size, **like))
         self.bias = nn.Parameter(torch.empty(size, **like))
@@ -199,4 +201,4 @@ class HeadTransform(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform what the head multiplies."""
         y = parallel_linear(x, self.weight, self.bias, mode="column", gemm=self.gemm)
-        return self.norm(activate(y, self.kind, kernel=self.kernel))
+        return self.norm(self.activation(y))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mt_files import AUTO
+from mt_kernels import AUTO, Candidate, Registry, eager_obstacle
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mt_model.block.initial import Uniform, start_from
-from mt_model.kernels.choice import Kernel, eager_obstacle, kernel_for, serves
 
 
 def causal_convolution(
@@ -74,8 +74,8 @@ def silu_convolution(
     Shape:
         As `causal_convolution`.
     """
-    kernel = kernel_for(SILU_CONVOLUTION_KERNELS, AUTO, before, segments)
-    return kernel.run(x, weight, bias, before=before, segments=segments)
+    kernel = SILU_CONVOLUTION.find(AUTO, before, segments)
+    return kernel.function(x, weight, bias, before=before, segments=segments)
 
 
 class _SiluConvolution(torch.autograd.Function):
@@ -130,9 +130,12 @@ def _eager_obstacle(before: Tensor | None, segments: Tensor | None) -> str | Non
     return eager_obstacle()
 
 
-SILU_CONVOLUTION_KERNELS: tuple[Kernel[Tensor], ...] = (
-    Kernel("eager", _eager, _eager_obstacle),
-    Kernel("reference", silu_convolution_reference, serves),
+SILU_CONVOLUTION: Registry[Callable[..., Tensor]] = Registry(
+    "silu_convolution",
+    (
+        Candidate("eager", _eager, _eager_obstacle),
+        Candidate("reference", silu_convolution_reference),
+    ),
 )
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import mt_fusions
 import torch
 import torch.nn.functional as F
+from mt_kernels import Choice, Selector
 from mt_parallel_state import Group, copy_to_group, group_rank, group_size, reduce_from_group
 from torch import Tensor, nn
 
 from mt_model.block.initial import start_from
-from mt_model.block.norm import RMS_NORM_KERNELS, rms_norm
-from mt_model.kernels.activation import SILU_PRODUCT_KERNELS, silu_product
-from mt_model.kernels.choice import KernelChoice, choice_of
 from mt_model.kernels.config import Kernels
 
 
@@ -71,7 +71,9 @@ class GatedRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.gate_first, self.shared = eps, gate_first, shared
-        self.kernels = Kernels() if kernels is None else kernels
+        kernels = Kernels() if kernels is None else kernels
+        self.norm = Selector(mt_fusions.RMS_NORM, kernels.norm)
+        self.product = Selector(mt_fusions.SILU_PRODUCT, kernels.activation)
         self.weight = nn.Parameter(torch.empty(channels, dtype=dtype, device="meta"))
         start_from(self.weight, "ones")
 
@@ -84,19 +86,19 @@ class GatedRMSNorm(nn.Module):
         x = self._normed(x)
         return (x if self.gate_first else self._opened(x, opened)).to(gate.dtype)
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what computes norm and gate."""
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what computes norm and gate."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
-        yield choice_of("activation", SILU_PRODUCT_KERNELS, self.kernels.activation, wide, wide)
+        yield self.product.choose(wide, wide)
         if self.shared is not None:
             reason = "ranks that share a group of channels sum its mean square between"
-            yield KernelChoice("norm", "reference", reason)
+            yield Choice("rms_norm", mt_fusions.RMS_NORM.get("reference"), reason)
         else:
             x, weight = wide.new_empty(0, 1), self.weight if self.weight.dim() == 1 else None
-            yield choice_of("norm", RMS_NORM_KERNELS, self.kernels.norm, x, weight)
+            yield self.norm.choose(x, weight)
 
     def _opened(self, x: Tensor, gate: Tensor) -> Tensor:
-        return silu_product(gate, x, kernel=self.kernels.activation)
+        return self.product.find(gate, x).function(gate, x)
 
     def _normed(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype).view(-1, x.shape[-1])
@@ -104,5 +106,5 @@ class GatedRMSNorm(nn.Module):
             mean = self.shared.mean(x.square().mean(-1, keepdim=True))
             return x * torch.rsqrt(mean + self.eps) * weight
         if len(weight) == 1:
-            return rms_norm(x, weight[0], self.eps, kernel=self.kernels.norm)
-        return rms_norm(x, None, self.eps, kernel=self.kernels.norm) * weight
+            return self.norm.find(x, weight[0]).function(x, weight[0], self.eps)
+        return self.norm.find(x, None).function(x, None, self.eps) * weight

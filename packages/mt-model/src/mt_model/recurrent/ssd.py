@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from mt_files import AUTO
+from mt_kernels import AUTO, Candidate, Registry, eager_obstacle
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_model.kernels.choice import Kernel, eager_obstacle, kernel_for, serves
 from mt_model.recurrent.decay import chunk_decays, cut, cut_segments, step_by_step
 
 
@@ -99,7 +98,7 @@ def ssd(
     wide = torch.promote_types(x.dtype, torch.float32)
     state = _zeros(x, b) if state is None else state
     parts = tuple(part.to(wide) for part in (*steps, state))
-    return kernel_for(SSD_KERNELS, AUTO).run(parts, segments, min(chunk_size, x.shape[1]))
+    return SSD.find(AUTO).function(parts, segments, min(chunk_size, x.shape[1]))
 
 
 def ssd_plain(
@@ -236,9 +235,8 @@ def _ssd(parts: tuple[Tensor, ...], segments: Tensor | None, size: int) -> tuple
     return _Ssd.apply(*parts, segments, size)  # pyright: ignore[reportReturnType]
 
 
-SSD_KERNELS: tuple[Kernel[tuple[Tensor, Tensor]], ...] = (
-    Kernel("eager", _ssd, eager_obstacle),
-    Kernel("plain", ssd_plain, serves),
+SSD: Registry[Callable[..., tuple[Tensor, Tensor]]] = Registry(
+    "ssd", (Candidate("eager", _ssd, eager_obstacle), Candidate("plain", ssd_plain))
 )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from mt_fusions import RESIDUAL
+from mt_kernels import Choice, Selector
 from torch import Tensor, nn
 
 from mt_model.attend.context import ForwardContext
@@ -19,10 +22,9 @@ from mt_model.block.recomputation import (
     recompute_modules,
     recomputed,
 )
-from mt_model.block.residual import RESIDUAL_KERNELS, Stream, added, apart, normed
+from mt_model.block.residual import Stream, added, apart, normed
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import SharedInput, SharesInputs, behind_norm
-from mt_model.kernels.choice import KernelChoice, choice_of, chosen_kernel
 from mt_model.recompute.plan import WORDS
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer_config import LayerConfig
@@ -75,7 +77,7 @@ class TransformerLayer(nn.Module):
         self.group = None if shard.sequence_parallel else shard.group
         self.index, self.config = layer, config
         self._wrapped: dict[str, Step] = {}
-        self.residual, self.drops = shard.kernels.residual, bool(model.dropout)
+        self.residual, self.drops = Selector(RESIDUAL, shard.kernels.residual), bool(model.dropout)
 
         def norm(*, there: bool) -> nn.Module | None:
             return stream_norm(model, shard) if there else None
@@ -125,14 +127,15 @@ class TransformerLayer(nn.Module):
     def _outer(self, step: Step) -> Step:
         return self._wrapped.get(step.__name__, step)
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what adds each branch to the stream, but for the last layer's of a stage."""
-        chosen = choice_of("residual", RESIDUAL_KERNELS, self.residual, like)
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what adds each branch to the stream, but for the last layer's of a stage."""
+        chosen = self.residual.choose(like)
         if chosen.kernel == "reference":
             yield chosen
             return
+        plain = RESIDUAL.get("reference")
         for reason in self._additions():
-            yield chosen if reason is None else KernelChoice("residual", "reference", reason)
+            yield chosen if reason is None else replace(chosen, candidate=plain, reason=reason)
 
     def shared_inputs(self) -> Iterator[SharedInput]:
         """Yield inputs that linear layers alone read, and that are proportional to a weight."""
@@ -309,7 +312,7 @@ class TransformerLayer(nn.Module):
         if scale != 1:
             total: Stream = torch.add(x, dropout(y, shared.hidden_index), alpha=scale)
         else:
-            kernel = chosen_kernel("residual", RESIDUAL_KERNELS, self.residual, x)
+            kernel = self.residual.find(x)
             opens = opens or (is_post and norm is not None and not is_recomputed(norm))
-            total = kernel.run(x, y, dropout, shared.hidden_index, opens=opens)
+            total = kernel.function(x, y, dropout, shared.hidden_index, opens=opens)
         return normed(norm, total)[0] if is_post else total

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 import torch
 from mt_context_parallel import Algorithm
 from mt_files import check_type, did_you_mean
+from mt_fusions import RESIDUAL
+from mt_kernels import Choice
 from mt_moe import ExpertGroups
 from mt_parallel_state import (
     GradSink,
@@ -32,10 +34,9 @@ from mt_model.block.dropout import hidden_index
 from mt_model.block.entry import MixerConfig
 from mt_model.block.losses import Losses, add_losses, sum_losses
 from mt_model.block.norm import stream_norm
-from mt_model.block.residual import RESIDUAL_KERNELS
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import SharedInput
-from mt_model.kernels.choice import ChoosesKernels, KernelChoice, chosen_kernel, distinct
+from mt_model.kernels.choice import ChoosesKernels
 from mt_model.kernels.config import Kernels
 from mt_model.kernels.dtype import DTYPES
 from mt_model.kernels.gemm import default_gemm
@@ -169,7 +170,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
         self._build()
         like = torch.empty(0, dtype=dtype, device=runs_on)
-        residual = chosen_kernel("residual", RESIDUAL_KERNELS, choice.residual, like)
+        residual = RESIDUAL.find(choice.residual, like)
         self._fuses = residual.name == "fused"  # the last addition of a layer with the next norm
         if choice != Kernels():
             self.chosen_kernels()  # refuses at once what does not serve
@@ -208,15 +209,15 @@ class Stack(nn.Module, ABC, Generic[Config]):
         for layer in self.built_layers():
             layer.wrap(wrap)
 
-    def chosen_kernels(self) -> tuple[KernelChoice, ...]:
-        """Say what computes each operation of this stage in eager mode, and why.
+    def chosen_kernels(self) -> tuple[Choice[Any], ...]:
+        """Return what computes each operation of this stage in eager mode, and why.
 
         Raises:
-            ValueError: A kernel that was asked for does not serve on the device.
+            KernelError: A kernel that was asked for does not serve on the device.
         """
         like = torch.empty(0, dtype=self.shard.dtype, device=self.shard.device)
         found = (m.kernel_choices(like) for m in self.modules() if isinstance(m, ChoosesKernels))
-        return distinct(choice for choices in found for choice in choices)
+        return tuple(dict.fromkeys(choice for choices in found for choice in choices))
 
     def watch_logits(self) -> None:
         """Keep the largest attention score of each key head in training, for `max_logits`.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from mt_context_parallel import shard as shard_sequence
 from mt_context_parallel import unshard
+from mt_kernels import Choice
 from mt_parallel_state import ParallelState, copy_to_group, hash_key
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend.sequence import SequenceAttend
 from mt_model.block.shard_context import ShardContext
-from mt_model.kernels.bias_gelu import activate_with, plain_choices, project
-from mt_model.kernels.choice import KernelChoice
+from mt_model.kernels.activation import PlainActivation
 from mt_model.recompute.plan import RecomputePlan
 from mt_model.stack.batch import Batch
 from mt_model.vision.encoder import VisionEncoder
@@ -56,19 +56,18 @@ class Projector(nn.Module):
     def __init__(self, config: ImageInputConfig, hidden_size: int, *, shard: ShardContext) -> None:
         super().__init__()
         linear = replace(shard, sequence_parallel=False).linear_arguments()
-        self.kernel = shard.kernels.activation
-        self.activation, sizes = config.activation, (config.feature_size, hidden_size)
+        self.activation = PlainActivation(config.activation, shard.kernels.activation)
+        sizes = config.feature_size, hidden_size
         self.up = ColumnParallelLinear(*sizes, bias=config.bias, **linear)
         self.down = RowParallelLinear(hidden_size, hidden_size, bias=config.bias, **linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the features of each token."""
-        up, bias = project(self.up, x, self.activation, self.kernel)
-        return self.down(activate_with(up, bias, self.activation, kernel=self.kernel))
+        return self.down(self.activation(*self.activation.project(self.up, x)))
 
-    def kernel_choices(self, like: Tensor) -> Iterator[KernelChoice]:
-        """Say what computes the activation, if it has several kernels."""
-        yield from plain_choices(self.up, self.activation, self.kernel, like)
+    def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
+        """Yield what computes the activation, if it has several kernels."""
+        yield from self.activation.choices(self.up, like)
 
 
 class ImageInput(nn.Module):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mt_model import GPT, KernelChoice
+from mt_model import GPT
 from mt_parallel_state import ParallelState, share_json
 
-_IN_GRAPHS = ("norm", "residual", "activation", "rope")
+# What the compiler fuses from plain forms, unless another kernel was asked for.
+_IN_GRAPHS = (
+    *("rms_norm", "layer_norm", "residual", "rope"),
+    *("gated", "squared_relu", "bias_gelu", "silu_product"),
+)
 
 
 def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool) -> Iterator[str]:
@@ -20,11 +24,13 @@ def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool)
         state: This rank's place.
         compiled: They run under torch.compile, where `auto` is the plain form.
     """
-    own = [list(choice) for stage in stages for choice in stage.chosen_kernels()]
+    choices = (choice for stage in stages for choice in stage.chosen_kernels())
+    own = [(c.operation, c.kernel, c.reason, list(c.others)) for c in choices]
     shared = share_json(own, state.group("pp"), device=state.device)
-    choices = dict.fromkeys(KernelChoice(*choice) for rank in shared for choice in rank)
-    width = max((len(choice.operation) for choice in choices), default=0)
-    for operation, kernel, reason in choices:
+    found = {(name, *rest): others for rank in shared for name, *rest, others in rank}
+    width = max((len(operation) for operation, *_ in found), default=0)
+    for (operation, kernel, reason), others in found.items():
         if compiled and reason != "asked for" and operation in _IN_GRAPHS:
-            kernel, reason = "reference", "torch.compile fuses the plain form"
-        yield f"kernel {operation:<{width}}  {kernel} ({reason})"
+            kernel, reason, others = "reference", "torch.compile fuses the plain form", []
+        why = "".join(f"; not {name}: {text}" for name, text in others)
+        yield f"kernel {operation:<{width}}  {kernel} ({reason}{why})"
