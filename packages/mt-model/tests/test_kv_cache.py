@@ -105,7 +105,8 @@ def test_attention_is_as_near_to_exact_as_half_a_unit_of_each_value_allows(name,
     model.kv_schemes = {0: scheme}
     layer = SimpleNamespace(
         index=0, window=window, chunk=None, scale=None, softcap=None,
-        sink_logits=lambda query: None, bias_by_distance=lambda shared, length: None,
+        attending={"auto": None}, sink_logits=lambda query: None,
+        bias_by_distance=lambda shared, length: None,
     )  # fmt: skip
 
     def attended(kind):

@@ -292,8 +292,11 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group_size(group) == 1
-    if alone and wgrad_store is None and grad_sink is None and gemm.is_autograd:
-        return F.linear(x, weight, bias)
+    if alone and gemm.is_torch:
+        plain = wgrad_store is None and grad_sink is None and gemm.is_autograd
+        # Without gradients nothing is to be kept: decoding spends a third of its time elsewise.
+        if plain or not torch.is_grad_enabled():
+            return F.linear(x, weight, bias)
     sequence_parallel = sequence_parallel and not alone
     if sequence_parallel:
         check_sequence(x, mode, group)

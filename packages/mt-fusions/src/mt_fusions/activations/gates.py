@@ -76,6 +76,9 @@ class _Gated(torch.autograd.Function):
 
 
 def _one_buffer(gate_up: Tensor, kind: str, **_: float | None) -> Tensor:
+    if not torch.is_grad_enabled():
+        gate, up = gate_up.unbind(-2)
+        return activate(gate, kind) * up
     return _Gated.apply(gate_up, kind)  # pyright: ignore[reportReturnType]
 
 

@@ -66,6 +66,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _torch(query: Tensor, key: Tensor, *table: Any) -> Pair:
+    if not torch.is_grad_enabled():
+        values, interleaved = table
+        cos, sin = _broadcast(values, query.dim())
+        return (
+            turn(query, cos, sin, interleaved=interleaved),
+            turn(key, cos, sin, interleaved=interleaved),
+        )
     return _Rotate.apply(query, *table), _Rotate.apply(key, *table)  # pyright: ignore[reportReturnType]
 
 

@@ -69,29 +69,30 @@ def _reference(
     return (y * (factor + 1 if zero_centered else factor)).to(x.dtype)
 
 
+def _normed(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool, rounds_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the norm, with one copy in fp32, and the inverse root of each row."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide)
+    norm = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = x_wide * rstd if x_wide is x else x_wide.mul_(rstd)
+    if rounds_first:
+        return y.to(x.dtype).mul_(weight), rstd
+    factor = weight.to(wide)
+    return y.mul_(factor + 1 if zero_centered else factor).to(x.dtype), rstd
+
+
 class _FewPasses(torch.autograd.Function):
     """Few vectorised passes: one fp32 copy forward, two buffers and two GEMVs backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        zero_centered: bool,  # noqa: FBT001 - autograd takes no keywords
-        rounds_first: bool,  # noqa: FBT001
-    ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x_wide = x.to(wide)
-        norm = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, form: dict[str, bool]) -> Tensor:
+        y, rstd = _normed(x, weight, eps, **form)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centered = zero_centered
-        y = x_wide * rstd if x_wide is x else x_wide.mul_(rstd)
-        if rounds_first:
-            return y.to(x.dtype).mul_(weight)
-        factor = weight.to(wide)
-        return y.mul_(factor + 1 if zero_centered else factor).to(x.dtype)
+        ctx.zero_centered = form["zero_centered"]
+        return y
 
     @staticmethod
     @once_differentiable
@@ -108,7 +109,7 @@ class _FewPasses(torch.autograd.Function):
         dot = rows.mv(weight).view(rstd.shape).to(rstd.dtype)
         coefficient = (rstd * rstd * rstd * dot).div_(-width).to(x.dtype)
         torch.mul(grad, weight, out=buffer)
-        return buffer.mul_(r).addcmul_(x, coefficient), grad_weight, None, None, None
+        return buffer.mul_(r).addcmul_(x, coefficient), grad_weight, None, None
 
 
 def _few_passes(
@@ -119,7 +120,10 @@ def _few_passes(
     zero_centered: bool = False,
     rounds_first: bool = False,
 ) -> Tensor:
-    return _FewPasses.apply(x, weight, eps, zero_centered, rounds_first)  # pyright: ignore[reportReturnType]
+    form = {"zero_centered": zero_centered, "rounds_first": rounds_first}
+    if not torch.is_grad_enabled():  # an autograd function costs as much as the norm of one row
+        return _normed(x, weight, eps, **form)[0]
+    return _FewPasses.apply(x, weight, eps, form)  # pyright: ignore[reportReturnType]
 
 
 def _few_passes_obstacle(x: Tensor, weight: Tensor | None) -> str | None:

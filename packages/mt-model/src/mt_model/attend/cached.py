@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_model.attend.cache import KVCache
@@ -31,6 +33,7 @@ class CachedAttend:
 
     cache: KVCache
     places: Tensor
+    _views: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -52,18 +55,18 @@ class CachedAttend:
     ) -> Tensor:
         """Attend; see `Attend`."""
         self.put(layer.index, {"key": key, "value": value})
-        block = self.block(layer.window, layer.chunk)
+        block, allowed = self.view(layer.window, layer.chunk)
         bias = layer.bias_by_distance(shared, self.cache.max_length)
         scores = Scores(
             scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
-            allowed=self.allowed(layer.window, layer.chunk, block=block),
+            allowed=allowed,
             softcap=layer.softcap,
             bias=None if bias is None else spread(bias, *self.positions(block)),
             sinks=layer.sink_logits(query),
         )
         key = self.cache.read(layer.index, "key", key.dtype, block)
         value = self.cache.read(layer.index, "value", value.dtype, block)
-        return attention(query, key, value, scores)
+        return attention(query, key, value, scores, layer.attending[AUTO])
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Keep what a layer has made of the new tokens.
@@ -77,6 +80,17 @@ class CachedAttend:
         """
         for name, x in new.items():
             self.cache.write(layer, name, x, self.places)
+
+    def view(self, window: int | None, chunk: int | None = None) -> tuple[Tensor | None, Tensor]:
+        """Return `block` and what of it is `allowed`, made once for like layers."""
+        found = self._views.get((window, chunk))
+        if found is None:
+            block = self.block(window, chunk)
+            found = self._views[window, chunk] = (
+                block,
+                self.allowed(window, chunk, block=block),
+            )
+        return found
 
     def block(self, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Places of all that the new tokens may see, in order; None for all of the cache.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from mt_context_parallel import Algorithm, AttentionDropout
+from mt_kernels import Selector
 from torch import Tensor
 
 from mt_model.attend.cache import KVCache
@@ -28,6 +29,7 @@ class AttendingLayer(Protocol):
         softcap: Of the scores, or None.
         causal: Whether a query sees the tokens up to its own only.
         algorithm: How attention gets at the keys of the other ranks of a context group.
+        attending: Its choice of a kernel of attention, by the word for it (`attention_selectors`).
     """
 
     index: int
@@ -37,6 +39,7 @@ class AttendingLayer(Protocol):
     softcap: float | None
     causal: bool
     algorithm: Algorithm
+    attending: Mapping[str, Selector[Any]]
 
     def sink_logits(self, query: Tensor) -> Tensor | None:
         """Return a logit per query head of this rank that has no value, or None."""

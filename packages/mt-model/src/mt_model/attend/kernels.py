@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mt_context_parallel import AttentionMask, context_parallel_attention
-from mt_kernels import AUTO, Candidate, Choice, Registry
+from mt_kernels import AUTO, Candidate, Choice, Registry, Selector
 from mt_parallel_state import outside_graph
 from torch import Tensor
 
@@ -24,26 +24,43 @@ BIAS_MAX_LENGTH = 1024  # of sequences whose biased scores are made at once; lon
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, kernel: str = "auto"
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    selector: Selector[Any] | None = None,
 ) -> Tensor:
-    """Softmax attention by a named kernel, or by the first one that serves.
+    """Return softmax attention by the kernel of a selector, or by the first one that serves.
 
     Args:
-        query: Normed and rotated.
-        key: Of the same tokens, or of those that `scores.allowed` says.
-        value: Of the keys' tokens; may have another width.
+        query: Queries, normed and rotated.
+        key: Keys of the same tokens, or of those that `scores.allowed` says.
+        value: Values of the keys' tokens; they may have another width.
         scores: What is computed.
-        kernel: A candidate of `ATTENTION`, by name.
+        selector: The choice of the layer that attends, from `ATTENTION`.
 
     Shape:
         query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
 
     Raises:
-        ValueError: The named kernel can't compute this; the message says why.
+        KernelError: The named kernel can't compute this; the message says why.
     """
     work = query, key, value, scores
-    name = AUTO if kernel == "matmul" else kernel  # the layer has seen that it does not serve
-    return ATTENTION.find(name, *work).function(*work)
+    if selector is None:
+        return ATTENTION.find(AUTO, *work).function(*work)
+    length, keys = query.shape[1], key.shape[1]
+    facts = scores.form, length == keys, length > BIAS_MAX_LENGTH
+    return selector.find(*work, key=facts).function(*work)
+
+
+def attention_selectors(kernel: str) -> Mapping[str, Selector[Any]]:
+    """Return a layer's selectors: that of its kernel, and `auto` for keys of a cache.
+
+    `matmul` is another registry's (`PROJECTED_ATTENTION`), and what it does not serve is `auto`'s.
+    """
+    automatic = Selector(ATTENTION)
+    named = automatic if kernel in (AUTO, "matmul") else Selector(ATTENTION, kernel)
+    return {AUTO: automatic, kernel: named}
 
 
 def attention_choice(kernel: str) -> Choice[Any]:

@@ -47,6 +47,20 @@ class Scores:
     kept: Tensor | None = None
 
     @property
+    def form(self) -> tuple[bool, ...]:
+        """What is there of all this, on which the kernels that may serve depend."""
+        return (
+            self.window is None,
+            self.documents is None,
+            self.allowed is None,
+            self.softcap is None,
+            self.bias is None,
+            self.sinks is None,
+            self.dropout is None,
+            self.kept is None,
+        )
+
+    @property
     def drops(self) -> bool:
         """Whether weights are dropped."""
         return self.dropout is not None or self.kept is not None

@@ -127,7 +127,7 @@ class SequenceAttend:
             dropout=layer.weight_dropout(shared),
         )
         if self.is_whole:
-            return attention(query, key, value, scores, kernel=self.kernel)
+            return attention(query, key, value, scores, layer.attending[self.kernel])
         algorithm = layer.algorithm
         return outside_graph(context_parallel_attention)(
             query,

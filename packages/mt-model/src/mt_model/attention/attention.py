@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mt_model.attend.context import ForwardContext
 from mt_model.attend.distance import bias_by_distance
-from mt_model.attend.kernels import attention_choice
+from mt_model.attend.kernels import attention_choice, attention_selectors
 from mt_model.attend.pairs import Pairs
 from mt_model.attention.group_norm import norm_over_group
 from mt_model.attention.matmul_attention import (
@@ -91,6 +91,7 @@ class Attention(nn.Module):
     """
 
     kv_format: KVFormat | None = None
+    max_logits: Tensor | None
 
     def __init__(
         self,
@@ -145,8 +146,8 @@ class Attention(nn.Module):
         self.context, self.kernels = shard.context, shard.kernels
         self.rope, self.norm, self.projected = _selectors(shard.kernels)
         self.refusal = matmul_refusal(config, shard.kernels)
-        self.max_logits: Tensor | None = None
-        self.can_clip = config.qk_norm == "none"
+        self.attending = attention_selectors(shard.kernels.attention)
+        self.max_logits, self.can_clip = None, config.qk_norm == "none"
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=layer, name="scores")
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
+from mt_kernels import Selector
 from mt_parallel_state import MatrixSpec, all_gather, mark_matrix, random_uniform
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend.cache import KVCache
 from mt_model.attend.context import ForwardContext
-from mt_model.attend.kernels import attention
+from mt_model.attend.kernels import ATTENTION, attention
 from mt_model.attend.scores import Scores
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.initial import start_from
@@ -80,7 +81,7 @@ class CrossAttention(nn.Module):
         )
         start_from(self.out.weight, "residual")
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=layer, name="scores")
-        self.context = shard.context
+        self.context, self.attending = shard.context, Selector(ATTENTION)
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
         """Attend to the memory; a token that sees none of it gets zeros, before the projection."""
@@ -98,7 +99,7 @@ class CrossAttention(nn.Module):
             softcap=self.softcap,
             kept=self._kept(query, key, shared),
         )
-        found = attention(query, key, value, scores)
+        found = attention(query, key, value, scores, self.attending)
         return self.out(found if nothing is None else found.masked_fill(nothing[..., None], 0))
 
     def _memory(self, shared: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
 from mt_fusions import ROPE
-from mt_kernels import Choice, Selector
+from mt_kernels import AUTO, Choice, Selector
 from mt_parallel_state import MatrixSpec, all_gather, copy_to_group, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from mt_model.attend.cached import CachedAttend
 from mt_model.attend.context import ForwardContext
-from mt_model.attend.kernels import attention, attention_choice
+from mt_model.attend.kernels import attention, attention_choice, attention_selectors
 from mt_model.attend.scores import Scores
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.initial import start_from
@@ -76,6 +76,7 @@ class LatentAttention(nn.Module):
         self.num_heads, self.first_head = heads, shard.tp_index * (heads // shard.tp)
         self.group, self.sequence_parallel = shard.group, shard.sequence_parallel
         self.kernels, self.rope = shard.kernels, Selector(ROPE, shard.kernels.rope)
+        self.attending = attention_selectors(shard.kernels.attention)
         linear = shard.linear_arguments()
         eps = stream.norm.eps if config.norm_eps is None else config.norm_eps
         norm = replace(stream.norm, weight=True, eps=eps)
@@ -160,15 +161,15 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attention to the latents that a cache holds: q (W_k c) = (q W_k) c, and W_v (p c)."""
         attend.put(self.index, {"latent": latent, "turned": turned})
-        block = attend.block(self.window)
+        block, allowed = attend.view(self.window)
         latents = attend.cache.read(self.index, "latent", latent.dtype, block)
         rest = attend.cache.read(self.index, "turned", turned.dtype, block)
         to_key, to_value = self._by_head().split((self.widths[0], self.v_head_dim), dim=1)
         query = torch.cat((torch.einsum("bsnd,ndr->bsnr", query, to_key), turning), dim=-1)
         key = torch.cat((latents, rest), dim=-1)
         scale = self.default_scale if self.scale is None else self.scale
-        scores = Scores(scale=scale, allowed=attend.allowed(self.window, block=block))
-        mixed = attention(query, key, latents, scores)
+        scores = Scores(scale=scale, allowed=allowed)
+        mixed = attention(query, key, latents, scores, self.attending[AUTO])
         return torch.einsum("bsnr,nvr->bsnv", mixed, to_value)
 
     def _by_head(self) -> Tensor:

@@ -80,7 +80,9 @@ class Kernels:
             words += (x for registry in registries for x in registry.names)
             if name not in words:
                 known = ", ".join(dict.fromkeys(words))
-                checks.add(field, f"{name!r} is not one of {known}. {did_you_mean(name, words)}")
+                near = did_you_mean(name, words)
+                hint = f". {near}" if near.startswith("Did") else ""
+                checks.add(field, f"{name!r} is not one of {known}{hint}")
         checks.done()
 
     @classmethod
