@@ -13,13 +13,13 @@ import torch.distributed as dist
 from mt_context_parallel import (
     AttentionDropout,
     AttentionMask,
-    FlexKernel,
     HierarchicalGroups,
     ReferenceKernel,
     context_parallel_attention,
     shard,
     unshard,
 )
+from mt_context_parallel.flex import FlexKernel
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

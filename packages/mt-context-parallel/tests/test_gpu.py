@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mt_context_parallel import (
-    AttentionMask,
-    CudnnKernel,
-    FlashKernel,
-    FlexKernel,
-    ReferenceKernel,
-    context_parallel_attention,
-)
+from mt_context_parallel import AttentionMask, ReferenceKernel, context_parallel_attention
+from mt_context_parallel.flex import FlexKernel
+from mt_context_parallel.kernels import CudnnKernel, FlashKernel
 
 
 @pytest.mark.gpu

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from mt_context_parallel import (
     AttentionDropout,
     AttentionMask,
-    FlashKernel,
     HierarchicalGroups,
     ReferenceKernel,
-    SdpaCpuKernel,
     Tile,
     context_parallel_attention,
     merge,
@@ -23,6 +21,7 @@ from mt_context_parallel import (
     tiles,
     unshard,
 )
+from mt_context_parallel.kernels import FlashKernel, SdpaCpuKernel
 from mt_parallel_state import CheckMode, ParallelLayout, ParallelState
 
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over ranks."""
+"""Context-parallel attention: exact attention over a sequence that ranks share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from mt_context_parallel.attention import (
     Algorithm,
     HierarchicalGroups,
     context_parallel_attention,
-    default_kernels,
 )
-from mt_context_parallel.flex import FlexKernel
-from mt_context_parallel.kernels import (
-    CudnnKernel,
-    FlashKernel,
-    Kernel,
-    ReferenceKernel,
-    SdpaCpuKernel,
-)
+from mt_context_parallel.kernels import ReferenceKernel, TileKernel
 from mt_context_parallel.local import merge
 from mt_context_parallel.splits import (
-    Segment,
     Split,
     pad_length,
     positions,
@@ -32,18 +23,12 @@ __all__ = [
     "Algorithm",
     "AttentionDropout",
     "AttentionMask",
-    "CudnnKernel",
-    "FlashKernel",
-    "FlexKernel",
     "HierarchicalGroups",
-    "Kernel",
     "ReferenceKernel",
-    "SdpaCpuKernel",
-    "Segment",
     "Split",
     "Tile",
+    "TileKernel",
     "context_parallel_attention",
-    "default_kernels",
     "merge",
     "pad_length",
     "positions",

@@ -1,10 +1,11 @@
-"""Attention over a sequence that is split over ranks: the entry and its checks."""
+"""Context-parallel attention: the entry and its checks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -17,9 +18,10 @@ from mt_context_parallel.function import SplitAttention
 from mt_context_parallel.kernels import (
     CudnnKernel,
     FlashKernel,
-    Kernel,
     ReferenceKernel,
     SdpaCpuKernel,
+    TileKernel,
+    TileKernels,
 )
 from mt_context_parallel.local import LocalAttention
 from mt_context_parallel.splits import (
@@ -43,8 +45,8 @@ class HierarchicalGroups:
     these two, with its checks and backend options.
 
     Attributes:
-        inner: neighbours, on one node, who swap tokens for heads; None for one rank.
-        outer: the ranks with the same place in their inner groups, who form rings; None for one.
+        inner: Neighbours on one node, which swap tokens for heads; None for one rank.
+        outer: Ranks with the same place in their inner groups, which form rings; None for one.
 
     Raises:
         TypeError: A level is no process group that this rank is in.
@@ -98,22 +100,24 @@ class HierarchicalGroups:
         return HierarchicalGroups(inner=made[0], outer=made[1])
 
 
-def default_kernels(device: torch.device | None = None) -> tuple[Kernel, ...]:
-    """Fused kernels first; the plain one computes what they cannot.
+def default_kernels(device: torch.device) -> tuple[TileKernel, ...]:
+    """Return fused kernels and, at their end, the plain one, which computes all tiles.
 
     On GPUs for which torch's own attention prefers cuDNN (compute capability 9.0 and 10.0, cuDNN
     after 9.15) cuDNN comes before flash.
-
-    Args:
-        device: Of the tensors; `None` asks no GPU.
     """
     flash, cudnn = FlashKernel(), CudnnKernel()
-    fused: tuple[Kernel, Kernel] = flash, cudnn
-    if device is not None and device.type == "cuda":
+    fused: tuple[TileKernel, TileKernel] = flash, cudnn
+    if device.type == "cuda":
         newest = torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
         if newest and (torch.backends.cudnn.version() or 0) > 91500:
             fused = cudnn, flash
     return *fused, FlexKernel(), SdpaCpuKernel(), ReferenceKernel()
+
+
+@cache
+def _kernels_of(device: torch.device) -> TileKernels:
+    return TileKernels(default_kernels(device))
 
 
 def context_parallel_attention(  # noqa: PLR0913 - the options of one operation, by keyword
@@ -131,9 +135,9 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    kernels: tuple[Kernel, ...] | None = None,
+    kernels: tuple[TileKernel, ...] | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of the whole group, forward and backward exact.
+    """Compute attention of this rank's tokens to the tokens of the whole group, exactly.
 
     Collective over the group of N ranks, in forward and in backward:
 
@@ -142,14 +146,14 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
     - all_gather: an all-gather of the keys and one of the values; backward the same again, and a
       reduce-scatter of the gradient of each.
     - ulysses: an all-to-all each of q, k, v and the output; backward of the four gradients.
-    - hierarchical: that of ulysses in the inner group, that of ring in the outer.
+    - hierarchical: ulysses in the inner group, ring in the outer group.
 
-    Tiles are merged, and gradients summed over tiles and ranks, in fp32 (fp64 for fp64), in which
-    the gradients of keys and values also travel round a ring or into a reduce-scatter; everything
-    else travels in its own dtype. A fused kernel rounds each tile to the dtype of q.
+    Tiles are merged, and gradients summed over tiles and ranks, in fp32 (fp64 for fp64). The
+    gradients of keys and values are also sent in that dtype; everything else is sent in its own
+    dtype. A fused kernel rounds each tile to the dtype of q.
 
     Args:
-        q: Queries of this rank's tokens, as `shard` gives them.
+        q: Queries of this rank's tokens, in the order of `shard`.
         k: Keys of the same tokens. Fewer heads than queries: neighbouring query heads share one.
         v: Values of the same tokens.
         group: The ranks that share the sequence; None for one that is not split. The algorithm
@@ -157,7 +161,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         algorithm: "ring" sends keys round the group while computing; "all_gather" has all keys on
             every rank; "ulysses" swaps the split sequence for split heads; "hierarchical" does
             that in the inner groups, and rings over the outer.
-        mask: Who sees whom; causal where None.
+        mask: Which keys a query sees; None is causal.
         split: How the sequence was split.
         cu_seqlens: Starts of the packed documents and the end of the last, in the whole sequence.
             Documents do not see each other. A list or a CPU tensor: a CUDA tensor is read back,
@@ -167,10 +171,11 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         bias: Added to the scores by the distance of query and key, after a cap: the score of the
             pair (i, j) of the whole sequence of L tokens gets `bias[:, i - j + L - 1]`. Equal on
             every rank; its gradient is this rank's part of a sum over the group.
-        dropout: Of the attention weights.
-        scale: Of the scores; 1 / sqrt(D) where None.
+        dropout: Dropout of the attention weights.
+        scale: Factor of the scores; None is 1 / sqrt(D).
         softcap: Scores become `softcap * tanh(score / softcap)`, before the mask; None leaves them.
-        kernels: To choose from, the first that can compute a tile; `default_kernels` if None.
+        kernels: Kernels in order of preference; a tile gets the first that can compute it. None
+            takes fused kernels, and the plain one where these cannot.
 
     Shape:
         q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]; bias: [H, 2 * L - 1]. Returns
@@ -180,7 +185,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         TypeError: A dtype is wrong or differs, `cu_seqlens` are no integers, or `group` is of
             the wrong kind for the algorithm.
         ValueError: Shapes, sizes, devices or options do not fit, or no kernel can compute a tile;
-            the message has the nearest that do.
+            the message has the nearest ones that fit.
     """
     mask = AttentionMask() if mask is None else mask
     if softcap is not None and not softcap > 0:
@@ -214,7 +219,7 @@ def context_parallel_attention(  # noqa: PLR0913 - the options of one operation,
         bias=None if bias is None else bias.detach(),
         trains_bias=bias is not None and bias.requires_grad,
     )
-    chosen = default_kernels(q.device) if kernels is None else kernels
+    chosen = _kernels_of(q.device) if kernels is None else TileKernels(kernels)
     if inner is not None:
         return _over_heads((q, k, v), (sinks, bias), (inner, outer), (whole, runs, chosen))
     gather = outer is not None and algorithm == "all_gather"
@@ -230,7 +235,7 @@ def _over_heads(
     qkv: tuple[Tensor, Tensor, Tensor],
     of_heads: tuple[Tensor | None, Tensor | None],
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup | None],
-    work: tuple[Tile, list[list[Segment]], tuple[Kernel, ...]],
+    work: tuple[Tile, list[list[Segment]], TileKernels],
 ) -> Tensor:
     """Swap tokens for heads in the inner group, and ring over the outer one if there is one."""
     (q, k, v), (inner, outer) = qkv, levels
@@ -273,7 +278,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def _levels(
     group: dist.ProcessGroup | HierarchicalGroups | None, algorithm: Algorithm
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The group that swaps tokens for heads and the one that shares keys; None for one rank."""
+    """Return the group that swaps tokens for heads and the group that shares keys."""
     if algorithm not in get_args(Algorithm):
         raise ValueError(f"algorithm must be one of {get_args(Algorithm)}, got {algorithm!r}")
     if isinstance(group, HierarchicalGroups):

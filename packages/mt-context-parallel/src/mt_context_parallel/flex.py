@@ -15,19 +15,18 @@ from mt_context_parallel.tiles import Tile
 class FlexKernel:
     """torch's `flex_attention`, compiled: every mask, no dropout.
 
-    Every size of a tile is compiled once, in the process and not the kernel, however many there
-    are: torch's `recompile_limit`, past which it would run the unfused form with all scores in
-    memory, does not hold here. Each new size costs a compilation, so give packed documents few
-    different lengths.
+    Each size of a tile is compiled once in the process, without torch's `recompile_limit`; past
+    that limit torch would run the unfused form with all scores in memory. A new size costs a
+    compilation, so packed documents should have few different lengths.
 
-    flex takes no log-sum-exp from outside, so backward makes the tile's own output and log-sum-exp
-    anew and differentiates them with the weight that the tile has in the whole: one more forward
-    than a kernel of its own would need.
+    flex takes no log-sum-exp from outside, so backward computes the tile's own output and
+    log-sum-exp again and differentiates them with the tile's weight in the whole: one forward more
+    than a kernel with its own backward.
 
     Args:
         block: The longest tile side; a tile's mask is a boolean tensor of at most block x block.
-        fused: Compile it. `False` runs torch's unfused form of it, on any device; for tests. (On
-            a CPU torch has no backward of it but in tests that switch its check off.)
+        fused: Whether to compile it. `False` runs torch's unfused form on any device, for tests.
+            (On a CPU, torch has a backward of it only in tests that disable a check.)
     """
 
     name = "flex"
@@ -40,7 +39,7 @@ class FlexKernel:
         self._backend: Any = "inductor"
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         if self.fused and q.device.type != "cuda":
             return f"device {q.device.type}"
         if self.fused and q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -56,13 +55,13 @@ class FlexKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         return self._attend(q.detach(), k.detach(), v.detach(), tile)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See `Kernel`.
+        """See `TileKernel`.
 
         With w = exp(own lse - whole lse), the tile adds w * own out to the whole output. So its
         output has the gradient w * dout, and its log-sum-exp w * (<dout, own out> - delta).
@@ -89,7 +88,7 @@ class FlexKernel:
 
 
 def _block_mask(tile: Tile, batch: int, device: torch.device) -> Any:
-    """The tile's mask as flex wants it; None where all pairs are allowed."""
+    """Return the tile's mask in flex's form; None where all pairs are allowed."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     allowed = tile.allowed(device)

@@ -6,9 +6,11 @@ P = exp(scores - lse) are the true weights, and delta = <dout, out> is the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
+from mt_kernels import AUTO, Candidate, KernelError, Registry
 from torch import Tensor
 
 from mt_context_parallel.tiles import Tile
@@ -23,8 +25,8 @@ class TileGrads(NamedTuple):
     bias: Tensor | None = None
 
 
-class Kernel(Protocol):
-    """Computes a tile. Heads of keys divide those of queries: groups share a key head.
+class TileKernel(Protocol):
+    """Computes attention of a tile. Neighbouring query heads may share a key head.
 
     Shape:
         q: [B, q, H, D]; k: [B, kv, G, D]; v: [B, kv, G, V]; out: [B, q, H, V]; lse: [B, H, q].
@@ -32,21 +34,50 @@ class Kernel(Protocol):
 
     name: str
     block: int | None
-    """The longest tile side it takes; the caller cuts longer ones."""
+    """The longest tile side that it takes; the caller cuts longer sides."""
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """Return why this kernel cannot compute the tile, or None where it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over the tile's keys; -inf for a query that sees none."""
+        """Return output and log-sum-exp over the tile's keys; -inf for a query that sees none."""
         ...
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """Gradients, given (dout, out, lse, delta): over all keys, not the tile's alone."""
+        """Return gradients, given (dout, out, lse, delta) over all keys, not only the tile's."""
         ...
+
+
+class TileKernels:
+    """Kernels in order of preference, of which each kind of tile gets the first that serves.
+
+    The choice is made once for each device, dtype, head size and kind of mask, and kept.
+
+    Args:
+        kernels: Kernels, best first.
+    """
+
+    def __init__(self, kernels: Iterable[TileKernel]) -> None:
+        candidates = (Candidate(kernel.name, kernel, kernel.obstacle) for kernel in kernels)
+        self._registry = Registry("tile_attention", tuple(candidates))
+        self._found: dict[tuple[object, ...], TileKernel] = {}
+
+    def find(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+        """Return the kernel for a tile.
+
+        Raises:
+            KernelError: No kernel serves; the message has each one's reason.
+        """
+        key = (q.device, q.dtype, q.shape[2:], k.shape[2:], v.shape[-1], tile.kind)
+        if key not in self._found:
+            try:
+                self._found[key] = self._registry.find(AUTO, q, k, v, tile).function
+            except KernelError as error:
+                raise KernelError(f"{error}; add ReferenceKernel() at their end") from error
+        return self._found[key]
 
 
 class ReferenceKernel:
@@ -60,11 +91,11 @@ class ReferenceKernel:
         self.block: int | None = block
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """None: it computes all tiles."""
+        """Return None: it computes all tiles."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See `Kernel`. Softmax in fp32, or fp64 for fp64 inputs."""
+        """See `TileKernel`. Softmax in fp32, or fp64 for fp64 inputs."""
         scores = _scores(q, k, tile)
         lse = torch.logsumexp(scores, dim=-1)
         weights = scores.sub_(_finite(lse)[..., None]).exp_()
@@ -77,7 +108,7 @@ class ReferenceKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         dout, _, lse, delta = of_queries
         groups = k.shape[2]
         scores = _scores(q, k, tile)
@@ -138,7 +169,7 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def _spread(bias: Tensor, tile: Tile, scores: Tensor) -> Tensor:
-    """What is added to the score of each pair. [H, 2 length - 1] -> [H, q, kv]."""
+    """Return the bias of each pair's score. [H, 2 length - 1] -> [H, q, kv]."""
     return bias.to(scores.dtype)[:, tile.distances(scores.device)]
 
 
@@ -149,7 +180,7 @@ def _bias_grad(tile: Tile, dscores: Tensor) -> Tensor:
 
 
 def _plain_causal(q: Tensor, v: Tensor, tile: Tile) -> str | None:
-    """Why a kernel that knows no mask but `is_causal` cannot compute the tile."""
+    """Return why a kernel whose only mask is `is_causal` cannot compute the tile."""
     if q.shape[-1] != v.shape[-1]:
         return f"head_dim {q.shape[-1]} of queries and {v.shape[-1]} of values"
     if tile.dropout is not None and tile.dropout.probability:
@@ -174,13 +205,13 @@ class SdpaCpuKernel:
     block: int | None = None
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         if q.device.type != "cpu":
             return f"device {q.device.type}"
         return _plain_causal(q, v, tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, tile.causal, scale=tile.scale
         )
@@ -189,7 +220,7 @@ class SdpaCpuKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         dout, out, lse, _ = of_queries
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
@@ -208,7 +239,7 @@ class FlashKernel:
     block: int | None = None
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         reason = _plain_half_precision(q, v, tile, largest=256)
         if reason is not None:
             return reason
@@ -221,7 +252,7 @@ class FlashKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, tile.causal, False),
             scale=tile.scale,
@@ -231,7 +262,7 @@ class FlashKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         dout, out, lse, _ = of_queries
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seeds of a dropout of 0
         sizes = (q.shape[1], k.shape[1])
@@ -251,7 +282,7 @@ class CudnnKernel:
     block: int | None = None
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         reason = _plain_half_precision(q, v, tile, largest=128)
         if reason is not None:
             return reason
@@ -260,7 +291,7 @@ class CudnnKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             *(None, True, 0.0, tile.causal, False),
@@ -271,7 +302,7 @@ class CudnnKernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, of_queries: tuple[Tensor, ...]
     ) -> TileGrads:
-        """See `Kernel`."""
+        """See `TileKernel`."""
         dout, out, lse, _ = of_queries
         unused = torch.zeros(1, dtype=torch.int64, device=q.device)  # seeds of a dropout of 0
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -284,7 +315,7 @@ class CudnnKernel:
 
 
 def _plain_half_precision(q: Tensor, v: Tensor, tile: Tile, *, largest: int) -> str | None:
-    """Why a CUDA kernel for plain tiles in half precision cannot compute the tile."""
+    """Return why a CUDA kernel for plain tiles in half precision cannot compute the tile."""
     if q.device.type != "cuda":
         return f"device {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):

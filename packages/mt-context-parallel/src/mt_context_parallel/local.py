@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from mt_files import AUTO, kernel_for
 from torch import Tensor
 
-from mt_context_parallel.kernels import Kernel, TileGrads
+from mt_context_parallel.kernels import TileGrads, TileKernel, TileKernels
 from mt_context_parallel.splits import Segment
 from mt_context_parallel.tiles import Tile, blocks_of, tiles_of
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the attention over each.
+    """Join the attention over two disjoint sets of keys.
 
     Shape:
         out, other_out: [B, S, H, D]; lse, other_lse: [B, H, S]. Returns out and lse of the union.
@@ -51,7 +50,7 @@ class Partial:
             whole[:, rows], whole_lse[:, :, rows] = merged, total
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp; 0 and -inf for queries that saw no key."""
+        """Return output and log-sum-exp; 0 and -inf for queries that saw no key."""
         if self.out is None or self.lse is None:
             batch, length, heads, _ = self.q.shape
             dtype = torch.promote_types(self.q.dtype, torch.float32)
@@ -62,22 +61,22 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalAttention:
-    """What this rank computes: its queries, the masks, and the kernels to choose from.
+    """This rank's part of the attention: its queries, the masks, and the kernels.
 
     It lives from forward to backward, and so do the tiles of each shard, which are found once.
 
     Attributes:
-        whole: masks, dropout and scale.
-        q_runs: this rank's queries.
-        shards: the keys that come by, one shard at a time.
-        kernels: to choose from.
+        whole: Masks, dropout and scale.
+        q_runs: This rank's queries.
+        shards: The keys, which arrive one shard at a time.
+        kernels: The kernels to choose from.
     """
 
     whole: Tile
     q_runs: Sequence[Segment]
     shards: Sequence[Sequence[Segment]]
-    kernels: tuple[Kernel, ...]
-    _found: dict[int, list[tuple[Tile, Kernel]]] = field(default_factory=dict, init=False)
+    kernels: TileKernels
+    _found: dict[int, list[tuple[Tile, TileKernel]]] = field(default_factory=dict, init=False)
 
     def forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, shard: int) -> None:
         """Add the attention to the keys of `shards[shard]`.
@@ -100,7 +99,7 @@ class LocalAttention:
 
         Args:
             qkv: Queries, and keys and values of the shard.
-            shard: Which one.
+            shard: Index of the shard.
             of_queries: dout, out, lse and delta.
             into: dq, and dbias where the bias is trained.
 
@@ -134,13 +133,10 @@ class LocalAttention:
             dkv[1][:, keys] += grads.v
         return zeros() if dkv is None else dkv
 
-    def _work(self, q: Tensor, k: Tensor, v: Tensor, shard: int) -> list[tuple[Tile, Kernel]]:
+    def _work(self, q: Tensor, k: Tensor, v: Tensor, shard: int) -> list[tuple[Tile, TileKernel]]:
         if shard not in self._found:
             work = self._found[shard] = []
             for tile in tiles_of(self.whole, self.q_runs, self.shards[shard]):
-                try:
-                    kernel = kernel_for(self.kernels, AUTO, q, k, v, tile)
-                except ValueError as error:
-                    raise ValueError(f"{error} at their end: ReferenceKernel()") from error
+                kernel = self.kernels.find(q, k, v, tile)
                 work += [(part, kernel) for part in blocks_of(tile, kernel.block)]
         return self._found[shard]

@@ -1,4 +1,4 @@
-"""What may see what, as data, and the tiles of the score matrix that this leaves to compute."""
+"""Attention masks as data, and the tiles of the score matrix that they leave to compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class AttentionMask:
     """Which keys a query sees, by their positions in the whole sequence.
 
     Attributes:
-        causal: a query at i sees keys at j <= i only.
-        window: a query sees keys less than this many positions away only; None for all.
-        documents: a query sees keys of the same document only: ids of all tokens of the whole
-            (not split) sequence, equal on every rank. Prefer `cu_seqlens` where the bounds are
-            known to the host: tiles between documents are then not computed at all.
+        causal: A query at i sees only keys at j <= i.
+        window: A query sees only keys less than this many positions away; None for no limit.
+        documents: Document ids of all tokens of the whole (not split) sequence, equal on every
+            rank; a query sees only keys of its own document. Prefer `cu_seqlens` where the host
+            knows the bounds: tiles between documents are then not computed at all.
 
     Shape:
         documents: [S] or [B, S] of integers.
@@ -62,11 +62,11 @@ class AttentionDropout:
     split of samples, heads or sequence over ranks.
 
     Attributes:
-        probability: chance of a weight to be dropped, in [0, 1).
-        key: of the random values, from `mt_parallel_state.hash_key`; or a tensor of it, int64 [].
-        sample_ids: global id of each sample of the batch.
-        first_head: global index of this rank's first query head.
-        num_heads: query heads of all ranks; None where this rank has all of them.
+        probability: Probability that a weight is dropped, in [0, 1).
+        key: Key of the random values from `mt_parallel_state.hash_key`, or an int64 tensor of it.
+        sample_ids: Global id of each sample of the batch.
+        first_head: Global index of this rank's first query head.
+        num_heads: Number of query heads of all ranks; None where this rank has all of them.
 
     Shape:
         sample_ids: [B] of int64.
@@ -84,7 +84,7 @@ class AttentionDropout:
         _check_integers("sample_ids", self.sample_ids)
 
     def of_heads(self, start: int, total: int) -> AttentionDropout:
-        """For those of the `total` query heads here that come from `start` on."""
+        """Return the dropout of the heads from `start` on, out of `total` heads of this rank."""
         total = total if self.num_heads is None else self.num_heads
         return replace(self, first_head=self.first_head + start, num_heads=total)
 
@@ -94,17 +94,17 @@ class Tile:
     """A run of queries against a run of keys.
 
     Attributes:
-        q: the queries.
-        kv: the keys.
-        causal: some pair is ruled out by causality.
-        window: some pair is ruled out by this window; None if not.
-        documents: ids to compare, or None where all pairs are of one document. [1 or B, S]
-        length: tokens in the whole sequence.
-        dropout: of the weights.
-        scale: of the scores.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        bias: added to the scores of a head by `query - key + length - 1`; None for none.
-        trains_bias: whether the bias has a gradient.
+        q: The run of queries.
+        kv: The run of keys.
+        causal: Whether causality rules out some pair.
+        window: The window, if it rules out some pair, else None.
+        documents: Ids to compare, or None where all pairs are in one document. [1 or B, S]
+        length: Number of tokens in the whole sequence.
+        dropout: Dropout of the weights.
+        scale: Factor of the scores.
+        softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
+        bias: Added to the scores of a head, at index `query - key + length - 1`; None for none.
+        trains_bias: Whether the bias has a gradient.
 
     Shape:
         bias: [H, 2 * length - 1].
@@ -128,17 +128,24 @@ class Tile:
         return self.q.start == self.kv.start and self.q.length == self.kv.length
 
     @property
+    def kind(self) -> tuple[bool, ...]:
+        """The features that decide which kernels can compute the tile."""
+        given = (self.window, self.documents, self.softcap, self.bias)
+        drops = self.dropout is not None and self.dropout.probability > 0
+        return self.causal, self.is_square, drops, *(x is not None for x in given)
+
+    @property
     def q_rows(self) -> slice:
-        """The queries in the shard."""
+        """The rows of the queries in their shard."""
         return slice(self.q.local, self.q.local + self.q.length)
 
     @property
     def kv_rows(self) -> slice:
-        """The keys in their shard."""
+        """The rows of the keys in their shard."""
         return slice(self.kv.local, self.kv.local + self.kv.length)
 
     def allowed(self, device: torch.device) -> Tensor | None:
-        """True where the query may see the key; None where all may. [1 or B, 1, q, kv]."""
+        """Return whether each query sees each key; None where all do. [1 or B, 1, q, kv]."""
         result: Tensor | None = None
         if self.causal or self.window is not None:
             q = torch.arange(self.q.length, device=device) + (self.q.start - self.kv.start)
@@ -157,12 +164,12 @@ class Tile:
         return result
 
     def distances(self, device: torch.device) -> Tensor:
-        """Where the bias of each pair stands: `query - key + length - 1`. [q, kv]."""
+        """Return the index of each pair's bias, `query - key + length - 1`. [q, kv]."""
         q = torch.arange(self.q.length, device=device) + self.q.start + self.length - 1
         return q[:, None] - (torch.arange(self.kv.length, device=device) + self.kv.start)
 
     def kept(self, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """0 for dropped weights and 1 / (1 - probability) for the others. [B, H, q, kv]."""
+        """Return 0 for dropped weights, else 1 / (1 - probability). [B, H, q, kv]."""
         if self.dropout is None or not self.dropout.probability:
             return None
         site = self.dropout
