@@ -26,7 +26,7 @@ from mt_optim import (
     mup_overrides,
     qk_clip_scales,
 )
-from mt_optim.gradients.scaler import GradScaler
+from mt_optim.gradients.scaler import GradScaler, read_scale
 from mt_optim.gradients.statistics import by_layer
 from mt_optim.parameters.override import override_groups
 from mt_optim.rules.torch_rule import TorchRule
@@ -55,7 +55,7 @@ GOOD = [
     (LossScale, {"initial": 4.0, "growth_interval": 9, "hysteresis": 1, "minimum": 2.0}),
     (GradScaler, {"how": LossScale()}),
     (GradScaler(LossScale()).restore, {"state": ScaleState(scale=2.0, left=1)}),
-    (GradScaler(LossScale()).load_state_dict, {"given": {"scale": 2.0, "clean": 0, "left": 1}}),
+    (read_scale, {"given": {"scale": 2.0, "clean": 0, "left": 1}}),
     (ScaleState, {"scale": 2.0, "clean": 1, "left": 1}),
     (by_layer, {"name": "layers.1.weight"}),
     (TorchRule, {"class_name": "RAdam", "options": {"eps": 1e-8}}),

@@ -77,7 +77,7 @@ def train(make, dtype, sharded, overlap=True, bucket_size=100, clip=0.05, hidden
                 for key in optimizer.inner.moments(shard.name)
             )
             assert optimizer.step_count == STEPS
-            assert optimizer.non_finite() == []
+            assert optimizer.inner.non_finite() == []
         return {name: p.detach().clone() for name, p in model.named_parameters()}, norms, held
 
 

@@ -171,7 +171,7 @@ def test_the_traffic_of_a_step_is_gradients_there_and_parameters_back(dtype, sha
     with shard(model, "none", group=None) as buffer:
         config = OptimizerConfig(lr=1e-2, offload=share)
         optimizer = DistributedOptimizer(buffer, lambda p: build_optimizer(p, config, STATE))
-        assert optimizer.offload_traffic == Traffic()
+        assert optimizer.inner.offload_traffic == Traffic()
         for _ in range(2):
             buffer.start(1)
             model(torch.ones(4, 24, dtype=dtype)).square().mean().backward()
@@ -179,7 +179,7 @@ def test_the_traffic_of_a_step_is_gradients_there_and_parameters_back(dtype, sha
             optimizer.step()
         numel = sum(piece.param.numel() for piece in offloaded(optimizer.inner))
         size = torch.finfo(dtype).bits // 8  # gradients are fp32 in a GradBuffer
-        assert optimizer.offload_traffic == Traffic(to_host=4 * numel, to_device=size * numel)
+        assert optimizer.inner.offload_traffic == Traffic(to_host=4 * numel, to_device=size * numel)
         assert (numel > 0) == (share > 0)
 
 
@@ -319,8 +319,8 @@ def train_sharded(strategy, world, dtype, masters, share, name="adamw"):
                 buffer.finish()
                 optimizer.step()
                 if step == 2:
-                    optimizer.offload_state()
-                    optimizer.restore_state()
+                    optimizer.inner.offload_state()
+                    optimizer.inner.restore_state()
             with buffer.gathered():
                 params = {key: param.detach().clone() for key, param in model.named_parameters()}
             there = sum(piece.param.numel() for piece in offloaded(optimizer.inner))

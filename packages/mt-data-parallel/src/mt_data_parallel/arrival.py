@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -14,30 +15,20 @@ Unused = Literal["error", "zero"]
 _NAMED = 8  # of the parameters that a message is about
 
 
+@dataclass(frozen=True)
 class Sink:
-    """Takes one parameter's gradients from whoever computes them (`mt_parallel_state.GradSink`).
+    """Takes one parameter's gradients from a layer that adds them itself (a `GradSink`).
 
     Every gradient counts as one of the backwards that `GradBuffer.start` announced.
 
-    Args:
-        begin: What `begin` calls.
-        end: What `end` calls.
+    Attributes:
+        begin: Returns the tensor for the gradient, and whether to add it there; raises RuntimeError
+            outside of `start` and `finish`, or if more gradients come than announced.
+        end: Counts the gradient, and launches buckets that are complete with it.
     """
 
-    def __init__(self, begin: Callable[[], tuple[Tensor, bool]], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
-
-    def begin(self) -> tuple[Tensor, bool]:
-        """Return where the gradient goes, and whether to add it there.
-
-        Raises:
-            RuntimeError: Not between `start` and `finish`, or more gradients than announced.
-        """
-        return self._begin()
-
-    def end(self) -> None:
-        """Say that it is there; buckets that are complete with it are launched."""
-        self._end()
+    begin: Callable[[], tuple[Tensor, bool]]
+    end: Callable[[], None]
 
 
 def announced(num_backwards: int | Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:

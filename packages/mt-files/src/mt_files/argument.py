@@ -8,8 +8,9 @@ import reprlib
 def check_type(name: str, value: object, *kinds: type) -> None:
     """Raise TypeError unless `value` is an instance of one of the kinds; a bool is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        names = [kind.__name__ for kind in kinds]
+        names = [kind.__name__ for kind in kinds if kind is not type(None)]
         listed = " or ".join(f"{'an' if n[0].lower() in 'aeiou' else 'a'} {n}" for n in names)
+        listed += " or None" if type(None) in kinds else ""
         raise TypeError(
             f"{name} must be {listed}, got {reprlib.repr(value)} ({type(value).__name__})"
         )

@@ -22,8 +22,18 @@ def check_size(what: str, value: Any) -> float:
     return value
 
 
-def check_count(what: str, value: Any) -> int:
-    """Return a whole number that is 1 or more.
+def check_function(what: str, value: object, *, optional: bool = False) -> None:
+    """Check a function, which may be None if it is optional.
+
+    Raises:
+        TypeError: It is not a function.
+    """
+    if not callable(value) and not (optional and value is None):
+        raise TypeError(f"{what} must be a function{' or None' * optional}, got {value!r:.60}")
+
+
+def check_count(what: str, value: Any, *, least: int = 1) -> int:
+    """Return a whole number that is `least` or more.
 
     Raises:
         TypeError: It is no whole number.
@@ -31,8 +41,8 @@ def check_count(what: str, value: Any) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} must be a whole number, got {kind_of(value)}")
-    if value < 1:
-        raise ValueError(f"{what} must be 1 or more, got {value}")
+    if value < least:
+        raise ValueError(f"{what} must be {least} or more, got {value}")
     return value
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mt_files import check_type
+
 from mt_optim.checks import check_bool, check_count, check_fraction, check_size
 from mt_optim.gradients.limits import GradLimits, NormGroup
 from mt_optim.gradients.scaler import LossScale
@@ -93,11 +95,8 @@ class OptimizerConfig:
     statistics: Callable[[str], str] | Literal["layer"] | None = None
 
     def __post_init__(self) -> None:
-        how = self.orthogonalization
-        if not isinstance(how, Orthogonalization):
-            raise TypeError(f"orthogonalization must be an Orthogonalization, got {how!r:.60}")
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be a string, got {self.name!r:.60}")
+        check_type("orthogonalization", self.orthogonalization, Orthogonalization)
+        check_type("name", self.name, str)
         if self.name not in NAMES and not self.name.startswith(TORCH):
             raise ValueError(
                 f"name must be one of {', '.join(NAMES)}, or a class such as torch.optim.RAdam; "

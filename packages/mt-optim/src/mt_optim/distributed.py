@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_data_parallel import GradBuffer, ParamShard
+from mt_files import check_type
 from torch import Tensor
 
+from mt_optim.checks import check_function
 from mt_optim.gradients.result import StepResult
 from mt_optim.gradients.scaler import GradScaler
 from mt_optim.optimizer import NamedOptimizer
-from mt_optim.state.host import Traffic
 
 
 class DistributedOptimizer:
@@ -52,10 +53,8 @@ class DistributedOptimizer:
         buffer: GradBuffer,
         make: Callable[[list[ParamShard]], NamedOptimizer],
     ) -> None:
-        if not isinstance(buffer, GradBuffer):
-            raise TypeError(f"buffer must be a GradBuffer, got {buffer!r:.60}")
-        if not callable(make):
-            raise TypeError(f"make must be a function, got {make!r:.60}")
+        check_type("buffer", buffer, GradBuffer)
+        check_function("make", make)
         self.buffer = buffer
         self.shards: list[ParamShard] = buffer.shards()
         # A rank may have none where the others have more than one each; all run the same steps.
@@ -65,10 +64,6 @@ class DistributedOptimizer:
     def step_count(self) -> int:
         """Steps taken."""
         return self.inner.step_count
-
-    @step_count.setter
-    def step_count(self, value: int) -> None:
-        self.inner.step_count = value
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -125,20 +120,3 @@ class DistributedOptimizer:
         """Set the parameters to their masters on all ranks; every rank calls it."""
         self.inner.sync_params()
         self.buffer.gather_params()
-
-    @property
-    def offload_traffic(self) -> Traffic:
-        """What the last step copied between this rank's device and host."""
-        return self.inner.offload_traffic
-
-    def offload_state(self) -> None:
-        """Move this rank's masters and moments to the host, until `restore_state`."""
-        self.inner.offload_state()
-
-    def restore_state(self) -> None:
-        """Move them back."""
-        self.inner.restore_state()
-
-    def non_finite(self) -> list[str]:
-        """Name the parameters of which a weight or moment is not finite, in what this rank has."""
-        return self.inner.non_finite()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from mt_data_parallel import ParamShard, param_shards
+from mt_files import check_type
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
@@ -56,10 +57,8 @@ def build_optimizer(
         >>> optimizer.step().grad_norm
         3.1622776601683795
     """
-    if not isinstance(config, OptimizerConfig):
-        raise TypeError(f"config must be an OptimizerConfig, got {config!r:.60}")
-    if not isinstance(state, ParallelState):
-        raise TypeError(f"state must be a ParallelState, got {state!r:.60}")
+    check_type("config", config, OptimizerConfig)
+    check_type("state", state, ParallelState)
     named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     _check_scale(named, config)
     rules = _rules(config, state)

@@ -11,6 +11,7 @@ import torch
 from mt_data_parallel import ParamShard, grad_of
 from torch import Tensor
 
+from mt_optim.checks import check_function
 from mt_optim.gradients.guard import StepGuard
 from mt_optim.gradients.result import StepResult
 from mt_optim.gradients.scaler import GradScaler, read_scale
@@ -86,9 +87,8 @@ class NamedOptimizer(NamedState):
         rule_filter: RuleFilter | None = None,
         storage: StateStorage | None = None,
     ) -> None:
-        for what, given in (("decay_filter", decay_filter), ("rule_filter", rule_filter)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{what} must be a function or None, got {given!r:.60}")
+        check_function("decay_filter", decay_filter, optional=True)
+        check_function("rule_filter", rule_filter, optional=True)
         several = [rules] if isinstance(rules, Rule) else list(rules)
         self._rules = {rule.name: rule for rule in several}
         self._decays, self._rule_of = decay_filter, rule_filter or (lambda *_: several[0].name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mt_files import check_type
 from torch import Tensor
 
 from mt_optim.checks import check_number
@@ -33,8 +34,7 @@ def qk_clip_scales(
         >>> query.tolist(), key.tolist()
         ([1.0, 0.5], [1.0, 0.5])
     """
-    if not isinstance(max_logits, Tensor):
-        raise TypeError(f"max_logits must be a tensor, got {max_logits!r:.60}")
+    check_type("max_logits", max_logits, Tensor)
     check_qk_clip(threshold, alpha)
     scale = (threshold / max_logits.clamp(min=threshold)).clamp(max=1.0)
     return scale**alpha, scale ** (1 - alpha)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from mt_data_parallel import ParamShard, param_shards
+from mt_files import check_type
 from mt_parallel_state import ParallelState
 from torch import Tensor, nn
 
@@ -101,7 +102,6 @@ def clip_grad_norm(
 
 
 def _norm(shards: list[ParamShard], state: ParallelState) -> Tensor:
-    if not isinstance(state, ParallelState):
-        raise TypeError(f"state must be a ParallelState, got {type(state).__name__}")
+    check_type("state", state, ParallelState)
     check_once(shards)
     return root(GradMeter([shards], state).sums()[0])

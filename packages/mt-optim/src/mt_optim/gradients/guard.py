@@ -13,6 +13,7 @@ from mt_files import check_type
 from mt_parallel_state import ParallelState, share_json
 from torch import Tensor, nn
 
+from mt_optim.checks import check_function
 from mt_optim.gradients.bad import find_bad
 from mt_optim.gradients.clip import check_once, clip_factor
 from mt_optim.gradients.limits import GradLimits
@@ -70,8 +71,7 @@ class StepGuard:
         limits = GradLimits() if limits is None else limits
         check_type("state", state, ParallelState)
         check_type("limits", limits, GradLimits)
-        if statistics is not None and not callable(statistics):
-            raise TypeError(f"statistics must be a function or None, got {statistics!r:.60}")
+        check_function("statistics", statistics, optional=True)
         self._shards, self._state, self._limits = param_shards(named_params), state, limits
         check_once(self._shards)
         self._zeros, self._by = zeros, statistics

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from mt_data_parallel import ParamShard
-from torch import Tensor
 
 from mt_optim.checks import check_positive
+from mt_optim.parameters.matching import ParamFilter
 
 REST = "rest"  # the parameters that are in no norm group
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormGroup:
-    """Parameters whose gradient is clipped by a norm of its own.
-
-    A parameter belongs to the group if both `names` and `where` match it, as far as they are given.
+class NormGroup(ParamFilter):
+    """Parameters whose gradient is clipped by a norm of its own; chosen as by `GroupOverride`.
 
     Attributes:
-        names: A glob over the parameter's name, such as `*.experts.*`; `*` matches dots too.
-        where: A predicate of name and parameter.
         max_norm: The largest norm of their gradient.
 
     Raises:
-        ValueError: Neither `names` nor `where` is given, or the norm is not positive.
+        ValueError: No parameters are chosen, or the norm is not positive.
         TypeError: A field has the wrong type.
     """
 
-    names: str | None = None
-    where: Callable[[str, Tensor], bool] | None = None
     max_norm: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.names, str | None):
-            raise TypeError(f"names must be a string, got {self.names!r:.60}")
-        if self.where is not None and not callable(self.where):
-            raise TypeError(f"where must be a function, got {self.where!r:.60}")
-        if self.names is None and self.where is None:
-            raise ValueError("a norm group needs names or where, to say which parameters it has")
+        super().__post_init__()
         check_positive("max_norm", self.max_norm)
-
-    def matches(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter belongs to the group."""
-        return (self.names is None or fnmatchcase(name, self.names)) and (
-            self.where is None or bool(self.where(name, param))
-        )
-
-    def __str__(self) -> str:
-        return self.names or getattr(self.where, "__name__", "where")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mt_files import check_type
 
-from mt_optim.checks import check_number
+from mt_optim.checks import check_count, check_number
 
 LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 _DEFAULT_START = 2.0**32
@@ -33,7 +32,7 @@ class ScaleState:
         if not 0 < check_number("scale", self.scale) <= LARGEST_SCALE:
             raise ValueError(f"scale must be positive and at most 2^127, got {self.scale}")
         for what in ("left", "clean"):
-            _check_count(what, getattr(self, what), least=0)
+            check_count(what, getattr(self, what), least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class LossScale:
                     f"{what} must be positive and at most 2^127, got {getattr(self, what)}"
                 )
         for what in ("growth_interval", "hysteresis"):
-            _check_count(what, getattr(self, what), least=1)
+            check_count(what, getattr(self, what), least=1)
         if self.dynamic and self.initial < self.minimum:
             raise ValueError(f"initial {self.initial} is below minimum {self.minimum}")
 
@@ -167,15 +166,6 @@ class GradScaler:
         """Return the state as plain values."""
         return asdict(self.state)
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, as `restore` does.
-
-        Raises:
-            ValueError: A value is missing or out of range; nothing has changed then.
-            TypeError: It is no such mapping.
-        """
-        self.restore(read_scale(given))
-
 
 def read_scale(given: Any) -> ScaleState:
     """Return the state that plain values stand for.
@@ -192,10 +182,3 @@ def read_scale(given: Any) -> ScaleState:
             f"the state of a loss scale has {', '.join(names)}; got {sorted(map(str, given))}"
         )
     return ScaleState(**given)
-
-
-def _check_count(what: str, value: Any, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} must be a whole number, got {value!r:.60}")
-    if not least <= value < math.inf:
-        raise ValueError(f"{what} must be {least} or more, got {value}")

@@ -5,54 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from mt_data_parallel import ParamShard, param_shards
 from torch import Tensor, nn
 
-from mt_optim.checks import check_betas, check_number, check_size
+from mt_optim.checks import check_betas, check_function, check_number, check_size
 from mt_optim.parameters.group import SCALES
+from mt_optim.parameters.matching import ParamFilter
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupOverride:
-    """What some parameters have in place of the optimizer's own settings.
-
-    A parameter is meant if everything that is given here matches it.
+class GroupOverride(ParamFilter):
+    """Settings of some parameters in place of the optimizer's own.
 
     Attributes:
-        names: A glob over the parameter's name, such as `embedding.*` or `*.mixer.qkv.*`; `*`
-            stands for dots too.
-        attribute: An attribute of the parameter that is true.
-        where: A function of name and parameter.
-        lr_scale: Times the learning rate, at each step of a schedule.
-        wd_scale: Times the weight decay; 0 for none. Parameters that `decay_filter` refuses have
-            none anyway.
-        eps_scale: Times what the rule adds to the root of its second moment.
+        lr_scale: Factor of the learning rate, in each step of a schedule.
+        wd_scale: Factor of the weight decay; 0 for none. Parameters that `decay_filter` refuses
+            have none anyway.
+        eps_scale: Factor of the eps that the rule adds to the root of its second moment.
         betas: The rule's decay rates.
 
     Raises:
-        ValueError: Nothing says which parameters are meant, or a setting is out of range.
-        TypeError: A field is of another type.
+        ValueError: No parameters are chosen, or a setting is missing or out of range.
+        TypeError: A field has the wrong type.
     """
 
-    names: str | None = None
-    attribute: str | None = None
-    where: Callable[[str, Tensor], bool] | None = None
     lr_scale: float | None = None
     wd_scale: float | None = None
     eps_scale: float | None = None
     betas: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for what in ("names", "attribute"):
-            if not isinstance(getattr(self, what), str | None):
-                raise TypeError(f"{what} must be a string, got {getattr(self, what)!r:.60}")
-        if self.where is not None and not callable(self.where):
-            raise TypeError(f"where must be a function, got {self.where!r:.60}")
-        if self.names is None and self.attribute is None and self.where is None:
-            raise ValueError("an override needs names, attribute or where, to say whose it is")
+        super().__post_init__()
         for what in SCALES:
             check_size(what, self.settings.get(what, 1.0))
         if self.betas is not None:
@@ -67,17 +52,6 @@ class GroupOverride:
         given = {key: getattr(self, key) for key in SCALES}
         given["betas"] = None if self.betas is None else tuple(self.betas)
         return {key: value for key, value in given.items() if value is not None}
-
-    def matches(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter is meant."""
-        return (
-            (self.names is None or fnmatchcase(name, self.names))
-            and (self.attribute is None or bool(getattr(param, self.attribute, False)))
-            and (self.where is None or bool(self.where(name, param)))
-        )
-
-    def __str__(self) -> str:
-        return self.names or self.attribute or getattr(self.where, "__name__", "where")
 
 
 def override_groups(
@@ -137,8 +111,7 @@ def mup_overrides(
     """
     if not 0 < check_number("width_multiplier", width_multiplier) < math.inf:
         raise ValueError(f"width_multiplier must be positive, got {width_multiplier}")
-    if not callable(is_hidden):
-        raise TypeError(f"is_hidden must be a function, got {is_hidden!r:.60}")
+    check_function("is_hidden", is_hidden)
     slower = 1 / width_multiplier
     if name in ("adamw", "adam"):
         return [GroupOverride(where=is_hidden, lr_scale=slower, eps_scale=slower)]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from mt_data_parallel import ParamShard
+from mt_files import check_type
 from torch import Tensor
 
 # The functional form of torch.optim.AdamW runs the same kernels without importing torch._dynamo
@@ -23,8 +24,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 def fused_obstacle(param: Tensor) -> str | None:
     """Say why torch's fused AdamW kernel does not take this parameter; None if it does."""
-    if not isinstance(param, Tensor):
-        raise TypeError(f"expected a parameter, got {param!r:.60} ({type(param).__name__})")
+    check_type("param", param, Tensor)
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from mt_data_parallel import ParamShard
+from mt_files import check_type
 from mt_parallel_state import MatrixSpec, ParallelState
 from torch import Tensor
 
@@ -42,10 +43,9 @@ class MuonRule(Rule):
         orthogonalization: Orthogonalization | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        if orthogonalization is not None and not isinstance(orthogonalization, Orthogonalization):
-            raise TypeError(f"expected an Orthogonalization, got {orthogonalization!r:.60}")
         self.options = {"momentum": momentum, "nesterov": nesterov}
         self.orthogonalization = orthogonalization or Orthogonalization()
+        check_type("orthogonalization", self.orthogonalization, Orthogonalization)
         self._state = state
 
     def check(self, group: Mapping[str, Any]) -> None:

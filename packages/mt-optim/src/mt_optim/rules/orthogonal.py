@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 from torch import Tensor
 
 from mt_optim.checks import check_number, check_size
@@ -75,8 +76,7 @@ class Orthogonalization:
         for triple in self.triples:
             for number in triple:
                 check_number("coefficients", number)
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool):
-            raise TypeError(f"steps must be a whole number, got {self.steps!r:.60}")
+        check_type("steps", self.steps, int)
         if not 1 <= self.steps < 100:
             raise ValueError(f"steps must be 1 to 99, got {self.steps}")
         check_size("extra_scale", self.extra_scale)

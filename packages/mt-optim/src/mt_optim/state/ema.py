@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
-from mt_data_parallel import ParamShard
+from mt_files import check_type
 from torch import Tensor
 
-from mt_optim.checks import check_number
+from mt_optim.checks import check_fraction
+from mt_optim.state.named_state import NamedState
 
 _KEY = "ema"
-
-
-class Averaged(Protocol):
-    """What `EMA` needs of a `NamedOptimizer`.
-
-    Attributes:
-        state: By parameter what is kept of it.
-    """
-
-    state: Any
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters' names."""
-        ...
-
-    def master(self, name: str) -> Tensor:
-        """Return the full-precision parameter."""
-        ...
-
-    def shard(self, name: str) -> ParamShard:
-        """Return what is stepped under a name."""
-        ...
 
 
 class EMA:
@@ -54,11 +30,9 @@ class EMA:
         TypeError: `decay` is no number.
     """
 
-    def __init__(self, optimizer: Averaged, decay: float) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "shard"):
-            raise TypeError(f"optimizer must be a NamedOptimizer, got {optimizer!r:.60}")
-        if not 0 <= check_number("decay", decay) < 1:
-            raise ValueError(f"decay must be a number in [0, 1), got {decay}")
+    def __init__(self, optimizer: NamedState, decay: float) -> None:
+        check_type("optimizer", optimizer, NamedState)
+        check_fraction("decay", decay)
         self.decay = decay
         self._optimizer = optimizer
         self.restart()

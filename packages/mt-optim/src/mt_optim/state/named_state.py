@@ -10,6 +10,7 @@ import torch
 from mt_data_parallel import ParamShard
 from torch import Tensor
 
+from mt_optim.checks import check_count
 from mt_optim.rules.rule import Rule
 from mt_optim.state.storage import StateStorage
 
@@ -47,10 +48,7 @@ class NamedState(torch.optim.Optimizer):
 
     @step_count.setter
     def step_count(self, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"step_count must be a whole number, got {value!r:.60}")
-        if value < 0:
-            raise ValueError(f"step_count must be 0 or more, got {value}")
+        check_count("step_count", value, least=0)
         for param in self._tensors():
             self.state[param]["step"].fill_(float(value))
 

@@ -79,7 +79,7 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: 
             + way_back(trainer, path)
         )
     if not weights_only and saved is not None:
-        trainer.optimizer.step_count = saved.progress.updates
+        trainer.optimizer.inner.step_count = saved.progress.updates
         trainer.progress = saved.progress
         if trainer.optimizer.scaler is not None and saved.loss_scale is not None:
             trainer.optimizer.scaler.restore(saved.loss_scale)
@@ -174,7 +174,7 @@ def _take_weights(
 
 
 def _is_finite(trainer: Trainer) -> bool:
-    return summed(trainer.state, len(trainer.optimizer.non_finite()))[0] == 0
+    return summed(trainer.state, len(trainer.optimizer.inner.non_finite()))[0] == 0
 
 
 def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
