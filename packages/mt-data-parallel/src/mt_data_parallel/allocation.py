@@ -8,12 +8,13 @@ import torch
 from mt_parallel_state import shard_param, sharding_of, twin_group
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Bucket, BufferKey, Release, ShardingPolicy, Slot, resize
+from mt_data_parallel.bucket import Bucket, BufferKey, Slot, resize
 from mt_data_parallel.encoding import Encoding
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.layout import BufferLayout, plan_buckets, plan_whole
 from mt_data_parallel.param_shard import ParamShard, Phase
 from mt_data_parallel.partial import is_partial
+from mt_data_parallel.policy import Release, ShardingPolicy
 
 
 def plan(

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mt_data_parallel.addend import Addends
-from mt_data_parallel.encoding import EncodedShard, Encoding
+from mt_data_parallel.encoding import EncodedShard
 from mt_data_parallel.exchange import Exchange, start_gather
 from mt_data_parallel.param_shard import ParamShard
+from mt_data_parallel.pending_sum import PendingSum
+from mt_data_parallel.policy import Release
 from mt_data_parallel.reduction import Reduction
-from mt_data_parallel.sum import Sum
-
-Release = Literal["nothing", "gradients", "all"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingPolicy:
-    """What of a sharded model is in memory when, where, and in which dtype.
-
-    Attributes:
-        unit_of: Gives the unit of a parameter by its name; each unit is a bucket of its own. None:
-            buckets are cut by their size.
-        release: `gradients`, from a backward to their reduction, of which every backward has one
-            then; `all`, the parameters too, which somebody has to fetch; or `nothing`.
-        init: Fills a parameter without memory, by its name, as soon as it has some.
-        param_dtype: What parameters are gathered and computed in; None for their own.
-        shard_dtype: What is stepped, and kept; None for the parameters' own.
-        offload: Keep what is stepped, and its gradients, in the host's memory.
-        encoding: Holds and gathers some parameters as codes; None for none.
-    """
-
-    unit_of: Callable[[str], str] | None = None
-    release: Release = "nothing"
-    init: Callable[[str, Tensor], None] | None = None
-    param_dtype: torch.dtype | None = None
-    shard_dtype: torch.dtype | None = None
-    offload: bool = False
-    encoding: Encoding | None = None
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether what is stepped differs from what is computed with, even on one rank."""
-        return self.offload or self.param_dtype is not None or self.shard_dtype is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +85,8 @@ class Bucket:
     done: int = 0
     is_idle: bool = False
     is_needed_first: bool = False
-    _sum: tuple[Sum, Tensor, bool] | None = None  # its result, and whether that is the first one
+    # The sum under way, its result, and whether it is the first of the step.
+    _sum: tuple[PendingSum, Tensor, bool] | None = None
     _coming: tuple[Exchange | dist.Work | None, Tensor] | None = None  # with what is sent
 
     @property
@@ -185,7 +154,7 @@ class Bucket:
             self._take(self.grads, is_first=is_first)
             return
         out = self.own_grads if is_first and not self.offload else self._staging(self.own_grads)
-        self._sum = (Sum(self.grads, out, group, how, how.scale), out, is_first)
+        self._sum = (PendingSum(self.grads, out, group, how, how.scale), out, is_first)
 
     def launch_replicas(self) -> None:
         """Start to sum this rank's part over the replicas, after it was summed inside."""
@@ -194,7 +163,7 @@ class Bucket:
             return
         own = self._staging(self.own_grads).copy_(self.own_grads) if self.offload else None
         out = self.own_grads if own is None else own
-        self._sum = (Sum(out, out, how.replicas, how, 1.0), out, True)
+        self._sum = (PendingSum(out, out, how.replicas, how, 1.0), out, True)
 
     def advance(self) -> None:
         """Do the second step of a sum that has one, so that it goes on without us."""

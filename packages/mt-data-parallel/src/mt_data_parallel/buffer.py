@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from mt_data_parallel.allocation import allocate, plan
 from mt_data_parallel.arrival import Sink, Unused, announced, missing_gradients
 from mt_data_parallel.assemble import assemble_bucket
-from mt_data_parallel.bucket import Bucket, BufferKey, ShardingPolicy, Slot
+from mt_data_parallel.bucket import Bucket, BufferKey, Slot
 from mt_data_parallel.grad import MAIN_GRAD
 from mt_data_parallel.launch_queue import LaunchQueue
 from mt_data_parallel.layout import BufferLayout
 from mt_data_parallel.membership import checked, compare, is_shared, keys_of
 from mt_data_parallel.param_shard import ParamShard, Phase
+from mt_data_parallel.policy import ShardingPolicy
 from mt_data_parallel.reduction import GroupChoice
 
 # 25 MiB of fp32, the bucket size that torch's DistributedDataParallel uses.

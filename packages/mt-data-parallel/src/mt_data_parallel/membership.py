@@ -10,8 +10,9 @@ import torch.distributed as dist
 from mt_parallel_state import agreement_device, sharding_of
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Bucket, BufferKey, ShardingPolicy
+from mt_data_parallel.bucket import Bucket, BufferKey
 from mt_data_parallel.grad import MAIN_GRAD
+from mt_data_parallel.policy import ShardingPolicy
 from mt_data_parallel.reduction import GroupChoice, reduction_of
 
 

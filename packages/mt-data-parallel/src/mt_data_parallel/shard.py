@@ -12,11 +12,11 @@ import torch
 from mt_parallel_state import shardings
 from torch import Tensor, nn
 
-from mt_data_parallel.bucket import Release, ShardingPolicy
 from mt_data_parallel.buffer import GradBuffer
 from mt_data_parallel.encoding import Encoding
+from mt_data_parallel.policy import Release, ShardingPolicy
 from mt_data_parallel.reduction import GroupChoice, Reduction, reduction_of
-from mt_data_parallel.residence import ROOT, Residence, arrive_in_forwards
+from mt_data_parallel.unshard import ROOT, UnshardHooks, arrive_in_forwards
 
 Strategy = Literal["none", "optimizer", "optimizer_gradients", "full"]
 _RELEASE: dict[str, Release] = {"optimizer_gradients": "gradients", "full": "all"}
@@ -117,7 +117,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
         **options,
     )
     if release == "all":
-        Residence(buffer, model, parts, prefetch=prefetch)
+        UnshardHooks(buffer, model, parts, prefetch=prefetch)
     elif buffer.is_sharded and prefetch:
         arrive_in_forwards(buffer, model, parts, unit_of)
     return buffer

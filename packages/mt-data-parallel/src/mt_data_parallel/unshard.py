@@ -57,7 +57,7 @@ def _arrive(buckets: list[Bucket], *_: Any) -> None:
             bucket.arrive()
 
 
-class Residence:
+class UnshardHooks:
     """Fetches the parameters of units when they are needed, and releases them afterwards."""
 
     def __init__(

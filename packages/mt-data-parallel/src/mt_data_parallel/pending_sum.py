@@ -10,7 +10,7 @@ from mt_data_parallel.exchange import Exchange, start_gather, start_swap
 from mt_data_parallel.reduction import Reduction
 
 
-class Sum:
+class PendingSum:
     """The sum of one flat tensor per rank, started when it is made; `wait` ends it.
 
     Where `out` is as large as the addends, every rank gets the whole sum, else rank `r` the `r`-th
