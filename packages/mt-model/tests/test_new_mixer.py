@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from mt_model import GPT, MixerConfig, ModelConfig, gpt, validate_split
-from mt_model.block.initial import start_from
+from mt_model import GPT, MixerConfig, ModelConfig, gpt, start_from, validate_split
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import nn

@@ -94,8 +94,9 @@ class Manifest:
         Raises:
             CheckpointError: The metadata lacks a field, or contradicts the checkpoint.
         """
-        fields = [item.name for item in dataclasses.fields(cast("Any", cls))]
-        missing = [name for name in fields if name not in self.metadata]
+        items = dataclasses.fields(cast("Any", cls))
+        given = [item.name for item in items if item.name in self.metadata]
+        missing = [item.name for item in items if item.name not in given and _is_needed(item)]
         step, problem = self.metadata.get("step", self.step), ""
         if missing:
             problem = f"it lacks {', '.join(missing)}"
@@ -103,7 +104,7 @@ class Manifest:
             problem = f"step is {shorten(step)}, and the checkpoint's {self.step}"
         try:
             if not problem:
-                return build(cls, {name: self.metadata[name] for name in fields})
+                return build(cls, {name: self.metadata[name] for name in given})
         except SchemaError as error:
             problem = str(error).replace("\n", "; ")
         raise CheckpointError(
@@ -300,3 +301,7 @@ def _record(name: str, value: Any) -> FileRecord:
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path}: {reason}. {_ADVICE}", file=MANIFEST)
+
+
+def _is_needed(item: dataclasses.Field[Any]) -> bool:
+    return item.default is item.default_factory is dataclasses.MISSING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,7 +84,10 @@ class SavedModel:
     Attributes:
         model: The model, as `mt_model.ModelConfig.to_dict` gives it.
         tokenizer: Its tokenizer; None for weights that came without one.
+        plugins: SHA-256 of each file of code that the model's own kinds of layers come from, by
+            path.
     """
 
     model: Mapping[str, Any]
     tokenizer: SavedTokenizer | None
+    plugins: Mapping[str, str] = field(default_factory=dict)

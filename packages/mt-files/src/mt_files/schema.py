@@ -148,6 +148,10 @@ def _plain(hint: Any, value: Any) -> Any:
         return [_plain(_item_hint(inner[0], i) if inner else Any, v) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         return {key: _plain(Any, item) for key, item in value.items()}
+    if isinstance(value, PlainText):  # of a mapping that is bound later, by whoever knows its types
+        found = (_scalar(kind, value) for kind in (bool, int, float))
+        text = None if value.is_null else str(value)
+        return next((each for each in found if each is not None), text)
     return value
 
 
@@ -237,7 +241,8 @@ class _Binder:
             self.add(inner, f"missing; add `type:` with one of {', '.join(kinds)}")
             return None
         if not isinstance(kind, str) or kind not in kinds:
-            hint = did_you_mean(str(kind), kinds)
+            more = (getattr(each, "kind_hint", "") for each in kinds.values())
+            hint = " ".join(filter(None, [did_you_mean(str(kind), kinds), next(more, "")]))
             self.add(inner, f"{shorten(kind)} is not known here. {hint}")
             return None
         rest = {key: item for key, item in value.items() if key != "type"}

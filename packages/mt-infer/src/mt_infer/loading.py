@@ -25,7 +25,16 @@ from mt_ckpt import (
 from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
 from mt_hf import Pretrained, from_pretrained, open_pretrained
-from mt_model import DTYPES, GPT, Kernels, KernelSet, ModelConfig, saved_buffers
+from mt_model import (
+    DTYPES,
+    GPT,
+    Kernels,
+    KernelSet,
+    ModelConfig,
+    load_installed_plugins,
+    load_recorded_plugins,
+    saved_buffers,
+)
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 
@@ -125,6 +134,8 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
 
 def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
     """The model of the metadata, which fits the arrays: checked before anything is built."""
+    load_installed_plugins()
+    load_recorded_plugins(saved.plugins)
     try:
         config = ModelConfig.from_dict(saved.model)
     except ValueError as error:

@@ -29,6 +29,12 @@ from mt_model.kernels.words import (
 from mt_model.language.config import VOCABULARY, ModelConfig
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
+from mt_model.plugins import (
+    PluginError,
+    load_installed_plugins,
+    load_plugin,
+    load_recorded_plugins,
+)
 from mt_model.presets.encoder_decoders import encoder_decoder_layers
 from mt_model.presets.gpt import FIELDS, SHORT_FORMS, gpt, model_of
 from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
@@ -131,6 +137,7 @@ __all__ = [
     "NormConfig",
     "Norms",
     "OffloadConfig",
+    "PluginError",
     "PooledHeadConfig",
     "PoolingConfig",
     "Positions",
@@ -167,6 +174,9 @@ __all__ = [
     "keep_freed_memory",
     "kept_by_module",
     "kv_formats",
+    "load_installed_plugins",
+    "load_plugin",
+    "load_recorded_plugins",
     "model_of",
     "preset",
     "saved_buffers",

@@ -56,7 +56,14 @@ class Section:
 
 def sections() -> tuple[Section, ...]:
     """Return all sections, as the dataclasses have them."""
-    return tuple(_section(name, hint) for name, hint in hints_of(RunConfig).items())
+    hints = hints_of(RunConfig).items()
+    found = [_section(name, hint) for name, hint in hints if dataclasses.is_dataclass(hint)]
+    lists = [
+        Key(name=name, type=describe(hint), default="[]", meaning=_docstring(RunConfig)[1][name])
+        for name, hint in hints
+        if not dataclasses.is_dataclass(hint)
+    ]
+    return (*found, *(Section(name=key.name, text="", keys=(key,)) for key in lists))
 
 
 def explain(names: list[str]) -> str:
@@ -90,7 +97,8 @@ def page() -> str:
         "This page is made of the docstrings: `python -m mt_train.keys > docs/mt-train-keys.md`.",
     ]
     for section in sections():
-        lines += ["", f"## {section.name}", "", *textwrap.wrap(section.text, _WIDTH), ""]
+        lines += ["", f"## {section.name}", ""]
+        lines += [*textwrap.wrap(section.text, _WIDTH), ""] if section.text else []
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in section.keys:
             default = f"`{key.default}`" if key.default else "needed"

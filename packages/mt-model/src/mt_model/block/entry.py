@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 class EntryConfig(ABC):
     """What a kind of mixer or feed-forward answers for; nothing else knows the kind."""
 
+    kind_hint: ClassVar[str] = (
+        "A kind of your own comes from a file under `plugins:`, or from a package's entry point "
+        "mt.layers."
+    )
+
     @abstractmethod
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build the module on the meta device.

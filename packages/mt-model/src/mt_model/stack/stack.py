@@ -487,7 +487,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         for rule in self.plan.rules:
             layers = [layer for layer in self.built_layers() if rule.has(layer.index)]
             layers = [layer for layer in layers if "layer" not in layer.recomputed]
-            always = {"layer", "norm", "activation"}
+            always = set(WORDS)  # a stage may be without any attention
             for pattern in set(rule.modules) - always if layers else ():
                 if not any(pattern in layer.patterns for layer in layers):
                     known = sorted({n for layer in layers for n, _ in layer.named_modules() if n})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,15 @@ from mt_files import (
     to_plain,
 )
 from mt_hf import ExchangeError, read_description
-from mt_model import PRESETS, ModelConfig, model_of, preset
+from mt_model import (
+    PRESETS,
+    ModelConfig,
+    PluginError,
+    load_installed_plugins,
+    load_plugin,
+    model_of,
+    preset,
+)
 
 from mt_train.config.document import COMMAND_LINE, Document, apply_overrides, read_document
 from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
@@ -47,10 +56,12 @@ class LoadedConfig:
     Attributes:
         config: The run; its paths are absolute.
         path: The YAML file.
+        plugins: SHA-256 of each file of `plugins`, by its path.
     """
 
     config: RunConfig
     path: Path
+    plugins: Mapping[str, str]
     _document: Document
 
     def error(self, field: str, text: str) -> ConfigError:
@@ -209,10 +220,13 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     """
     document = read_document(path)
     apply_overrides(document, overrides or [])
-    bound: Bound[RunConfig] = bind(RunConfig, document.root)
-    problems = [_problem(document, found.path, found.text) for found in bound.problems]
+    problems: list[FieldProblem] = []
     paths = _Paths(document, path.parent, problems)
-    sections: dict[str, Any] = {}
+    # First, as the kinds of layers that the file names have to be known.
+    plugins = paths.plugins(document.root.get("plugins"))
+    bound: Bound[RunConfig] = bind(RunConfig, document.root)
+    problems += [_problem(document, found.path, found.text) for found in bound.problems]
+    sections: dict[str, Any] = {"plugins": tuple(plugins)}
     if "data" in bound.parts:
         sections["data"] = paths.data(bound.parts["data"])
     if "model" in bound.parts and bound.parts["model"].from_ is not None:
@@ -232,7 +246,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     if bound.value is None:
         raise ConfigError(problems, bound.hidden)
     config = dataclasses.replace(bound.value, **sections)
-    loaded = LoadedConfig(config=config, path=path, _document=document)
+    loaded = LoadedConfig(config=config, path=path, plugins=plugins, _document=document)
     if not any(problem.path in ("data.tokenizer", "model.from") for problem in problems):
         try:
             loaded.model(planned_vocab_size(loaded))
@@ -248,6 +262,20 @@ class _Paths:
 
     def __init__(self, document: Document, folder: Path, problems: list[FieldProblem]) -> None:
         self._document, self._folder, self._problems = document, folder.absolute(), problems
+
+    def plugins(self, names: Any) -> dict[str, str]:
+        """Execute the files with the user's own kinds of layers; return their digests by path."""
+        load_installed_plugins()
+        found: dict[str, str] = {}
+        for index, name in enumerate(names if isinstance(names, list) else ()):
+            field, before = f"plugins[{index}]", len(self._problems)
+            path = self._resolve(field, name) if isinstance(name, str) else ""
+            if path and len(self._problems) == before:
+                try:
+                    found[path] = load_plugin(path)
+                except PluginError as error:
+                    self._add(field, str(error))
+        return found
 
     def data(self, data: Any) -> Any:
         files = (".bin", ".idx")

@@ -256,6 +256,8 @@ class RunConfig:
         checkpoint: When to save, and what to start from.
         export: What is written at the end for other programs.
         logging: What is reported.
+        plugins: Python files with kinds of layers of your own, such as `[my_mixer.py]`, relative
+            to the YAML file. They are executed on every rank.
     """
 
     model: ModelSection
@@ -272,6 +274,7 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     export: ExportSection = field(default_factory=ExportSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         errors: dict[str, str] = {}

@@ -19,7 +19,15 @@ from mt_ckpt import (
 )
 from mt_files import FileError, shorten
 from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
-from mt_model import DTYPES, GPT, ModelConfig, MoEConfig, StackConfig, saved_buffers
+from mt_model import (
+    DTYPES,
+    GPT,
+    ModelConfig,
+    MoEConfig,
+    StackConfig,
+    load_recorded_plugins,
+    saved_buffers,
+)
 from mt_parallel_state import ParallelLayout, ParallelState, WgradStore
 from torch import Tensor
 
@@ -144,8 +152,9 @@ def read_teacher(folder: str | Path) -> ModelConfig:
     if path is None:
         config: StackConfig = read_description(folder).config
     else:
-        model = inspect_checkpoint(path).metadata_as(SavedModel).model
-        config = StackConfig.from_dict(model)
+        saved = inspect_checkpoint(path).metadata_as(SavedModel)
+        load_recorded_plugins(saved.plugins)
+        config = StackConfig.from_dict(saved.model)
     if not isinstance(config, ModelConfig) or config.encoder_layers or config.images:
         raise ExchangeError(f"{folder} is no model of text alone; name one that predicts tokens")
     return config

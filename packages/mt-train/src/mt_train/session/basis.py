@@ -130,7 +130,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     for part in wanted_parts(loaded.config):
         part.check(loaded, model)
     _check_export(loaded, model, start)
-    check_start(start, loaded.config, model=model.to_dict(), tokenizer=tokenizer.sha256)
+    check_start(start, loaded, model=model.to_dict(), tokenizer=tokenizer.sha256)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)
 
 

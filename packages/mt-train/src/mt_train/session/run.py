@@ -50,7 +50,7 @@ from mt_train.reporting.plot import draw_loss
 from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
 from mt_train.session.basis import Basis, prepare_on_all_ranks
-from mt_train.session.saved import SavedRun
+from mt_train.session.saved import SavedRun, plain_sections
 from mt_train.training.chosen_kernels import kernel_lines
 from mt_train.training.evaluation import HeldOut, evaluate
 from mt_train.training.trainer import NonFiniteLossError, Step, Trainer
@@ -172,7 +172,8 @@ class _Session:
             data=mixture,
             tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
-            config=to_plain(config),
+            config=plain_sections(config),
+            plugins=loaded.plugins,
         )
         if self.start.path is not None:
             only = self.start.weights_only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpo
 from mt_files import Checks, UserError, to_plain
 from mt_optim import ScaleState
 
+from mt_train.config.run_config import RunConfig
 from mt_train.data.mixture import Mixture
 from mt_train.training.progress import Progress
 
@@ -38,7 +39,8 @@ class SavedRun:
         data: What the run drew its samples from.
         tokenizer: Of the data.
         model: The model, as `ModelConfig.to_dict` gives it.
-        config: The configuration, as JSON values.
+        config: The sections of the configuration, as JSON values.
+        plugins: SHA-256 of each plugin, by its path.
     """
 
     step: int
@@ -50,6 +52,7 @@ class SavedRun:
     tokenizer: SavedTokenizer
     model: Mapping[str, Any]
     config: Mapping[str, Mapping[str, Any]]
+    plugins: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -88,6 +91,11 @@ class SavedRun:
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `read_saved` reads, with the layout that saves it for the record."""
         return {**to_plain(self), "layout": dict(layout)}
+
+
+def plain_sections(config: RunConfig) -> dict[str, Any]:
+    """Return the sections of a configuration as JSON values, without the list of plugins."""
+    return {name: value for name, value in to_plain(config).items() if name != "plugins"}
 
 
 def read_saved(path: Path) -> SavedRun:

@@ -14,7 +14,13 @@ from mt_train.config.loading import LoadedConfig
 from mt_train.config.run_config import RunConfig
 from mt_train.data.mixture import Mixture
 from mt_train.reporting.history import changes
-from mt_train.session.saved import ResumeError, SavedRun, read_imported, read_saved
+from mt_train.session.saved import (
+    ResumeError,
+    SavedRun,
+    plain_sections,
+    read_imported,
+    read_saved,
+)
 from mt_train.training.progress import Progress
 
 # What may differ between two parts of a run: everything but the model, the tokenizer and these.
@@ -76,7 +82,7 @@ class Start:
             return [f"starting with the weights of {self.pretrained or self.path}"]
         if self.saved is None:
             return []
-        differ = changes(self.saved.config, to_plain(config))
+        differ = changes(self.saved.config, plain_sections(config))
         if self.weights_only:
             differ = [line for line in differ if line.startswith("model.")]
             if self.saved.tokenizer.sha256 != tokenizer:
@@ -123,12 +129,18 @@ def find_start(
     return Start(path=path, saved=saved, weights_only=only, imported=imported)
 
 
-def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], tokenizer: str) -> None:
+def check_start(
+    start: Start,
+    loaded: LoadedConfig,
+    *,
+    model: dict[str, Any],
+    tokenizer: str,
+) -> None:
     """Check that a run can go on with this configuration where another part of it ended.
 
     Args:
         start: What it starts from.
-        config: The configuration from here on.
+        loaded: The configuration from here on.
         model: The model, as `ModelConfig.to_dict` gives it.
         tokenizer: The SHA-256 of the tokenizer.
 
@@ -138,7 +150,7 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
     saved = start.continued
     if saved is None:
         return
-    before, now = saved.config, to_plain(config)
+    before, now = saved.config, to_plain(loaded.config)
     differences = []
     if dict(saved.model) != model:
         lines = changes({"model": before["model"]}, {"model": now["model"]})
@@ -148,6 +160,9 @@ def check_start(start: Start, config: RunConfig, *, model: dict[str, Any], token
             f"data.tokenizer: sha256 {saved.tokenizer.sha256[:12]}... -> {tokenizer[:12]}...; ids "
             "would mean other text"
         )
+    for digest in set(saved.plugins.values()) - set(loaded.plugins.values()):
+        names = [path for path, each in saved.plugins.items() if each == digest]
+        differences.append(f"plugins: {names[0]} has changed, or is not named")
     then, current = before["training"], now["training"]
     for name in _FIXED:
         if then.get(name) != current[name]:
