@@ -144,7 +144,7 @@ class GroupedLinear(GemmLayer):
         x, matrix = as_autocast(x), as_autocast(weight)
         context = GroupedContext(
             gemms=gemms,
-            kernel=self.selector.function(x, matrix, gemms, key=matrix.dtype),
+            kernel=self.selector.find(x, matrix, gemms, key=matrix.dtype).function,
             weight=weight,
             store=self.wgrad_store,
             sink=self.grad_sink,

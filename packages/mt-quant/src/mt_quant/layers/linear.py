@@ -220,7 +220,7 @@ class QuantizedLinear(nn.Module):
 
     def _product(self, operands: Operands) -> Tensor:
         x, weight, rows = operands.x, operands.weight, len(operands.x)
-        product = self.selector.function(x, weight, self.input, key=rows)
+        product = self.selector.find(x, weight, self.input, key=rows).function
         if product not in self._prepared:
             self._prepared[product] = product.prepare(weight)
         operands.prepared = self._prepared[product]
