@@ -18,7 +18,6 @@ from mt_fusions import BIAS_GELU, GATED, LAYER_NORM, RESIDUAL, RMS_NORM, ROPE, L
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.norm import RMSNorm
 from mt_model.block.residual import added, normed
-from mt_model.kernels.loss import loss_kernel
 from mt_model.rope.config import RopeConfig, Rotary
 from mt_model.rope.rotary import rotary_table
 from mt_tensor_parallel import linear_cross_entropy
@@ -70,7 +69,7 @@ def turned(qkv: Tensor, *, interleaved: bool, kernel: str) -> tuple[Tensor, ...]
 
 def loss(hidden: Tensor, head: Tensor, *, kernel: str) -> tuple[Tensor, ...]:
     labels = torch.arange(len(hidden)) % len(head)
-    options = LossOptions(kernel=loss_kernel(kernel, hidden))
+    options = LossOptions(kernel=kernel)
     return (linear_cross_entropy(hidden, head, labels, options=options),)
 
 

@@ -15,8 +15,8 @@ from mt_fusions.graphs.graph import Graph
 from mt_fusions.graphs.graph_pool import GraphPool
 from mt_fusions.graphs.tape import GraphError
 from mt_fusions.kernels import fused_kernel
-from mt_fusions.losses.cross_entropy import LOSS_KERNELS, cross_entropy
-from mt_fusions.losses.logit_loss import LogitLoss, TokenLosses
+from mt_fusions.losses.cross_entropy import cross_entropy
+from mt_fusions.losses.logit_loss import LOSS, LogitLoss, TokenLosses
 from mt_fusions.losses.terms import IGNORE_INDEX, LossOptions
 from mt_fusions.norms.add_norm import add_layer_norm, add_rms_norm
 from mt_fusions.norms.layer_norm import LAYER_NORM, layer_norm
@@ -32,7 +32,7 @@ __all__ = [
     "GATED",
     "IGNORE_INDEX",
     "LAYER_NORM",
-    "LOSS_KERNELS",
+    "LOSS",
     "RESIDUAL",
     "RMS_NORM",
     "ROPE",

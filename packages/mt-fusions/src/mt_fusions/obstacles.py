@@ -11,7 +11,7 @@ from mt_fusions.adamw import ADAMW_KERNELS
 from mt_fusions.attention.masked_softmax import MASKED_SOFTMAX_KERNELS
 from mt_fusions.attention.rope import ROPE_KERNELS
 from mt_fusions.kernels import Kernel
-from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS, LOSS_KERNELS
+from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS
 from mt_fusions.norms.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
 from mt_fusions.permute import PERMUTE_KERNELS, UNPERMUTE_KERNELS
 from mt_fusions.residual.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS
@@ -28,7 +28,6 @@ KERNELS: Mapping[str, tuple[Kernel, ...]] = {
     "bias_gelu": BIAS_GELU_KERNELS,
     "bias_gelu_tanh": BIAS_GELU_KERNELS,
     "bias_dropout_add": BIAS_DROPOUT_ADD_KERNELS,
-    "logit_loss": LOSS_KERNELS,
     "cross_entropy": CROSS_ENTROPY_KERNELS,
     "masked_softmax": MASKED_SOFTMAX_KERNELS,
     "permute": PERMUTE_KERNELS,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import AUTO, kernel_for, serves, triton_obstacle
+from mt_fusions.losses.kernel import LogitKernel
 from mt_fusions.losses.terms import (
     IGNORE_INDEX,
     LossOptions,
@@ -93,21 +93,6 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
         found = _forward(rows, own.local, *how)
     losses = token_losses(over_ranks(found, group), own, options)  # pyright: ignore[reportArgumentType]
     return reduced(losses.view(labels.shape), own.counts, options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitKernel(Kernel):
-    """A kernel of cross entropy.
-
-    Attributes:
-        forward: Returns the terms of each row of logits.
-        backward: Writes the gradient of logits into a tensor, which may be the logits.
-        softmax: Returns the same terms, and the probabilities, which may take the memory of the
-            logits: a gradient that is wanted at once then needs no second pass. None if it has no
-            such form.
-    """
-
-    softmax: Callable[..., tuple[Terms, Tensor]] | None = None
 
 
 def _lowest(rows: Tensor) -> float:
@@ -253,14 +238,15 @@ def _torch_obstacle(x: Tensor) -> str | None:
     return None
 
 
-_TORCH = LogitKernel(
+TORCH = LogitKernel(
     name="torch",
     forward=_torch_rows,
     backward=_torch_gradient,
     softmax=_torch_softmax,
     obstacle=serves,
 )
-_OTHERS = (
+CROSS_ENTROPY_KERNELS = (
+    replace(TORCH, obstacle=_torch_obstacle),
     LogitKernel(
         name="triton", forward=_triton_rows, backward=_triton_gradient, obstacle=triton_obstacle
     ),
@@ -268,8 +254,6 @@ _OTHERS = (
         name="reference", forward=_reference, backward=_reference_gradient, obstacle=serves
     ),
 )
-CROSS_ENTROPY_KERNELS = (replace(_TORCH, obstacle=_torch_obstacle), *_OTHERS)
-LOSS_KERNELS = (_TORCH, *_OTHERS)  # of `LogitLoss`, which wants the gradient at once
 
 
 def _run(logits: Tensor, labels: Tensor, columns: int, *how: Any) -> Terms:

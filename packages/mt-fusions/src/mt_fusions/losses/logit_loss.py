@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from mt_kernels import Candidate, Registry, serves, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.blocks import wide_dtype
-from mt_fusions.kernels import kernel_for
-from mt_fusions.losses.cross_entropy import LOSS_KERNELS, gradient_of_
+from mt_fusions.kernels import fused_kernel, kernel_for
+from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS, TORCH, gradient_of_
+from mt_fusions.losses.kernel import LogitKernel
 from mt_fusions.losses.terms import LossOptions, Terms, local_labels, over_ranks, token_losses
 
 _CACHED = 1 << 19  # logits whose softmax and gradient stay in a CPU's cache
@@ -65,7 +68,8 @@ class LogitLoss:
         self._labels = local_labels(labels, width, group, options)
         self.counts = self._labels.counts
         self.group = None if group is None or group.size() == 1 else group
-        self._kernel = kernel_for(LOSS_KERNELS, options.kernel, like)
+        kernel = options.kernel
+        self._kernel = LOSS.find(kernel, like).function if isinstance(kernel, str) else kernel
 
     def losses_(self, logits: Tensor, rows: slice, *, wants_grad: bool) -> TokenLosses:
         """Return the losses of some tokens, and turn their logits into the gradient of the sum.
@@ -100,9 +104,8 @@ class LogitLoss:
         wants_total, columns = options.label_smoothing > 0, labels.columns
         if self._kernel.softmax:
             terms, capped = self._kernel.softmax(capped, labels.local, wants_total=wants_total)
-        else:  # a node of a compiled graph
-            run = torch.ops.mt_fusions.cross_entropy
-            terms = run(capped, labels.local, columns, wants_total, self._kernel.name)
+        else:
+            terms = self._kernel.forward(capped, labels.local, columns, wants_total=wants_total)
         whole = over_ranks(terms, self.group)
         if wants_grad:
             slopes = self._slopes(whole[0], terms[0])
@@ -110,7 +113,7 @@ class LogitLoss:
                 alone = not options.z_loss and self.group is None  # then the first slope is 1
                 gradient_of_(capped, labels.local, (None if alone else slopes[0], *slopes[1:]))
             else:
-                capped = self._gradient_(capped, labels.local, terms[0], slopes)
+                self._kernel.backward(capped, capped, labels.local, terms[0], slopes, columns)
             _write(logits, capped, slope)
         return TokenLosses(token_losses(whole, labels, options), whole[0], terms[0])
 
@@ -131,7 +134,8 @@ class LogitLoss:
         of_lse, of_target, of_total = self._slopes(lse, own)
         scale = grad[rows]
         scaled = of_lse * scale, of_target * scale, of_total * scale if len(of_total) else of_total
-        _write(logits, self._gradient_(capped, labels.local, own, scaled), slope)
+        self._kernel.backward(capped, capped, labels.local, own, scaled, labels.columns)
+        _write(logits, capped, slope)
 
     def _slopes(self, lse: Tensor, own: Tensor) -> Terms:
         """Return the gradients of a token's loss for the terms of this rank's columns."""
@@ -140,14 +144,6 @@ class LogitLoss:
         share = -smoothing / self._labels.vocab_size
         of_total = torch.full_like(lse, share) if smoothing else lse.new_empty(0)
         return of_lse, torch.full_like(lse, smoothing - 1), of_total
-
-    def _gradient_(self, logits: Tensor, local: Tensor, own: Tensor, slopes: Terms) -> Tensor:
-        """Return the gradient of logits, in their memory outside of compiled graphs."""
-        if torch.compiler.is_compiling():
-            run = torch.ops.mt_fusions.cross_entropy_backward
-            return run(logits, local, own, *slopes, logits.shape[1], self._kernel.name)
-        self._kernel.backward(logits, logits, local, own, slopes, logits.shape[1])
-        return logits
 
 
 def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
@@ -170,3 +166,49 @@ def _write(logits: Tensor, gradient: Tensor, slope: Tensor | None) -> None:
     if gradient.dtype != logits.dtype or torch.compiler.is_compiling():
         logits[:, :columns] = gradient
     logits[:, columns:] = 0
+
+
+def _through_operator(name_of: Callable[[Tensor], str]) -> LogitKernel:
+    """Return a kernel of `cross_entropy` that is one node in a compiled graph.
+
+    Args:
+        name_of: Returns the kernel's name for some logits.
+    """
+
+    def forward(logits: Tensor, labels: Tensor, columns: int, *, wants_total: bool) -> Terms:
+        run = torch.ops.mt_fusions.cross_entropy
+        return run(logits, labels, columns, wants_total, name_of(logits))
+
+    def backward(
+        out: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, grads: Terms, columns: int
+    ) -> None:
+        name = name_of(logits)
+        if torch.compiler.is_compiling():
+            run = torch.ops.mt_fusions.cross_entropy_backward
+            out.copy_(run(logits, labels, lse, *grads, columns, name))
+        else:
+            kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, logits)
+            kernel.backward(out, logits, labels, lse, grads, columns)
+
+    return LogitKernel(name="operator", forward=forward, backward=backward, obstacle=serves)
+
+
+def _fused_name(logits: Tensor) -> str:
+    return "triton" if fused_kernel(logits) == "triton" else "torch"
+
+
+def _fused_obstacle(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling() or x.device.type == "cpu":
+        return None  # in a compiled graph the kernel says it when it runs
+    return triton_obstacle(x)
+
+
+LOSS: Registry[LogitKernel] = Registry(
+    "loss",
+    (
+        Candidate("torch", TORCH),
+        Candidate("fused", _through_operator(_fused_name), _fused_obstacle),
+        Candidate("reference", _through_operator(lambda _: "reference")),
+    ),
+)
+"""Kernels of `LogitLoss`: torch's softmax in place, the fused kernel of the device, or neither."""

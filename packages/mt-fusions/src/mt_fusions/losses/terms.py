@@ -12,6 +12,7 @@ from mt_files import check_type
 from torch import Tensor
 
 from mt_fusions.arguments import check_range
+from mt_fusions.losses.kernel import LogitKernel
 
 IGNORE_INDEX = -100
 Terms = tuple[Tensor, Tensor, Tensor]  # log-sum-exp, label's logit and sum, a number for each row
@@ -34,7 +35,7 @@ class LossOptions:
         softcap: Logits become `softcap * tanh(logit / softcap)`, in fp32. None leaves them.
         block_size: Number of tokens whose logits are made at a time, where they are made in
             blocks. None takes a few million logits.
-        kernel: Name of the kernel, or "auto".
+        kernel: "auto", the name of a candidate of `LOSS`, or its function, once chosen.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -52,7 +53,7 @@ class LossOptions:
     vocab_size: int | None = None
     softcap: float | None = None
     block_size: int | None = None
-    kernel: str = "auto"
+    kernel: str | LogitKernel = "auto"
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):

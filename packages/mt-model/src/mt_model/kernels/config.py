@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 from mt_files import Checks, did_you_mean
 from mt_fusions import (
     BIAS_GELU,
     GATED,
     LAYER_NORM,
+    LOSS,
     RESIDUAL,
     RMS_NORM,
     ROPE,
@@ -25,6 +26,7 @@ _REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
     "activation": (GATED, SQUARED_RELU, BIAS_GELU, SILU_PRODUCT),
     "residual": (RESIDUAL,),
     "rope": (ROPE,),
+    "loss": (LOSS,),
     "attention": (Registry("attention", ()),),
 }
 # The names of candidates whose registry is in a room above this one.
@@ -64,7 +66,7 @@ class Kernels:
     activation: str = "auto"
     residual: str = "auto"
     rope: str = "auto"
-    loss: Literal["auto", "fused", "torch", "reference"] = "auto"
+    loss: str = "auto"
 
     sets: ClassVar[tuple[str, ...]] = get_args(KernelSet)
 

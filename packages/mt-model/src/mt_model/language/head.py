@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mt_fusions import IGNORE_INDEX, LOSS_KERNELS, LossOptions
-from mt_kernels import Candidate, Choice, Registry
+from mt_fusions import IGNORE_INDEX, LOSS, LossOptions
+from mt_kernels import Choice, Selector
 from mt_parallel_state import (
     PartitionSpec,
     all_gather,
@@ -23,7 +23,6 @@ from mt_model.block.losses import Losses
 from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
 from mt_model.kernels.activation import PlainActivation
-from mt_model.kernels.loss import loss_kernel
 from mt_model.language.divergence import Scoring, Teaching, divergence
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ class LanguageHead(nn.Module):
     def __init__(self, config: ModelConfig, *, shard: ShardContext) -> None:
         super().__init__()
         self.config, self.shard = config, shard
+        self.loss = Selector(LOSS, shard.kernels.loss)
         rows, hidden = config.vocab_rows // shard.tp, config.hidden_size
         kind, transform = config.head_transform, None
         if kind is not None:
@@ -116,9 +116,7 @@ class LanguageHead(nn.Module):
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
         """Yield what computes the losses."""
-        name = loss_kernel(self.shard.kernels.loss, like)
-        candidates = (Candidate(kernel.name, kernel, kernel.obstacle) for kernel in LOSS_KERNELS)
-        yield Registry("loss", tuple(candidates)).choose(name, like)
+        yield self.loss.choose(like)
 
     def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
         group = self.shard.group
@@ -145,7 +143,7 @@ class LanguageHead(nn.Module):
                 z_loss=z_loss,
                 vocab_size=self.config.vocab_size,
                 softcap=self.config.logit_softcap,
-                kernel=loss_kernel(self.shard.kernels.loss, x),
+                kernel=self.loss.find(x).function,
             ),
             group=self.shard.group,
             gemm=self.shard.gemm,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from mt_fusions import IGNORE_INDEX, LossOptions
+from mt_fusions import IGNORE_INDEX, LOSS, LossOptions
+from mt_kernels import Selector
 from mt_tensor_parallel import linear_cross_entropy, parallel_linear
 from torch import Tensor, nn
 
 from mt_model.block.losses import Losses
 from mt_model.block.shard_context import ShardContext
-from mt_model.kernels.loss import loss_kernel
 
 
 class ClassHead(nn.Module):
@@ -29,7 +29,7 @@ class ClassHead(nn.Module):
 
     def __init__(self, size: int, classes: int, *, shard: ShardContext) -> None:
         super().__init__()
-        self.gemm, self.kernel = shard.gemm, shard.kernels.loss
+        self.gemm, self.kernel = shard.gemm, Selector(LOSS, shard.kernels.loss)
         like = {"dtype": shard.dtype, "device": torch.device("meta")}
         self.weight = nn.Parameter(torch.empty(classes, size, **like))
         self.bias = nn.Parameter(torch.empty(classes, **like))
@@ -48,7 +48,7 @@ class ClassHead(nn.Module):
         Shape:
             x: [B, size]; labels: [B].
         """
-        options = LossOptions(kernel=loss_kernel(self.kernel, x))
+        options = LossOptions(kernel=self.kernel.find(x).function)
         loss = linear_cross_entropy(
             x, self.weight, labels, bias=self.bias, options=options, gemm=self.gemm
         )

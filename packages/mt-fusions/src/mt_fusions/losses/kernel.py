@@ -1,0 +1,26 @@
+"""A kernel of cross entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mt_fusions.kernels import Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitKernel(Kernel):
+    """A kernel of cross entropy.
+
+    Attributes:
+        forward: Returns the terms of each row of logits: log-sum-exp, label's logit and sum.
+        backward: Writes the gradient of logits into a tensor, which may be the logits.
+        softmax: Returns the same terms, and the probabilities, which may take the memory of the
+            logits: a gradient that is wanted at once then needs no second pass. None if it has no
+            such form.
+    """
+
+    softmax: Callable[..., tuple[Any, Tensor]] | None = None
