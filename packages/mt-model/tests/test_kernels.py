@@ -486,7 +486,7 @@ def test_each_operation_has_one_kernel_for_every_device(device, monkeypatch):
 
     class On:
         def __init__(self):
-            self.device = torch.device(device)
+            self.device, self.dtype, self.shape = torch.device(device), torch.float32, (2, 8)
 
     def names():
         norm = RMS_NORM.find(AUTO, On(), On()).name

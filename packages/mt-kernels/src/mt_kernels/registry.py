@@ -88,7 +88,7 @@ class Registry(Generic[F]):
         """
         if name == AUTO:
             for candidate in self.candidates:
-                if candidate.drawback(*args) is None and candidate.obstacle(*args) is None:
+                if candidate.obstacle(*args) is None and candidate.drawback(*args) is None:
                     return candidate
             reasons = "; ".join(f"{name}: {why}" for name, why in self._passed_over(*args))
             raise KernelError(f"no kernel of {self.operation} serves ({reasons})")
