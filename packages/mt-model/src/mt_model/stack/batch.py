@@ -1,4 +1,4 @@
-"""What a stage is called with, beside the activation of the stage before."""
+"""The batch that a stage is called with, beside the activation of the stage before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTEGERS = (
 
 
 def new_tokens(batch: Batch) -> Tensor:
-    """Return the tokens of a pass, or what is given in place of them; its dim 1 is theirs."""
+    """Return the tokens of a pass, or the embeddings given in place of them; dim 1 is tokens."""
     given = batch.get("embeddings")
     return batch["tokens"] if given is None else given
 
@@ -42,10 +42,10 @@ def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
 
 
 def whole_of(batch: Batch, name: str, length: int) -> Tensor | None:
-    """Return what a batch says of whole sequences, however many ranks share them.
+    """Return the entries of a batch that hold whole sequences, however many ranks share them.
 
     Raises:
-        ValueError: It is of a part.
+        ValueError: An entry holds only a part of the sequences.
     """
     x = batch.get(name)
     if x is not None and x.shape[1] != length:
@@ -80,7 +80,7 @@ def check_batch(batch: Batch) -> None:
     """Check the dtypes and shapes of a batch.
 
     Raises:
-        TypeError: it is no mapping, or an entry is of another type.
+        TypeError: The batch is no mapping, or an entry has another type.
         ValueError: tokens and embeddings are missing, or a shape does not fit.
     """
     if not isinstance(batch, Mapping):
@@ -110,12 +110,12 @@ def check_batch(batch: Batch) -> None:
 
 
 def check_encoder_batch(batch: Batch) -> None:
-    """Check what a model with an encoder is given, beside what `check_batch` does.
+    """Check the entries for a model with an encoder, beside those that `check_batch` checks.
 
     Raises:
-        TypeError: an entry is of another type.
-        ValueError: the encoder's tokens are missing, or come again; a shape does not fit; or there
-            is what such a model does not take.
+        TypeError: An entry has another type.
+        ValueError: The encoder's tokens are missing or given twice, a shape does not fit, or there
+            is an entry that such a model does not take.
     """
     for name in ("memory", "memory_mask", "embeddings", "pixel_values"):
         if batch.get(name) is not None:

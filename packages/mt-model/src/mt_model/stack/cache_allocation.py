@@ -23,12 +23,12 @@ def chosen_schemes(
 
     Args:
         wanted: The format or its name.
-        mixers: Of a stage, by the layer's index.
-        known: Those of the model, whose static scales a format of the same kind has.
+        mixers: Mixers of a stage, by the layer's index.
+        known: Schemes of the model; a format of the same kind takes over their static scales.
 
     Raises:
         QuantizationError: There is no such format.
-        CalibrationError: It has static scales, and a layer has none.
+        CalibrationError: The format has static scales, and a layer has none.
     """
     from mt_quant import KVFormat, KVScheme
 
@@ -43,7 +43,7 @@ def chosen_schemes(
 
 
 def check_keeps(mixers: Iterable[MixerConfig], format: object) -> None:
-    """Refuse a format of keys and values for a model without.
+    """Refuse a format of keys and values for a model that keeps none.
 
     Raises:
         QuantizationError: No mixer of the model keeps any.
@@ -69,14 +69,14 @@ def empty_cache(
     """Make the cache of a stage.
 
     Args:
-        mixers: Those that keep something, by the layer's index.
-        schemes: Of layers whose keys and values are kept in low precision.
-        batch_size: Rows.
-        max_length: Tokens that fit.
+        mixers: Mixers that keep something, by the layer's index.
+        schemes: Schemes of the layers whose keys and values are kept in low precision.
+        batch_size: Number of rows.
+        max_length: Number of tokens that fit.
         shard: This rank's share of the model.
 
     Raises:
-        QuantizationError: Scales are not as many as the heads of a layer.
+        QuantizationError: A layer has another number of heads than scales.
     """
     layers: dict[int, dict[str, Tensor]] = {}
     wide = torch.promote_types(shard.dtype, torch.float32)
@@ -103,7 +103,7 @@ def _scales(
     scheme: KVScheme,
     shard: ShardContext,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the scales of codes: those of this rank's heads, or room for each token's."""
+    """Yield the scales of codes: static ones of this rank's heads, or room for one a token."""
     for name, kind in mixer.token_cache.items():
         if scheme.scales is not None:
             whole = scheme.scales.key if kind == "key" else scheme.scales.value
@@ -115,13 +115,13 @@ def _scales(
 
 
 def own_heads(whole: Tensor, layer: int, mixer: MixerConfig, shard: ShardContext) -> Tensor:
-    """Return what this rank's heads have, of what those of the whole model have.
+    """Cut the values of this rank's heads from those of all heads of the model.
 
     Shape:
         whole: [token_heads].
 
     Raises:
-        QuantizationError: It is not for as many heads.
+        QuantizationError: There is not one value for each head.
     """
     count = mixer.token_heads
     if whole.shape != (count,):

@@ -1,4 +1,4 @@
-"""A list of layers with the stream between them, as frozen values."""
+"""A list of layers and the residual stream between them, as frozen values."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _RESERVED = ("lm", "tokens", "total", "val")
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(StreamConfig, ABC):
-    """Layers in order with a norm behind the last one; what is around them is a kind's own.
+    """Layers in order with a norm behind the last one; subclasses add the input and the output.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        max_sequence_length: longest sequence; also the rows of a learned position table.
-        layers: one entry per layer; they may differ. What is given with a `repeat` becomes as many.
-        norm: the form of every norm.
-        final_norm: a norm behind the last layer; layers with `post` norms end in one already.
-        dropout: probability of dropping an element of the embedding, mixer or feed-forward
+        hidden_size: Width of the residual stream.
+        max_sequence_length: Longest sequence; also the rows of a learned position table.
+        layers: One entry per layer; they may differ. An entry with a `repeat` becomes that many.
+        norm: Form of every norm.
+        final_norm: Norm behind the last layer; layers with `post` norms end in one already.
+        dropout: Probability of dropping an element of the embedding, mixer or feed-forward
             output in training.
-        init_std: standard deviation of the initial weights; projections that write to the
+        init_std: Standard deviation of the initial weights; projections that write to the
             residual stream use `init_std / sqrt(2 * num_layers)` (Radford et al., 2019).
-        embedding_std: that of embeddings and head; `init_std` where None. In muP it stays while
-            `init_std` falls with the root of the width (Yang et al., 2022).
+        embedding_std: Standard deviation of embeddings and head; `init_std` where None. In muP it
+            stays while `init_std` falls with the root of the width (Yang et al., 2022).
     """
 
     default_kind: ClassVar[str] = "model"
@@ -72,7 +72,7 @@ class StackConfig(StreamConfig, ABC):
 
     @abstractmethod
     def _check_own(self, checks: Checks) -> None:
-        """Check what the kind adds, before the layers are."""
+        """Check the fields that a subclass adds, before the layers are checked."""
 
     @abstractmethod
     def build(self, state: ParallelState | None = None, **arguments: Any) -> nn.Module:
@@ -80,26 +80,26 @@ class StackConfig(StreamConfig, ABC):
 
         Args:
             state: This rank's place; None is a single process.
-            arguments: Others of `Stack`.
+            arguments: Further arguments of `Stack`.
         """
 
     def __str__(self) -> str:
-        """A table of the layers, equal neighbours in one row, with parameters and FLOPs."""
+        """Return a table of the layers, equal neighbours in one row, with parameters and FLOPs."""
         return table(self)
 
     @property
     def own_losses(self) -> dict[str, float]:
-        """What losses that arise outside of the layers weigh in the objective, by name."""
+        """Weights in the objective of the losses that arise outside of the layers, by name."""
         return {}
 
     @property
     def loss_counts(self) -> dict[str, str]:
-        """By what each loss is divided, by name: the name of a count among those of a pass."""
+        """Name of the count that each loss is divided by, by the loss's name."""
         return dict.fromkeys(self.loss_weights, "tokens")
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """What each loss of the model weighs in the objective, by name: its own, then others."""
+        """Weight of each loss in the objective, by name: the model's own, then the layers'."""
         weights = dict(self.own_losses)
         for layer, _ in runs(self.all_layers):
             weights |= layer.loss_weights
@@ -107,17 +107,17 @@ class StackConfig(StreamConfig, ABC):
 
     @property
     def all_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers, and behind them those of other modules, whose indices go on."""
+        """The layers, then the layers of further modules such as MTP, numbered on."""
         return self.layers
 
     @property
     def runs(self) -> tuple[tuple[LayerConfig, int], ...]:
-        """Equal neighbours of the layer list as one layer, and how often it comes."""
+        """Runs of equal layers: the layer and how often it comes."""
         return tuple(runs(self.layers))
 
     @property
     def mixers(self) -> dict[int, MixerConfig]:
-        """The mixers by the index of their layer, of `all_layers` that have one."""
+        """Mixers by the index of their layer in `all_layers`, where a layer has one."""
         found = ((index, layer.mixer) for index, layer in enumerate(self.all_layers))
         return {index: mixer for index, mixer in found if mixer is not None}
 
@@ -130,12 +130,12 @@ class StackConfig(StreamConfig, ABC):
 
     @property
     def num_layers(self) -> int:
-        """Length of the layer list."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def score_tables(self) -> dict[str, tuple[int, int]]:
-        """Buckets and heads of the tables of biases that layers share, by name."""
+        """Number of buckets and of heads of each table of biases that layers share, by name."""
         tables: dict[str, tuple[int, int]] = {}
         for mixer in self.mixers.values():
             shared = mixer.shared_table
@@ -145,7 +145,7 @@ class StackConfig(StreamConfig, ABC):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, from the sizes."""
+        """Number of parameters of the whole model, from its sizes."""
         total = self.norm.num_parameters(self.hidden_size) * self.final_norm
         total += sum(buckets * heads for buckets, heads in self.score_tables.values())
         for layer, repeats in runs(self.all_layers):
@@ -154,7 +154,7 @@ class StackConfig(StreamConfig, ABC):
 
     @property
     def num_buffers(self) -> int:
-        """Elements that a checkpoint keeps beside the parameters."""
+        """Number of elements that a checkpoint keeps beside the parameters."""
         entries = chain.from_iterable(layer.entries for layer in self.all_layers)
         return sum(entry.num_buffers for entry in entries)
 
@@ -172,7 +172,7 @@ class StackConfig(StreamConfig, ABC):
         on (Chowdhery et al., 2022).
 
         Args:
-            sequence_length: tokens per sequence.
+            sequence_length: Tokens per sequence.
         """
         total = 0
         for layer, repeats in runs(self.all_layers):
@@ -182,11 +182,11 @@ class StackConfig(StreamConfig, ABC):
         return total
 
     def cache_break(self, held: int, length: int) -> int | None:
-        """Return the length between these past which what a cache holds doesn't serve, or None.
+        """Return the length past which the cached keys no longer serve, if it lies between these.
 
         Args:
-            held: Tokens that the cache holds.
-            length: Tokens with those to come.
+            held: Number of tokens in the cache.
+            length: Number of tokens with the new ones.
         """
         if not held:
             return None
@@ -194,10 +194,10 @@ class StackConfig(StreamConfig, ABC):
         return next((at for at in breaks if at is not None and held <= at < length), None)
 
     def part_of(self, name: str) -> StackConfig:
-        """Return the stack that a parameter belongs to, which says what it starts from.
+        """Return the stack whose settings give a parameter its initial values.
 
         Args:
-            name: Of the parameter in the whole model.
+            name: Name of the parameter in the whole model.
         """
         del name
         return self
@@ -229,7 +229,7 @@ class StackConfig(StreamConfig, ABC):
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts, which ranks may share."""
+        """Whether any layer has experts."""
         entries = (layer.entries for layer, _ in runs(self.all_layers))
         return any(tuple(e.expert_sizes()) for e in chain.from_iterable(entries))
 
@@ -237,7 +237,7 @@ class StackConfig(StreamConfig, ABC):
         """Check that ranks can share the experts of every layer.
 
         Raises:
-            ValueError: There are none to share, or their number or width does not divide.
+            ValueError: No layer has experts, or their number or width does not divide.
         """
         if ep > 1 and not self.has_experts:
             raise ValueError(
@@ -253,7 +253,7 @@ class StackConfig(StreamConfig, ABC):
                         raise ValueError(f"{text} (layer {index})")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_dict` of them is equal to this config.
+        """Return plain JSON values, of which `from_dict` makes an equal config.
 
         Equal neighbours in `layers` are one entry with a `repeat`.
         """
@@ -262,11 +262,11 @@ class StackConfig(StreamConfig, ABC):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` wrote, or what a person did.
+        """Build a config from plain values, as `to_dict` or a person wrote them.
 
         An entry of `layers` may have a `repeat`, and a mixer or feed-forward without a `type` is
-        `attention` or `mlp`. `StackConfig.from_dict` reads any kind of model: what has no `type` is
-        a `ModelConfig`.
+        `attention` or `mlp`. `StackConfig.from_dict` reads any kind of model, a `ModelConfig` where
+        there is no `type`.
 
         Raises:
             SchemaError: keys are unknown or missing, or values are of the wrong type or range;

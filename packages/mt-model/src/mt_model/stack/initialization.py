@@ -31,7 +31,7 @@ def materialize(
     seed: int | None,
     device: torch.device,
 ) -> None:
-    """Give the stage's parameters that are on the meta device memory and their initial values.
+    """Allocate the stage's parameters that are on the meta device, and give them initial values.
 
     Each value depends on the parameter's global name, the seed and its global index only. Without
     a seed the values are undefined.
@@ -58,16 +58,16 @@ def initializer(
     *,
     seed: int = 0,
 ) -> Callable[[str, nn.Parameter], None]:
-    """Return what gives parameters of a model on the meta device their initial values, one by one.
+    """Return a function that fills one parameter of a model with its initial values.
 
-    It is what `mt_data_parallel.shard` takes as `init`, for a model that no rank ever has whole.
-    The values are those that the model has when it is made on a device with the same seed.
+    `mt_data_parallel.shard` takes it as `init`, for a model that no rank ever holds whole. The
+    values are the same as those of a model that is built on a device with the same seed.
 
     Args:
-        model: A model or stage that was made with `device="meta"`.
+        model: A model or stage that was built with `device="meta"`.
         config: Its configuration.
-        state: What it was made with.
-        seed: Of the values.
+        state: The state that it was built with.
+        seed: Seed of the values.
 
     Example:
         >>> config = gpt(vocab_size=8, hidden_size=4, num_layers=1, num_heads=1)

@@ -38,14 +38,14 @@ Output: TypeAlias = Any  # of a mixer or feed-forward: a tensor, or that and los
 
 @runtime_checkable
 class InParts(Protocol):
-    """A feed-forward that communicates between parts of its work, as a mixture of experts does."""
+    """A feed-forward whose work has parts with communication between, such as experts'."""
 
     def parts(self) -> Sequence[Callable[..., Any]]:
-        """Return functions to call one after the other in the place of the module.
+        """Return functions that, called one after the other, do what the module does.
 
-        The first is given what the module is, each other what the one before returned, the last
-        returns what the module does. Gradients flow through what is handed on alone: a nest of
-        tensors (`mt_pipeline.SplitStage`).
+        The first takes the module's input, each other the output of the one before, and the last
+        returns the module's output. Gradients flow only through these values, nests of tensors
+        (`mt_pipeline.SplitStage`).
         """
         ...
 
@@ -53,20 +53,20 @@ class InParts(Protocol):
 class TransformerLayer(nn.Module):
     """A mixer and a feed-forward, or one of them, each a branch as `LayerConfig` describes.
 
-    Beside the residual stream it returns what losses its mixer and feed-forward return, by name.
-    Norms in front of a branch are `mixer_norm` and `feed_forward_norm`, those behind one
-    `mixer_output_norm` and `feed_forward_output_norm`; what a layer does not have is None.
+    Beside the residual stream it returns the losses of its mixer and feed-forward, by name. Norms
+    in front of a branch are `mixer_norm` and `feed_forward_norm`, norms behind one
+    `mixer_output_norm` and `feed_forward_output_norm`; a missing one is None.
 
     Args:
-        config: the layer's entry in `model.layers`.
-        model: hidden size, norms and dropout.
-        layer: global index.
+        config: The layer's entry in the model's list.
+        model: The residual stream: hidden size, norms and dropout.
+        layer: Layer index in the whole model.
         shard: This rank's share of the model.
 
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, and
-        losses: scalars, sums over these tokens. With `opens` the last branch's output may come
-        back beside the stream, for the norm of the next layer to add, which takes it so.
+        losses: scalars, sums over these tokens. With `opens` the last branch's output may be
+        returned beside the stream, and the first norm of the next layer adds it.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class TransformerLayer(nn.Module):
             return self._whole(x, shared, opens=opens)
 
     def wrap(self, wrap: Wrap | None) -> None:
-        """Have what the layer computes called through `wrap`, but for passes that are plain.
+        """Call the layer's computation through `wrap`, except in passes that are plain.
 
-        Hooks of the layer, offloading, and `recomputed` of the whole layer stay outside of what
-        is wrapped. `wrap` is given the whole, and each part of it that `parts` has; None ends it.
+        Hooks of the layer, offloading, and recomputation of the whole layer stay outside. `wrap`
+        gets the whole computation, and each of its `parts`; None takes the wrapping off.
         """
         steps = (self._run, self._run_open, self._mix, self._feed, self._both)
         self._wrapped = {} if wrap is None else {step.__name__: wrap(step) for step in steps}
@@ -128,7 +128,7 @@ class TransformerLayer(nn.Module):
         return self._wrapped.get(step.__name__, step)
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what adds each branch to the stream, but for the last layer's of a stage."""
+        """Yield the kernels that add each branch to the stream, except the stage's last one."""
         chosen = self.residual.choose(like)
         if chosen.kernel == "reference":
             yield chosen
@@ -138,7 +138,7 @@ class TransformerLayer(nn.Module):
             yield chosen if reason is None else replace(chosen, candidate=plain, reason=reason)
 
     def shared_inputs(self) -> Iterator[SharedInput]:
-        """Yield inputs that linear layers alone read, and that are proportional to a weight."""
+        """Yield inputs that only linear layers read, and that are proportional to a weight."""
         mixer, fed = self.mixer, self.feed_forward
         if self.config.shared_norm:
             yield from behind_norm(self.mixer_norm, mixer, fed)
@@ -150,7 +150,7 @@ class TransformerLayer(nn.Module):
                 yield from branch.shared_inputs()
 
     def _additions(self) -> Iterator[str | None]:
-        """Why additions inside are plain ones; None for those that another operation makes too."""
+        """Why additions inside are plain; None where they are fused with another operation."""
         if self.config.residual_scale != 1:
             yield f"residual_scale {self.config.residual_scale:g} multiplies the branch"
         elif self.drops or self.config.norms == "post":
@@ -159,18 +159,18 @@ class TransformerLayer(nn.Module):
             yield "both branches are added" if self.config.parallel else self._inside()
 
     def _inside(self) -> str | None:
-        """Why the norm between the branches does not add the first; None where it may."""
+        """Why the norm between the branches does not add the first branch; None where it may."""
         return apart(self.feed_forward_norm, frees_norm="norm" in self.recomputed)
 
     def hands_on_to(self, following: TransformerLayer) -> bool:
-        """Whether the first norm of a layer behind may add the last branch of this one."""
+        """Whether the first norm of the following layer may add the last branch of this one."""
         whole = "layer" in self.recomputed or "layer" in following.recomputed
         first = following.mixer_norm if following.mixer is not None else following.feed_forward_norm
         frees_norm = "norm" in following.recomputed
         return not whole and apart(first, frees_norm=frees_norm) is None
 
     def _others(self, shared: ForwardContext) -> Iterator[Tensor]:
-        """What the layer reads, but is not made by it."""
+        """Tensors that the layer reads and does not make."""
         yield from self.parameters()
         yield from shared.constants()
 
@@ -184,10 +184,10 @@ class TransformerLayer(nn.Module):
         return recomputed(run, x, shared=shared, group=self.group if shares else None)
 
     def parts(self) -> list[Step]:
-        """The layer in parts, to be applied one after the other.
+        """Return the layer in parts, to be applied one after the other.
 
-        One part where it is run again as a whole, and where both branches have the same input. A
-        feed-forward may have parts of its own, but where it is compiled or run again.
+        There is one part where the layer is recomputed as a whole, and where both branches have
+        the same input. A feed-forward has parts of its own unless it is compiled or recomputed.
         """
         if "layer" in self.recomputed or self.offloads:
             return [self]
@@ -197,7 +197,7 @@ class TransformerLayer(nn.Module):
         return steps if self.feed_forward is None else steps + self._feeding()
 
     def _feeding(self) -> list[Step]:
-        """The feed-forward's branch in its parts, which carry the stream with them."""
+        """Return the feed-forward's branch in its parts, which carry the stream with them."""
         fed, entry = self.feed_forward, self.config.feed_forward
         if not isinstance(fed, InParts) or entry is None or self._wrapped or is_recomputed(fed):
             return [self._outer(self._feed)]
@@ -278,7 +278,7 @@ class TransformerLayer(nn.Module):
     def _behind(
         self, norm: nn.Module | None, branches: list[Callable[[Tensor], Output]], x: Stream
     ) -> tuple[list[Output], Tensor]:
-        """Outputs of the branches behind their norm, which may be freed, and the whole stream."""
+        """Norm the stream, and return the branches' outputs with the complete stream."""
         if norm is not None and "norm" in self.recomputed:
             x = added(x)
             return discard_between_all(norm, branches, x), x
@@ -304,7 +304,7 @@ class TransformerLayer(nn.Module):
         *,
         opens: bool,
     ) -> Stream:
-        """Add a branch's output to the stream, with the norm behind the branch or the sum."""
+        """Add a branch's output to the stream, with the norm of the branch or of the sum."""
         (norm, dropout), scale = sites, self.config.residual_scale
         is_post = self.config.norms == "post"
         if norm is not None and not is_post:

@@ -22,13 +22,14 @@ class LayerConfig:
     `n(x + s f(x))` (`post`, BERT), where s is `residual_scale`.
 
     Attributes:
-        mixer: attention, where plain values don't name another `type`; None for none.
-        feed_forward: an MLP, likewise; None for none. One of the two is there.
-        repeat: how often the layer comes; 1 in a `ModelConfig`, which has each on its own.
-        norms: where the norms are: `pre`, `output`, `sandwich` or `post`.
-        parallel: both branches start from the layer's input, and are added at once (GPT-NeoX).
-        shared_norm: parallel branches have one norm in front of both (GPT-J, Phi).
-        residual_scale: what a branch is multiplied by before it is added (Granite).
+        mixer: Mixer, of type attention where plain values name no other `type`; None for none.
+        feed_forward: Feed-forward, an MLP likewise; None for none. A layer has at least one of
+            the two.
+        repeat: How often the layer comes; 1 in a `ModelConfig`, which lists each layer.
+        norms: Place of the norms: `pre`, `output`, `sandwich` or `post`.
+        parallel: Both branches start from the layer's input, and are added at once (GPT-NeoX).
+        shared_norm: Parallel branches have one norm in front of both (GPT-J, Phi).
+        residual_scale: Factor of a branch before it is added (Granite).
     """
 
     mixer: MixerConfig | None
@@ -63,23 +64,23 @@ class LayerConfig:
 
     @property
     def num_norms(self) -> int:
-        """Norms of the layer itself, before and after its branches."""
+        """Number of norms of the layer itself, before and after its branches."""
         branches = len(self.entries)
         each = branches * (2 if self.norms == "sandwich" else 1)
         return each - 1 if self.shared_norm else each
 
     @property
     def entries(self) -> tuple[EntryConfig, ...]:
-        """The mixer and the feed-forward, as far as they are there."""
+        """The mixer and the feed-forward, where the layer has them."""
         return tuple(entry for entry in (self.mixer, self.feed_forward) if entry is not None)
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """What the layer's losses weigh, by name; both entries may add to the same one."""
+        """Weights of the layer's losses by name; both entries may add to the same loss."""
         return {name: weight for e in self.entries for name, weight in e.loss_weights.items()}
 
 
 def runs(layers: Iterable[LayerConfig]) -> Iterator[tuple[LayerConfig, int]]:
-    """Give equal neighbours as one layer and how often it comes."""
+    """Yield each run of equal layers as the layer and how often it comes."""
     for layer, equal in groupby(layers):
         yield layer, sum(1 for _ in equal)

@@ -1,4 +1,4 @@
-"""Mixtures of experts among the layers of stages: their load, and what follows each step."""
+"""Mixtures of experts among the layers of stages: their load, and their update after each step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BIAS = "expert_bias.value"
 
 
 def balance_experts(stages: Sequence[Stack[Any]]) -> None:
-    """Have routers follow the load of the step's micro-batches; every rank calls it once a step.
+    """Update the routers from the load of the step's micro-batches; every rank calls it each step.
 
-    It forgets the load too. Where biases balance experts it is an all-reduce of integers over the
-    ranks that have these layers; no host waits for it.
+    The load is reset. Where biases balance experts, integers are all-reduced over the ranks that
+    have these layers; the host does not wait.
 
     Args:
-        stages: All of this rank.
+        stages: All stages of this rank.
     """
     named = _named(stages, Router)
     routers = [named[name] for name in sorted(named)]  # ranks may have stages in another order
@@ -43,7 +43,7 @@ def balance_experts(stages: Sequence[Stack[Any]]) -> None:
 def expert_loads(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
     """Return how often each expert was chosen in this step so far, by the layer's global name.
 
-    They are of this rank's tokens, in training; their sum over all ranks is the step's.
+    The counts are of this rank's tokens in training; their sum over all ranks is the step's count.
 
     Shape:
         int64 [E + 1]; the last is the number of choices that no expert took.
@@ -52,9 +52,9 @@ def expert_loads(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
 
 
 def saved_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps beside parameters: biases that balance experts, by name.
+    """Return the buffers that a checkpoint keeps: biases that balance experts, by name.
 
-    Each rank has them whole; a record says so, as of a parameter.
+    Each rank holds them whole, and each has a sharding record as a parameter has.
 
     Shape:
         fp32 [E].
@@ -69,12 +69,12 @@ def saved_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name of a model's tensor is that of one of `saved_buffers`."""
+    """Whether a tensor's name is the name of one of `saved_buffers`."""
     return name.endswith(f".{_BIAS}")
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all that a stage's numbers come from: its parameters, then `saved_buffers`."""
+    """Yield the tensors that a checkpoint of a stage keeps: parameters, then `saved_buffers`."""
     yield from stage.named_parameters()
     yield from saved_buffers([stage]).items()
 

@@ -1,4 +1,4 @@
-"""One pipeline stage of a list of layers, with what is in front of it and behind it."""
+"""One pipeline stage of a list of layers, with the input and output modules that belong to it."""
 
 from __future__ import annotations
 
@@ -64,47 +64,48 @@ Config = TypeVar("Config", bound=StackConfig)
 class Stack(nn.Module, ABC, Generic[Config]):
     """One pipeline stage of a list of layers; with `layers=None` the whole model.
 
-    A class below it says what is in front of the first layer and behind the last one.
+    A subclass builds the modules in front of the first layer and behind the last one.
 
     Parameters have global names and every rank's shard records how it is cut (`sharding_of`), so
-    nothing else needs to know the class: `layers.17.mixer_norm.weight`,
+    no other code needs to know the class: `layers.17.mixer_norm.weight`,
     `layers.17.mixer.qkv.weight`, ..., `final_norm.weight`. Initial values depend on name, seed and
     global index only. The stage that ends at the last layer has the final norm. A table of biases
-    that layers share, `score_tables.NAME.weight`, is on every stage, copies but for the first, with
-    partial gradients over "pp".
+    that layers share, `score_tables.NAME.weight`, is on every stage, as a copy on all but the
+    first, with partial gradients over "pp".
 
     Args:
-        config: the model.
-        state: this rank's place; None is a single process.
-        layers: global indices of this stage's layers.
-        sequence_parallel: split activations between the parallel regions over the sequence.
-        context_algorithm: how attention reaches the keys of the other ranks of a context group;
-            a list has one for each layer of the whole model.
-        context_inner_size: ranks that swap tokens for heads, for the hierarchical algorithm.
-        kernels: what computes each operation: a word for all of them, or `Kernels`. `auto` is what
-            was measured to be fastest. What is named serves wherever the operation is, or is
-            refused with the reason: that of attention when it is asked to, others at once.
-        recompute: what backward computes again instead of keeping it: with "full" each layer
-            keeps its input only (each tensor-parallel rank a share of it), with "selective" the
-            outputs of norms and activations are freed, which costs far less; a plan says it for
-            each layer, and what is offloaded. torch.compile chooses within a layer, so use "none"
-            or "full" there.
-        seed: of initial values and dropout; None leaves the values undefined, for weights that are
-            loaded.
-        gemm: computes the linear layers.
-        dtype: of parameters and activations.
-        device: of parameters; the state's by default. On "meta" they have no memory yet, and the
-            model runs on the state's once they have (`initializer`).
+        config: Configuration of the whole model.
+        state: This rank's place; None is a single process.
+        layers: Indices of this stage's layers in the whole model.
+        sequence_parallel: Split activations between the parallel regions over the sequence.
+        context_algorithm: Algorithm by which attention reaches the keys of the other ranks of a
+            context group, or a list with one for each layer of the whole model.
+        context_inner_size: Number of ranks that swap tokens for heads, for the hierarchical
+            algorithm.
+        kernels: Kernels of the operations: a word for all of them, or `Kernels`. `auto` takes the
+            one that was measured to be fastest. A named kernel serves wherever the operation is,
+            or is refused with the reason: attention's when it is first called, others at once.
+        recompute: Activations that backward computes again instead of keeping them: with "full"
+            each layer keeps its input only (each tensor-parallel rank a share of it), with
+            "selective" the outputs of norms and activations are freed, which costs far less; a
+            plan decides for each layer, and offloads. torch.compile chooses within a layer, so use
+            "none" or "full" there.
+        seed: Seed of initial values and dropout; None leaves the values undefined, for weights
+            that are loaded.
+        gemm: Strategy that computes the linear layers.
+        dtype: Dtype of parameters and activations.
+        device: Device of the parameters; the state's by default. On "meta" they have no memory
+            until `initializer` fills them on the state's device.
 
     Attributes:
-        state: this rank's place.
-        origin: the `Pretrained` that the values were read from, or None.
-        kv_schemes: how layers keep keys and values in generation, by index; the model's dtype for
-            the others. `calibrate_kv_cache` makes such, and a folder may have them.
+        state: This rank's place.
+        origin: The `Pretrained` that the values were read from, or None.
+        kv_schemes: Schemes by which layers keep keys and values in generation, by index; other
+            layers keep the model's dtype. `calibrate_kv_cache` makes them, or a folder has them.
 
     Raises:
-        ValueError: heads, FFN width or a vocabulary do not divide by tp; `layers` is no range of
-            the model's; or it is None and the layout has several pipeline stages.
+        ValueError: Heads, FFN width or a vocabulary do not divide by tp; `layers` is no range of
+            the model's layers; or it is None and the layout has several pipeline stages.
     """
 
     def __init__(  # noqa: PLR0913 - a model's own settings, all but two by keyword
@@ -192,25 +193,25 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return self.layer_range.stop == self.config.num_layers
 
     def sum_weight_gradients(self, sink_of: Callable[[nn.Parameter], GradSink | None]) -> None:
-        """Have the linear layers add their weights' gradients to `GradBuffer.sink`s themselves."""
+        """Make the linear layers add their weight gradients to `GradBuffer.sink`s themselves."""
         sum_weight_gradients(self, sink_of)
 
     def wrap_layers(self, wrap: Wrap | None) -> None:
-        """Have training and evaluation call what each layer computes through `wrap`.
+        """Call each layer's computation through `wrap` in training and evaluation.
 
-        It takes a function of `(x, shared)` that is a layer's own, or one of the parts of `parts`,
-        and returns what takes its place: `wrap=torch.compile` compiles layers one by one, and like
-        layers are compiled once. Hooks of the layer run outside. Generation, whose shapes change,
-        and `logits` leave it out.
+        `wrap` takes a function of `(x, shared)`, a layer's own or one of its `parts`, and returns
+        its replacement: `wrap=torch.compile` compiles layers one by one, and equal layers once.
+        Hooks of the layer run outside. Generation, whose shapes change, and `logits` are not
+        wrapped.
 
         Args:
-            wrap: Called for each layer of this stage; None takes it off again.
+            wrap: Function that is called for each layer of this stage; None takes it off again.
         """
         for layer in self.built_layers():
             layer.wrap(wrap)
 
     def chosen_kernels(self) -> tuple[Choice[Any], ...]:
-        """Return what computes each operation of this stage in eager mode, and why.
+        """Return the kernel of each operation of this stage in eager mode, and why it was chosen.
 
         Raises:
             KernelError: A kernel that was asked for does not serve on the device.
@@ -222,7 +223,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def watch_logits(self) -> None:
         """Keep the largest attention score of each key head in training, for `max_logits`.
 
-        In a layer with norms of queries and keys they bound the scores, so nothing is kept there.
+        Layers with norms of queries and keys keep nothing, since the norms bound the scores.
         """
         for mixer in self._clippable():
             mixer.watch_logits()
@@ -231,10 +232,10 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def max_logits(self) -> dict[int, Tensor]:
         """Return the largest scores since the last call, by the layer's index in the whole model.
 
-        They are of this rank's tokens and heads; the maximum over all ranks is the step's.
+        They cover this rank's tokens and heads; the step's maximum is over all ranks.
 
         Shape:
-            [num_kv_heads] of the layer in the whole model, -inf where this rank has none.
+            [num_kv_heads] of the whole model, -inf for heads of other ranks.
         """
         found: dict[int, Tensor] = {}
         for mixer in self._clippable():
@@ -246,14 +247,14 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def logit_factors(
         self, query: Mapping[int, Tensor], key: Mapping[int, Tensor]
     ) -> dict[str, Tensor]:
-        """Return what multiplies this stage's parameters to scale queries and keys (QK-clip).
+        """Return factors of this stage's parameters that scale queries and keys (QK-clip).
 
         Args:
-            query: By the layer's index a factor for the queries of each key head of the model.
-            key: The same for the keys.
+            query: Factors for the queries of each key head of the model, by the layer's index.
+            key: Factors for the keys, likewise.
 
         Returns:
-            By the parameter's name a tensor that broadcasts with it.
+            Tensors that broadcast with the parameters, by the parameter's name.
 
         Shape:
             query, key: [num_kv_heads].
@@ -271,11 +272,11 @@ class Stack(nn.Module, ABC, Generic[Config]):
 
     @contextmanager
     def watch_activations(self) -> Iterator[dict[int, KeptBytes]]:
-        """Count what each layer keeps for backward in the passes inside.
+        """Count the bytes that each layer keeps for backward in the passes inside.
 
         Yields:
-            By the layer's index in the whole model what it kept in the last pass with gradients.
-            Passes fill it; overlapped pairs (`parts`) do so for layers that are not in parts.
+            Bytes of the last pass with gradients, by the layer's index in the whole model. Passes
+            fill it; overlapped pairs (`parts`) do so for layers that are not in parts.
         """
         self._kept = {}
         try:
@@ -284,22 +285,22 @@ class Stack(nn.Module, ABC, Generic[Config]):
             self._kept = None
 
     def _mixers(self) -> dict[int, MixerConfig]:
-        """Of this stage's layers, by the layer's index."""
+        """Return the mixers of this stage, by the layer's index."""
         return {i: mixer for i, mixer in self.config.mixers.items() if i in self.layer_range}
 
     def stage_layers(self) -> Iterator[TransformerLayer]:
-        """This stage's layers in order."""
+        """Return this stage's layers in order."""
         return (cast("TransformerLayer", layer) for layer in self.layers.values())
 
     def built_layers(self) -> Iterator[TransformerLayer]:
-        """This stage's layers, and those of modules behind the last one."""
+        """Return this stage's layers, then the layers of the modules behind the last one."""
         return self.stage_layers()
 
     def shared_inputs(self) -> Iterator[SharedInput]:
-        """Yield which linear layers of this stage multiply the same input, and what makes it.
+        """Yield inputs that several linear layers of this stage share, with the module before.
 
-        Inputs are left out that something else reads, such as a router, and those that are not
-        proportional to a weight, such as activated ones.
+        Inputs that another module reads too, such as a router, are left out, and so are inputs
+        that are not proportional to a weight, such as activations.
         """
         for layer in self.built_layers():
             yield from layer.shared_inputs()
@@ -308,7 +309,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         """Make experts linear layers of their own, which quantisation works on.
 
         Returns:
-            Names of what was one layer of several experts before: the fourth expert's layer is
+            Names of the layers that held several experts before: the fourth expert's layer is
             `layers.0.feed_forward.experts.up.3`.
 
         Raises:
@@ -319,7 +320,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return unfuse_experts(self, group=self.state.group("etp"))
 
     def layer_name(self, index: int) -> str:
-        """Return the name in the stage of a layer, by its index in the whole model."""
+        """Return the name of a layer in the stage, by its index in the whole model."""
         return f"layers.{index}"
 
     def _check_config(self, config: object) -> None:
@@ -332,35 +333,35 @@ class Stack(nn.Module, ABC, Generic[Config]):
 
     @abstractmethod
     def _build_input(self) -> None:
-        """Build what is in front of the layers; on the first stage it feeds them."""
+        """Build the modules in front of the layers, which the first stage has."""
 
     @abstractmethod
     def _build_output(self) -> None:
-        """Build what is behind the final norm; the last stage has it."""
+        """Build the modules behind the final norm, which the last stage has."""
 
     @abstractmethod
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
-        """Return the activation that enters this stage's layers, and what they share."""
+        """Return the activation that enters this stage's layers, and the layers' context."""
 
     @abstractmethod
     def finish(self, x: Tensor, losses: Losses, batch: Batch) -> Any:
-        """Return what the stage returns, from the output and the losses of its layers."""
+        """Return the stage's result, from the output and the losses of its layers."""
 
     def mtp_losses(self, x: Tensor, shared: ForwardContext, batch: Batch) -> Losses:
         """Run modules that read the last layer's output beside the head, and return their losses.
 
-        They are sums over this rank's tokens, with their counts.
+        Losses are sums over this rank's tokens, with their counts.
         """
         del x, shared, batch
         return {}
 
     def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
-        """The same pass in parts, for overlapped pairs (`mt_pipeline.SplitStage`).
+        """Return the pass in parts, for overlapped pairs (`mt_pipeline.SplitStage`).
 
-        The embedding, the mixer and the feed-forward of each layer (`TransformerLayer.parts`), and
-        all behind. Modules are called below the layers, so hook and compile mixers and
-        feed-forwards, and of mixtures of experts what they have in them. Tables that layers share
-        are handed on too, so that one gradient comes back of all parts.
+        The parts are the embedding, the mixer and the feed-forward of each layer
+        (`TransformerLayer.parts`), and the output. Layers themselves are not called, so hook and
+        compile mixers and feed-forwards, and the modules inside of mixtures of experts. Tables
+        that layers share are handed on too, so that all parts give them one gradient.
         """
 
         def begin(x: Tensor | None) -> _Parted:
@@ -399,34 +400,34 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return x, self._whole(losses)
 
     def _handing_on(self, layer: TransformerLayer) -> list[Step]:
-        """The layer, which leaves its last addition to the next one's norm where that may be."""
+        """Return the layer, which leaves its last addition to the next layer's norm if it can."""
         following = self._next_of(layer)
         if self._fuses and following is not None and layer.hands_on_to(following):
             return [partial(layer, opens=True)]
         return [layer]
 
     def _next_of(self, layer: TransformerLayer) -> TransformerLayer | None:
-        """Return the layer of this stage that reads a layer's output, if nothing else does."""
+        """Return the layer that alone reads a layer's output, or None."""
         place = layer.index + 1
         following = self.layers[str(place)] if place in self.layer_range else None
         return cast("TransformerLayer | None", following)
 
     def _steps(self, steps_of: Callable[[TransformerLayer], list[Step]]) -> list[Step]:
-        """What is applied one after the other between `begin` and `finish`."""
+        """Return the steps between `begin` and `finish`, in order."""
         return [step for layer in self.stage_layers() for step in steps_of(layer)]
 
     def _whole(self, losses: Losses) -> Losses:
         return sum_losses(losses, self.shard.group if self.shard.sequence_parallel else None)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """The last layer's output behind the final norm, if there is one."""
+        """Return the last layer's output behind the final norm, if there is one."""
         return x if self.final_norm is None else self.final_norm(x)
 
     def _score_weights(self) -> dict[str, Tensor]:
         return {name: table() for name, table in self.score_tables.items()}
 
     def give_tables_gradients(self, x: Tensor, shared: ForwardContext) -> Tensor:
-        """Let this stage's backward give a gradient to tables that none of its layers reads."""
+        """Make this stage's backward give a gradient to tables that none of its layers reads."""
         if self.training and torch.is_grad_enabled():
             used = {mixer.shared_table for mixer in self._mixers().values()}
             names = {table[0] for table in used if table is not None}
@@ -438,7 +439,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def _dropout(
         self, batch: Batch, length: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sample ids, and the global index of each element of the hidden states, for dropout."""
+        """Return sample ids and the global index of each hidden element, for dropout."""
         if not (self.training and self.config.drops):
             return None, None
         sample_ids = batch.get("sample_ids")
@@ -483,7 +484,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return replace(self.shard, recomputed=again, offloads=offloads)
 
     def _check_patterns(self) -> None:
-        """Check that each rule names modules of some layer that it is for, if one is here."""
+        """Check that each rule names modules of a layer that it applies to."""
         for rule in self.plan.rules:
             layers = [layer for layer in self.built_layers() if rule.has(layer.index)]
             layers = [layer for layer in layers if "layer" not in layer.recomputed]
@@ -497,7 +498,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
                     )
 
     def _mark_shared(self, weight: nn.Parameter) -> None:
-        """Every stage has the parameter, the first one owns it, and all give it gradients."""
+        """Mark a parameter that every stage holds: the first owns it, all give it gradients."""
         if not (self.has_embedding and self.has_head):
             spec = sharding_of(weight).spec
             shard_param(weight, spec, partial_grad=("pp",), is_copy=not self.has_embedding)
@@ -508,7 +509,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return SavedActivations(self.plan, device, self._kept)
 
     def _tables(self, positions: Tensor, length: int) -> dict[Rotary, RotaryTable]:
-        """Rotary tables of this stage's layers; equal ones are made once."""
+        """Return the rotary tables of this stage's layers; equal ones are made once."""
         mixers = (layer.config.mixer for layer in self.built_layers())
         kinds = {mixer.rotary for mixer in mixers if mixer is not None}
         how = {"dtype": self.shard.dtype, "angles": self._angles}
@@ -516,7 +517,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return {kind: make(kind) for kind in kinds if kind}
 
     def _temperatures(self, positions: Tensor) -> dict[TemperatureConfig, Tensor]:
-        """What queries of this stage's layers are multiplied with; equal ones are made once."""
+        """Return the query temperatures of this stage's layers; equal ones are made once."""
         mixers = (layer.config.mixer for layer in self.built_layers())
         kinds = {mixer.query_temperature for mixer in mixers if mixer is not None}
         time = positions[0] if positions.dim() == 3 else positions

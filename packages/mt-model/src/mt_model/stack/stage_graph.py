@@ -34,11 +34,11 @@ class GraphOptions:
 
     Attributes:
         warmup: Passes with gradients that run eagerly before one is watched.
-        slots: The most passes that wait for their backward at a time.
-        around: Makes of the parameters of a layer or stage what is called around its backward:
-            for gradients that its linear layers add to a buffer themselves.
-        on_eager: Told once of each reason why something runs eagerly; None raises it.
-        pool: Shared by all graphs; made of the slots.
+        slots: Largest number of passes that wait for their backward at a time.
+        around: Function from the parameters of a layer or stage to a function that is called
+            around its backward, for gradients that its linear layers add to a buffer themselves.
+        on_eager: Function that is called once with each reason for running eagerly; None raises it.
+        pool: Memory pool of all graphs; made from the slots by default.
     """
 
     warmup: int = 2
@@ -54,22 +54,23 @@ class GraphOptions:
 def graph_stage(
     stage: Stack[Any], unit: GraphUnit, options: GraphOptions | None = None
 ) -> Callable[[Tensor | None, Batch], Any]:
-    """Have the passes of a stage that learn run as CUDA graphs; on a CPU as they are, checked.
+    """Run a stage's passes with gradients as CUDA graphs; on a CPU eagerly, with the same checks.
 
     Batches have one shape. Passes without gradients run eagerly. Dropout's counters are inputs
-    (`sample_ids`), so each replay drops what eager mode would. What is made again inside of a layer
-    (`recompute`) saves no memory.
+    (`sample_ids`), so each replay drops the same elements as eager mode. Recomputation inside of a
+    layer (`recompute`) saves no memory.
 
     Args:
-        stage: As a pipeline calls it, whole: not in parts, and with weight gradients in backward.
-        unit: One graph each way for every layer, which stay where they are, or for the stage.
+        stage: A stage that a pipeline calls whole, not in parts, with weight gradients in
+            backward.
+        unit: `layer` for a forward and a backward graph of every layer, or `stage` for one of each.
         options: Warm-up, slots and reports.
 
     Returns:
-        What is called in place of the stage.
+        The module to call in place of the stage.
 
     Raises:
-        ValueError: The unit is no such word.
+        ValueError: The unit is neither.
 
     Example:
         >>> from mt_model import GPT, preset
@@ -102,7 +103,7 @@ class _GraphedStage:
 
 
 class _GraphedLayer:
-    """What a layer computes, or a part of it, captured."""
+    """A layer's computation, or a part of it, that is captured."""
 
     def __init__(self, step: Step, layer: TransformerLayer, options: GraphOptions) -> None:
         self._plain = step
@@ -121,7 +122,7 @@ class _GraphedLayer:
 
 
 def _own_losses(output: Any) -> Any:
-    """Copy losses, which are kept until the step ends, out of memory that other passes write."""
+    """Copy losses out of memory that later passes overwrite, as they are read at the step's end."""
     if isinstance(output, tuple):
         return output[0], _own_losses(output[1])
     if isinstance(output, Mapping):

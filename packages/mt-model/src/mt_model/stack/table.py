@@ -1,4 +1,4 @@
-"""A model's configuration as a table to read."""
+"""A model's configuration as a table for people."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NUMBERS = (1, 2)  # columns that are aligned to the right
 def table(config: StackConfig) -> str:
     """Describe a model: a row for each run of equal layers, with its parameters and FLOPs.
 
-    FLOPs are those of forward and backward for a token of a full sequence. A row's are of all its
-    layers together; that of modules which predict further tokens has their heads too. Entries show
-    what differs from their defaults.
+    FLOPs count forward and backward for one token of a full sequence, and a row's FLOPs all of its
+    layers; the row of MTP modules includes their heads. Entries show the fields that differ from
+    their defaults.
     """
     hidden, length = config.hidden_size, config.max_sequence_length
     rows: list[tuple[str, ...]] = [_HEADINGS]
@@ -70,7 +70,7 @@ def _norms(layer: LayerConfig) -> str:
 
 
 def _entry(entry: EntryConfig | None) -> str:
-    """Its kind and what differs from the defaults, as `attention(num_heads=8, head_dim=64)`."""
+    """Return an entry's kind and changed fields, as `attention(num_heads=8, head_dim=64)`."""
     if entry is None:
         return "-"
     kind = type(entry).__name__.removesuffix("Config").lower()
@@ -92,7 +92,7 @@ def _value(value: Any) -> str:
 
 
 def _summary(config: StackConfig) -> str:
-    """The fields of the model that are in no row."""
+    """Return the fields of the model that are in no row."""
     shown = {"layers", "vocab_size", "hidden_size", "tied", "head_bias", "token_types"}
     shown |= {"head_transform", "embedding_norm", "final_norm", "num_channels", "patch_size"}
     shown |= {"class_token", "num_classes", "projection_size", "images", "pooled_head"}
@@ -102,7 +102,7 @@ def _summary(config: StackConfig) -> str:
 
 
 def _short(number: float) -> str:
-    """A large number in three digits, such as 12.3 G."""
+    """Write a large number with three digits, such as 12.3 G."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if number < 1000:
             return f"{number:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Whether ranks can share a model."""
+"""Checks that ranks can share a model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def validate_split(config: StackConfig, tp: int) -> None:
 
     Raises:
         TypeError: `config` is no StackConfig.
-        ValueError: heads, FFN width or vocabulary do not divide by `tp`, or key/value heads
-            neither divide by it nor divide it; the message names both and the nearest that do.
+        ValueError: Heads, FFN width or vocabulary do not divide by `tp`, or key/value heads
+            neither divide by it nor divide it; the message gives both and the nearest that do.
     """
     check_type("config", config, StackConfig)
     if not isinstance(tp, int) or tp < 1:
@@ -29,11 +29,11 @@ def validate_context(
     """Check that `cp` ranks can share the sequences of every layer.
 
     Args:
-        config: The model.
-        algorithms: One for each layer; modules behind the last layer do as it.
-        cp: Ranks that share a sequence.
-        inner: Of them, those that swap tokens for heads in the hierarchical algorithm.
-        tp: Ranks that share the weights.
+        config: Configuration of the model.
+        algorithms: Algorithm of each layer; modules behind the last layer use the last one.
+        cp: Number of ranks that share a sequence.
+        inner: Number of ranks that swap tokens for heads in the hierarchical algorithm.
+        tp: Number of ranks that share the weights.
 
     Raises:
         ValueError: A layer can't be shared this way; the message says why.
