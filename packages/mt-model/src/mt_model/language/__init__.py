@@ -1,1 +1,1 @@
-"""Language models: embeddings, heads and what is around the layers."""
+"""Language models: embeddings, heads, and the models around the layers."""

@@ -1,4 +1,4 @@
-"""What a language model is: embeddings, a typed list of layers, and a head, as frozen values."""
+"""A language model as frozen values: embeddings, a typed list of layers, and a head."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class ModelConfig(StackConfig):
     """A language model: embeddings of tokens, layers in order, final norm and head.
 
     Attributes:
-        vocab_size: tokens that the model knows.
-        positions: `rope` (at least one layer turns its heads), `learned` (a table added to the
-            embedding) or `none`.
-        tied: the head is the embedding matrix.
-        embedding_scale: of the embeddings of tokens, rounded to the model's dtype (Gemma:
-            `sqrt(hidden_size)`); not of positions, token types or given embeddings.
-        embedding_norm: a norm of the sum of all embeddings, before its dropout (BERT).
-        token_types: kinds of tokens with an embedding each, `batch["token_types"]` (BERT: 2).
-        head_transform: the activation of a layer in front of the head, behind the final norm:
-            `norm(act(W x + b))` (BERT); None for none.
-        head_bias: a bias for each token of the vocabulary.
-        pooled_head: classes of whole sequences beside the scores of tokens (BERT); None for none.
-        logit_scale: of what the head multiplies (Cohere, Granite, muP: 1 / width multiplier).
-        logit_softcap: logits become `softcap * tanh(logit / softcap)` (Gemma 2), with the bias.
-        z_loss: weight of the loss `z`, the squared log-sum-exp of the logits (Chowdhery et al.,
+        vocab_size: Number of tokens that the model knows.
+        positions: `rope` (at least one layer has a rotary embedding), `learned` (a table added to
+            the embedding) or `none`.
+        tied: The head is the embedding matrix.
+        embedding_scale: Factor of the embeddings of tokens, rounded to the model's dtype (Gemma:
+            `sqrt(hidden_size)`); positions, token types and given embeddings are not scaled.
+        embedding_norm: Norm of the sum of all embeddings, before its dropout (BERT).
+        token_types: Number of token types with an embedding each, `batch["token_types"]` (BERT:
+            2).
+        head_transform: Activation of a layer between the final norm and the head,
+            `norm(act(W x + b))` (BERT); None for no such layer.
+        head_bias: A bias for each token of the vocabulary.
+        pooled_head: Classes of whole sequences beside the scores of tokens (BERT); None for none.
+        logit_scale: Factor of the head's input (Cohere, Granite, muP: 1 / width multiplier).
+        logit_softcap: Logits become `softcap * tanh(logit / softcap)` (Gemma 2), with the bias.
+        z_loss: Weight of the loss `z`, the squared log-sum-exp of the logits (Chowdhery et al.,
             2022); 0 for none.
-        vocab_multiple: the embedding and the head have rows for a multiple of it, so that ranks
-            can share a vocabulary that does not divide. Rows beyond `vocab_size` are zeros, no
-            part of the softmax, and have no logits.
-        images: how images stand among the tokens, `batch["pixel_values"]`; None for a model of text
-            alone.
-        mtp: modules that predict further tokens in training; None for none.
-        encoder_layers: the first layers that are an encoder's, with a norm and dropout of their own
-            behind them; the others are the decoder's, which attends to what the encoder gives
-            (`CrossAttentionConfig`). 0: there is no encoder.
-        decoder_start: token that a decoder's sequence begins with, where labels alone are given.
+        vocab_multiple: Multiple that the rows of the embedding and the head are padded to, so that
+            ranks can share a vocabulary that does not divide. Rows beyond `vocab_size` are zeros,
+            no part of the softmax, and have no logits.
+        images: Images among the tokens, `batch["pixel_values"]`; None for a model of text alone.
+        mtp: Modules that predict further tokens in training; None for none.
+        encoder_layers: Number of first layers that form an encoder, with a norm and dropout of its
+            own; the other layers are the decoder, which attends to the encoder's output
+            (`CrossAttentionConfig`). 0 for no encoder.
+        decoder_start: Token that a decoder's sequence begins with, where only labels are given.
     """
 
     vocab_size: int
@@ -105,7 +105,7 @@ class ModelConfig(StackConfig):
         checks.done()
 
     def _check_encoder(self, checks: Checks) -> None:
-        """Check that the decoder attends to a memory, and that nothing of the encoder does."""
+        """Check that the decoder attends to a memory, and that no layer of the encoder does."""
         count, layers = self.encoder_layers, self.num_layers
         for name in ("images", "mtp"):
             if count and getattr(self, name) is not None:
@@ -149,7 +149,7 @@ class ModelConfig(StackConfig):
 
     @property
     def own_losses(self) -> dict[str, float]:
-        """That of the tokens, `lm`, with `z`, `mtp_1` and on of the modules, and `nsp`."""
+        """Weights of the losses outside of the layers: `lm`, `z`, `mtp_1` and on, and `nsp`."""
         weights = {"lm": 1.0, "z": self.z_loss} if self.z_loss else {"lm": 1.0}
         if self.mtp is not None:
             each = self.mtp.weight / self.mtp.depths
@@ -160,7 +160,7 @@ class ModelConfig(StackConfig):
 
     @property
     def loss_counts(self) -> dict[str, str]:
-        """By what each loss is divided: `tokens`, `tokens_1` for `mtp_1`, `sequences` for `nsp`."""
+        """Count that divides each loss: `tokens`, `tokens_1` for `mtp_1`, `sequences` for `nsp`."""
         counts = super().loss_counts
         if self.pooled_head is not None:
             counts["nsp"] = "sequences"
@@ -169,29 +169,29 @@ class ModelConfig(StackConfig):
 
     @property
     def mtp_layers(self) -> tuple[LayerConfig, ...]:
-        """The layer of each module that predicts further tokens."""
+        """The layer of each MTP module."""
         if self.mtp is None:
             return ()
         return (self.mtp.layer or self.layers[-1],) * self.mtp.depths
 
     @property
     def all_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers, then those of the modules that predict further tokens."""
+        """The layers, then the layers of the MTP modules."""
         return self.layers + self.mtp_layers
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the last stage needs the embedding as the first one does."""
+        """Whether the last stage needs the embedding too."""
         return self.tied or self.mtp is not None
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped in training, also in the encoder of images."""
+        """Whether anything is dropped in training, in the image encoder too."""
         return super().drops or (self.images is not None and self.images.tower.drops)
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and of the head: the vocabulary with its padding."""
+        """Number of rows of the embedding and of the head: the vocabulary with its padding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
@@ -201,7 +201,7 @@ class ModelConfig(StackConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model with padding, from the sizes; a tied head counts once."""
+        """Number of parameters of the whole model with padding; a tied head counts once."""
         hidden = self.hidden_size
         norm = self.norm.num_parameters(hidden)
         total = super().num_parameters
@@ -223,14 +223,14 @@ class ModelConfig(StackConfig):
     def flops_per_token(self, sequence_length: int) -> int:
         """Count the operations of forward and backward for one token of a full sequence.
 
-        As `StackConfig` does: for attention and an MLP
+        The rules are `StackConfig`'s: for attention and an MLP
         `6 h e ffn + 6 h (q + 2 kv) + 6 q h + 6 q s` per layer, with `e = 3` gated, else 2, and
         `6 h V` for the head. Embedding look-up is not counted, nor are images
         (`ImageInputConfig.flops_per_image`). A module that predicts a further token has its layer,
         `12 h h` in front of it, and the head once more.
 
         Args:
-            sequence_length: tokens per sequence (`s`).
+            sequence_length: Tokens per sequence (`s`).
         """
         head = 6 * self.hidden_size * self.vocab_size
         if self.head_transform is not None:
@@ -245,7 +245,7 @@ class ModelConfig(StackConfig):
         return self.vocab_size if name in VOCABULARY else None
 
     def rows_behind(self) -> Iterable[tuple[str, int, int, LayerConfig]]:
-        """Give one row for the modules that predict further tokens, with their heads."""
+        """Yield one row for the MTP modules, with their heads."""
         if self.mtp is not None:
             without, length = replace(self, mtp=None), self.max_sequence_length
             parameters = self.num_parameters - without.num_parameters
@@ -285,13 +285,13 @@ class ModelConfig(StackConfig):
             self.images.check_split(self.hidden_size, tp)
 
     def part_of(self, name: str) -> StackConfig:
-        """Return that of the encoder of images for its parameters, else the model's own."""
+        """Return the image encoder's config for its parameters, else the model's own."""
         if self.images is not None and name.startswith("images.tower."):
             return self.images.tower
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, those of the encoder of images as its own `to_dict`."""
+        """Return plain JSON values, with those of the image encoder from its own `to_dict`."""
         plain = super().to_dict()
         if self.images is not None:
             plain["images"] = {**plain["images"], "tower": self.images.tower.to_dict()}

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 class GPT(Stack["ModelConfig"]):
     """One pipeline stage of a language model; with `layers=None` the whole model.
 
-    Beside the layers and what `Stack` has, its parameters are `embedding.*` (`TokenEmbedding`) and
+    Its parameters beside those of `Stack` are `embedding.*` (`TokenEmbedding`) and
     `images.*` (`ImageInput`) on the stage that starts at layer 0, and `head.*` (`LanguageHead`) and
     `pooled_head.*` (`PooledHead`) and `mtp.K.*` (`MTPModule`) on the one that ends at the last
     layer. A tied head, or modules of `mtp`, on another stage than the embedding have a second
     `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
 
-    It is made as `Stack` is: `GPT(config)`, or `GPT(config, state, layers=range(4))`.
+    It takes the arguments of `Stack`: `GPT(config)`, or `GPT(config, state, layers=range(4))`.
     """
 
     def _check_config(self, config: object) -> None:
@@ -63,7 +63,7 @@ class GPT(Stack["ModelConfig"]):
             )
 
     def _builds(self, config: ModelConfig) -> bool:
-        """Whether this class is that of the model."""
+        """Whether this class builds the model."""
         return not config.encoder_layers
 
     def _build_input(self) -> None:
@@ -110,34 +110,33 @@ class GPT(Stack["ModelConfig"]):
         `mt_pipeline` is called with `(x, batch)` instead: the activation of the stage before, and
         a mapping with the rest. The last stage returns losses where there are labels, else logits.
 
-        Losses are sums over this rank's tokens, to be divided by the global count of labels once,
-        by the trainer: `lm` of the cross entropies, those of this stage's layers by their names
-        (`ModelConfig.loss_weights`), and `tokens`, the number of labels. With `mtp` there are
-        `mtp_1`, the sum for the labels one token further on in the same document, `tokens_1`,
-        their number, to be divided by that, and so on; with a pooled head `nsp` and `sequences`
-        (`ModelConfig.loss_counts`). They are fp32 (fp64 for an fp64 model), and equal on all ranks
-        of a tensor-parallel group.
+        Losses are sums over this rank's tokens, which the trainer divides once by the global count
+        of labels: `lm`, the cross entropies; the losses of this stage's layers by their names
+        (`ModelConfig.loss_weights`); and `tokens`, the number of labels. With `mtp` there are also
+        `mtp_1`, the sum for the labels one token further on in the same document, `tokens_1`, their
+        number, and so on; with a pooled head `nsp` and `sequences` (`ModelConfig.loss_counts`).
+        Losses are fp32 (fp64 for an fp64 model), and equal on all ranks of a tensor-parallel group.
 
         Args:
-            x: int64 tokens; with a batch the activation of the stage before, None on the first.
-            batch: int64 `tokens`, and `labels` and `sample_ids` as below; `embeddings` in place
+            x: Tokens, int64; with a batch the activation of the stage before, None on the first.
+            batch: `tokens`, int64, and `labels` and `sample_ids` as below; `embeddings` in place
                 of tokens; `pixel_values`, images in the order of the tokens that stand for them,
                 whole on every rank that shares a sequence; `token_types`, 0 where missing;
                 `documents`, ids of packed documents that do not see each other; `positions` other
                 than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True where a token is
                 and False at padding, which no token sees and which has no positions;
-                `sequence_labels`, the class of each row for a pooled head, -100 and missing ones
-                do not count; `memory` and `memory_mask` for cross-attention, whole on every rank;
-                and for generation this stage's own `cache`, with which the last stage returns the
-                logits after the last token of each row alone.
-            labels: of the next token after each, int64; -100 does not count.
-            sample_ids: unique per training sample; needed with dropout in training.
+                `sequence_labels`, the class of each row for a pooled head, where -100 does not
+                count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
+                generation this stage's own `cache`, with which the last stage returns only the
+                logits after the last token of each row.
+            labels: Next token after each token, int64; -100 does not count.
+            sample_ids: Unique number of each training sample; needed with dropout in training.
 
         Returns:
-            The activation for the next stage, with the losses of the layers where they have
-            some: `(x, losses)`; in generation it comes alone. On the last stage losses or logits:
-            of all tokens this rank holds and the whole vocabulary, which is gathered over the
-            tensor-parallel group and has gradients.
+            The activation for the next stage, as `(x, losses)` where its layers have losses and the
+            pass is none of generation. The last stage returns losses or logits: logits cover all
+            tokens of this rank and the whole vocabulary, gathered over the tensor-parallel group,
+            with gradients.
 
         Shape:
             tokens, labels, positions, token_types: [B, S / cp], this rank's as
@@ -148,8 +147,8 @@ class GPT(Stack["ModelConfig"]):
             logits: [B, S / cp, vocab_size].
 
         Raises:
-            TypeError: tokens, labels or sample ids are no integers, or the batch is no mapping.
-            ValueError: a shape does not fit, or what this stage needs is not given.
+            TypeError: Tokens, labels or sample ids are no integers, or the batch is no mapping.
+            ValueError: A shape does not fit, or an entry that this stage needs is missing.
         """
         if batch is None:
             batch, x = batch_of(x, labels, sample_ids), None
@@ -162,12 +161,12 @@ class GPT(Stack["ModelConfig"]):
         return self.finish(x, losses, batch)
 
     def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
-        """The same pass in parts, for overlapped pairs; see `Stack.parts`."""
+        """Return the pass in parts, for overlapped pairs; see `Stack.parts`."""
         check_batch(batch)
         return super().parts(batch)
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
-        """Return the activation that enters this stage's layers, and what they share."""
+        """Return the activation that enters this stage's layers, and the layers' context."""
         given = new_tokens(batch)
         length = given.shape[1] * self.shard.context.size
         device = given.device if x is None else x.device
@@ -194,7 +193,7 @@ class GPT(Stack["ModelConfig"]):
     def finish(
         self, x: Tensor, losses: Losses, batch: Batch
     ) -> Tensor | Losses | tuple[Tensor, Losses]:
-        """Return what the stage returns, from the output and the losses of its layers."""
+        """Return the stage's result, from the output and the losses of its layers."""
         generates = batch.get("cache") is not None
         if generates:
             batch["cache"].length += new_tokens(batch).shape[1]
@@ -215,11 +214,11 @@ class GPT(Stack["ModelConfig"]):
         return {}
 
     def mtp_losses(self, x: Tensor, shared: ForwardContext, batch: Batch) -> Losses:
-        """Compare with a teacher, and run the modules that predict further tokens; with labels.
+        """Compare with a teacher and run the MTP modules, where there are labels.
 
         Returns:
-            `distillation` with `batch["teaching"]`; of module k `mtp_k` and `tokens_k`, and the
-            losses of their layers by their names.
+            `distillation` with `batch["teaching"]`; `mtp_k` and `tokens_k` of module k, and the
+            losses of the modules' layers by their names.
         """
         losses: Losses = {}
         if not self.has_head or batch.get("labels") is None:
@@ -243,12 +242,12 @@ class GPT(Stack["ModelConfig"]):
         return losses
 
     def built_layers(self) -> Iterator[TransformerLayer]:
-        """This stage's layers, and on the last stage those of the modules of `mtp`."""
+        """Return this stage's layers, with the MTP modules' layers on the last stage."""
         modules = cast("Iterable[MTPModule]", self.mtp if self.has_head else ())
         return chain(self.stage_layers(), (module.layer for module in modules))
 
     def layer_name(self, index: int) -> str:
-        """Return the name of a layer, those of the modules of `mtp` behind the last one's."""
+        """Return the name of a layer; indices past the last layer belong to MTP modules."""
         behind = index - self.config.num_layers
         return super().layer_name(index) if behind < 0 else f"mtp.{behind}.layer"
 
@@ -264,8 +263,8 @@ class GPT(Stack["ModelConfig"]):
         """Norm the last layer's output, for a student to learn the scores of the head.
 
         Args:
-            x: The output.
-            temperature: Divides the scores.
+            x: Output of the last layer.
+            temperature: Divisor of the scores.
         """
         with torch.no_grad():
             return self.head.teach(self._normed(x), temperature, tied=self._tied)
@@ -282,19 +281,19 @@ class GPT(Stack["ModelConfig"]):
         mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
     ) -> Tensor:
-        """Scores of the next token after every given one, without dropout or gradients.
+        """Return scores of the next token after every token, without dropout or gradients.
 
         Args:
-            tokens: sequences of equal length; with a cache, those after the ones it holds.
-            cache: keys and values of the tokens before; the new ones are added.
-            mask: True where a token is, False at padding; all are tokens where None.
-            pixel_values: images that stand among these tokens; None for none.
+            tokens: Sequences of equal length; with a cache, the tokens after the cached ones.
+            cache: Keys and values of the tokens before; the new ones are added.
+            mask: True where a token is, False at padding; None where all are tokens.
+            pixel_values: Images among these tokens; None for none.
 
         Shape:
             tokens, mask: [B, S]; pixel_values: [N, C, H, W]. Returns [B, S, vocab_size].
 
         Raises:
-            ValueError: the model is one of several stages, or sequence or context parallel, or
+            ValueError: The model is one of several stages, or sequence or context parallel, or
                 the tokens do not fit the cache or the model.
         """
         batch = {"tokens": tokens, "cache": cache, "mask": mask, "pixel_values": pixel_values}
@@ -302,14 +301,14 @@ class GPT(Stack["ModelConfig"]):
 
     @torch.no_grad()
     def _score(self, batch: Batch) -> Tensor:
-        """Scores of a batch's tokens; see `logits`."""
+        """Return the scores of a batch's tokens; see `logits`."""
         x = self._without_dropout(batch, "logits()")
         if batch.get("cache") is not None:
             batch["cache"].length += batch["tokens"].shape[1]
         return self.scores(x)
 
     def _without_dropout(self, batch: Batch, what: str) -> Tensor:
-        """The last layer's output of the whole model, for the method that asks."""
+        """Return the last layer's output of the whole model, for the calling method."""
         if not (self.has_embedding and self.has_head):
             raise ValueError(
                 f"{what} needs the whole model, and this stage holds layers "
@@ -329,11 +328,11 @@ class GPT(Stack["ModelConfig"]):
 
     @torch.no_grad()
     def pooled_logits(self, batch: Batch) -> Tensor:
-        """Scores of the classes of each sequence by the pooled head, without dropout or gradients.
+        """Score the classes of each sequence by the pooled head, without dropout or gradients.
 
         Args:
-            batch: As for the model, without labels: `tokens`, and `token_types` and `mask` where
-                there are some.
+            batch: A batch of the model without labels: `tokens`, with `token_types` and `mask`
+                where needed.
 
         Shape:
             Returns [B, num_classes].
@@ -355,11 +354,11 @@ class GPT(Stack["ModelConfig"]):
         """Make an empty cache for `logits`, on this model's device.
 
         Args:
-            batch_size: Rows.
-            max_length: Tokens that fit.
-            kv_cache_dtype: What keys and values are kept in: `full`, the model's dtype; a format
-                of mt-quant or its name, such as `fp8` or `int8`; or `auto`, what `kv_schemes` says
-                of each layer, and without any the model's dtype. States stay as they are.
+            batch_size: Number of rows.
+            max_length: Number of tokens that fit.
+            kv_cache_dtype: Format of keys and values: `full`, the model's dtype; a format of
+                mt-quant or its name, such as `fp8` or `int8`; or `auto`, each layer's scheme in
+                `kv_schemes`, else the model's dtype. States stay as they are.
 
         Raises:
             ValueError: `max_length` is longer than the model's sequences.
@@ -388,13 +387,13 @@ class GPT(Stack["ModelConfig"]):
         )
 
     def round_kv(self, formats: Mapping[int, KVFormat]) -> None:
-        """Have passes without a cache see keys and values as a cache in low precision keeps them.
+        """Round keys and values in passes without a cache as a low-precision cache would.
 
-        That is for training: gradients pass rounding as they are. Passes with a cache are those of
-        its own formats.
+        This is for training: gradients pass through the rounding unchanged. Passes with a cache use
+        the cache's own formats.
 
         Args:
-            formats: Of this stage's layers, by index; those of no other are rounded.
+            formats: Formats of this stage's layers, by index; other layers do not round.
 
         Raises:
             QuantizationError: A format has static scales, or a layer keeps no keys and values.

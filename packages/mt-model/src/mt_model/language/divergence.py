@@ -1,4 +1,4 @@
-"""How far a model's scores are from a teacher's, without the scores of all tokens in memory."""
+"""Divergence of a model's scores from a teacher's, block by block over the tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 
 class Scoring(NamedTuple):
-    """The product that makes scores of the vocabulary, which is made block by block.
+    """Operands of the product that scores the vocabulary, block by block.
 
     Attributes:
-        hidden: Behind the last norm and all that the head does before its product.
+        hidden: Input of the head's product, behind the last norm and the head's transform.
         weight: This rank's rows of the head.
-        bias: Likewise, or None.
-        softcap: Of the scores, or None.
+        bias: This rank's biases of the head, or None.
+        softcap: Soft cap of the scores, or None.
 
     Shape:
         hidden: [B, S, H] of whole sequences over tp. weight: [V / tp, H]. bias: [V / tp].
@@ -38,8 +38,8 @@ class Teaching(NamedTuple):
     """A teacher's scores of a batch's tokens, for a student to learn (`batch["teaching"]`).
 
     Attributes:
-        scoring: The teacher's.
-        temperature: Divides the scores of both.
+        scoring: Operands of the teacher's head.
+        temperature: Divisor of the scores of teacher and student.
     """
 
     scoring: Scoring
@@ -48,7 +48,7 @@ class Teaching(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """All of a divergence but what learns."""
+    """A divergence's settings and its teacher's side."""
 
     teaching: Teaching
     counted: Tensor
@@ -69,7 +69,7 @@ class _Job:
         return torch.where(self.counted[block], each, 0).sum() * heat**2
 
     def _scores(self, scoring: Scoring) -> Tensor:
-        """Scores over the temperature, of this rank's tokens of the vocabulary; -inf is padding."""
+        """Return the scores over the temperature for this rank's vocabulary; -inf at padding."""
         hidden, weight, bias, softcap = scoring
         scores = F.linear(hidden, weight, bias)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -80,7 +80,7 @@ class _Job:
         return (scores / self.teaching.temperature).masked_fill(~is_real, -math.inf)
 
     def _log_sum_exp(self, scores: Tensor) -> Tensor:
-        """Over the whole vocabulary; gradients are of this rank's scores."""
+        """Sum over the whole vocabulary; gradients cover this rank's scores."""
         largest = scores.detach().amax(-1)
         if self.group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
@@ -93,24 +93,24 @@ def divergence(
 ) -> Tensor:
     """Return the sum over tokens of `T^2 KL(teacher || student)`, of scores over T.
 
-    Both multiply block by block in forward, where gradients are made too, so that no more than a
-    block's scores are in memory; with a group each block does two all-reduces for each of them, and
-    one for the sum. Softmax and sums are in fp32 (fp64 for fp64). As of `linear_cross_entropy`, the
-    gradient of the hidden states is this rank's part. The factor T^2 keeps gradients of one size
+    Forward multiplies both heads block by block and makes the gradients too, so that only one
+    block's scores are in memory. With a group each block does two all-reduces for each head, and
+    one for the sum. Softmax and sums are in fp32 (fp64 for fp64). As in `linear_cross_entropy`, the
+    gradient of the hidden states is this rank's part. The factor T^2 keeps the gradients' scale
     (Hinton et al., 2015, https://arxiv.org/abs/1503.02531).
 
     Args:
-        student: Learns.
-        teaching: The teacher's side, of the same tokens.
-        counted: Which tokens count.
-        vocab_size: Rows of both heads from there on are padding.
+        student: Operands of the student's head, which learns.
+        teaching: The teacher's side for the same tokens.
+        counted: Mask of the tokens that count.
+        vocab_size: Size of the vocabulary; further rows of both heads are padding.
         group: Ranks that share the vocabulary.
 
     Shape:
         counted: bool [B, S]. Returns a scalar.
 
     Raises:
-        ValueError: The teacher's tokens or its part of the vocabulary are others.
+        ValueError: The teacher has other tokens or another part of the vocabulary.
     """
     teacher = teaching.scoring
     sizes = [(x.hidden.shape[:-1].numel(), len(x.weight)) for x in (student, teacher)]
@@ -127,7 +127,7 @@ def divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum, whose gradients are made with it."""
+    """The sum, which makes its gradients in forward."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The embedding of tokens, with what is added to it."""
+"""The embedding of tokens, positions and types."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TokenEmbedding(VocabParallelEmbedding):
 
     Parameters: `weight` [vocab_rows, hidden], split over "tp" in its first dim, whose collectives
     are those of `VocabParallelEmbedding`; `positions.weight` [max_sequence_length, hidden],
-    `types.weight` [token_types, hidden] and `norm.*`, which every rank has whole. What the model
-    does not have is None.
+    `types.weight` [token_types, hidden] and `norm.*`, which every rank has whole. Modules that the
+    model does not have are None.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         shard: This rank's share of the model.
-        only_tokens: Without what is added to the embeddings of tokens.
+        only_tokens: Leave out positions, types and the norm.
 
     Shape:
         forward(tokens): [B, S] -> [B, S, hidden] (S / tp tokens under sequence parallelism), the
@@ -64,7 +64,7 @@ class TokenEmbedding(VocabParallelEmbedding):
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=-1, name="embedding")
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up tokens, and scale what is found."""
+        """Look up tokens and scale their embeddings."""
         x = super().forward(ids)
         return x if self.scale == 1 else x * self.scale
 
@@ -75,17 +75,17 @@ class TokenEmbedding(VocabParallelEmbedding):
         hidden_index: Tensor | None,
         images: Callable[[Tensor, Batch], Tensor] | None = None,
     ) -> Tensor:
-        """Embed this rank's tokens, or take their embeddings from the batch, and add the others.
+        """Embed this rank's tokens, or take embeddings from the batch, and add positions and types.
 
         Args:
-            batch: With `tokens` or `embeddings`, and `token_types`, which are 0 where missing.
-            positions: Of the tokens.
-            hidden_index: For dropout (`ForwardContext`).
-            images: Puts features in place of embeddings of tokens, where the model has it.
+            batch: Batch with `tokens` or `embeddings`, and `token_types`, 0 where missing.
+            positions: Positions of the tokens.
+            hidden_index: Counters of dropout (`ForwardContext`).
+            images: Function that puts features of images in place of embeddings, or None.
 
         Shape:
-            positions: [S / cp] or [B, S / cp]. Returns [B, S / cp, hidden], of which sequence
-            parallelism leaves S / cp / tp.
+            positions: [S / cp] or [B, S / cp]. Returns [B, S / cp, hidden] (S / cp / tp tokens
+            under sequence parallelism).
         """
         given = batch.get("embeddings")
         if given is None:
@@ -101,7 +101,7 @@ class TokenEmbedding(VocabParallelEmbedding):
         return self.dropout(x, hidden_index)
 
     def _types(self, batch: Batch) -> Tensor | None:
-        """Embeddings of the tokens' types; of type 0 where the batch has none.
+        """Return the embeddings of the tokens' types; type 0 where the batch has none.
 
         Shape:
             [B, S / cp, hidden] or [hidden].

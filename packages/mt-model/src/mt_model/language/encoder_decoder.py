@@ -1,4 +1,4 @@
-"""An encoder and a decoder that attends to what it gives: a language model, or a stage of it."""
+"""A language model of an encoder and a decoder that attends to its output, or a stage of it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderPass(ForwardContext):
-    """What the decoder's layers of one forward pass share, with what the encoder's do.
+    """The context of the decoder's layers in one forward pass, with the encoder's.
 
     Attributes:
-        encoder: of the encoder's layers; None in a pass of generation whose cache has the memory.
-        encoder_length: tokens of the encoder on this rank, between the parallel regions.
+        encoder: Context of the encoder's layers; None in generation once the cache has the memory.
+        encoder_length: Tokens of the encoder on this rank, between the parallel regions.
     """
 
     encoder: ForwardContext | None = None
@@ -41,12 +41,12 @@ class DecoderPass(ForwardContext):
 
 
 class Streams(NamedTuple):
-    """What layers of a stage hand on to each other.
+    """The activations between two layers of a stage.
 
     Attributes:
-        encoder: the encoder's stream; behind its end what the decoder attends to.
-        decoder: the decoder's stream; in front of its first layer the embeddings.
-        memory: the encoder's output, whole, in a stage's layers of the decoder.
+        encoder: The encoder's stream; after its last layer, the encoder's output.
+        decoder: The decoder's stream; before its first layer, the embeddings.
+        memory: The encoder's output, gathered, for the decoder's layers of the stage.
     """
 
     encoder: Tensor
@@ -57,16 +57,16 @@ class Streams(NamedTuple):
 class EncoderDecoder(GPT):
     """One pipeline stage of an encoder and a decoder; with `layers=None` the whole model.
 
-    The first `config.encoder_layers` layers are the encoder's. What is said of `GPT` holds, with
-    `encoder_norm.*` beside it, on the stage that has the encoder's last layer. The first stage
-    embeds the tokens of both, so what goes from stage to stage is one tensor: the encoder's tokens,
-    or what became of them, and behind them the decoder's. A cut may be between any two layers.
+    The first `config.encoder_layers` layers are the encoder. It has the parameters of `GPT`, and
+    `encoder_norm.*` on the stage with the encoder's last layer. The first stage embeds the tokens
+    of both, so that stages exchange one tensor: the encoder's activations, then the decoder's. A
+    cut may be between any two layers.
 
     The decoder attends to whole encoder outputs: every stage with layers of it all-gathers them
     once over the ranks that share sequences (backward reduce-scatter), and over the
     tensor-parallel group under sequence parallelism (backward keeps the rank's own part).
 
-    Dropout takes the two sequences of a sample for two samples, 2 i and 2 i + 1.
+    Dropout counts the two sequences of a sample i as the samples 2 i and 2 i + 1.
     """
 
     def forward(
@@ -82,32 +82,32 @@ class EncoderDecoder(GPT):
         `model(encoder_tokens, tokens)` returns logits of the decoder's tokens, and
         `model(encoder_tokens, tokens, labels=labels)` the losses. Without `tokens` they are the
         labels, shifted right behind `config.decoder_start`. A stage of an `mt_pipeline` is called
-        with `(x, batch)`, as that of a `GPT`.
+        with `(x, batch)`, like a stage of a `GPT`.
 
         Args:
-            x: int64 tokens of the encoder; with a mapping the activation of the stage before, None
+            x: Tokens of the encoder, int64; with a mapping the activation of the stage before, None
                 on the first.
-            batch: int64 tokens of the decoder; or a mapping as for `GPT`, whose `tokens` are the
-                decoder's, with `encoder_tokens`, and `encoder_mask`, True where one is and False at
-                padding. Packed pairs have ids in `documents` and `encoder_documents`: a token of
-                the decoder sees what the encoder gives for its own, and `encoder_positions` are to
-                the encoder what `positions` are to the decoder. There is no `memory`. In generation
-                `encoder_tokens` come with the first pass of a cache alone.
-            labels: of the next token after each of the decoder's, int64; -100 does not count.
-            sample_ids: unique per training sample; needed with dropout in training.
+            batch: Tokens of the decoder, int64; or a mapping as for `GPT`, whose `tokens` are the
+                decoder's, with `encoder_tokens`, and `encoder_mask`, True where a token is and
+                False at padding. Packed pairs have ids in `documents` and `encoder_documents`: a
+                token of the decoder sees the encoder's output for its own pair, and
+                `encoder_positions` are the encoder's `positions`. There is no `memory`. In
+                generation only the first pass of a cache has `encoder_tokens`.
+            labels: Next token after each token of the decoder, int64; -100 does not count.
+            sample_ids: Unique number of each training sample; needed with dropout in training.
 
         Returns:
-            As of `GPT`.
+            The same as `GPT`.
 
         Shape:
             encoder_tokens, encoder_positions: [B, E / cp], this rank's as
             `mt_context_parallel.shard` cuts them; encoder_mask, encoder_documents: [B, E], whole;
             x: [B, (E + S) / cp, hidden] ((E + S) / cp / tp tokens under sequence parallelism).
-            Others are as of `GPT`.
+            Other shapes are as in `GPT`.
 
         Raises:
-            TypeError: tokens, labels or sample ids are no integers, or a mask is no bool.
-            ValueError: a shape does not fit, or what this stage needs is not given.
+            TypeError: Tokens, labels or sample ids are no integers, or a mask is no bool.
+            ValueError: A shape does not fit, or an entry that this stage needs is missing.
         """
         if not isinstance(batch, Mapping):
             given = {"encoder_tokens": x, "tokens": batch}
@@ -117,11 +117,11 @@ class EncoderDecoder(GPT):
         return super().forward(x, self._with_tokens(batch), labels=labels, sample_ids=sample_ids)
 
     def parts(self, batch: Batch) -> list[Callable[[Any], Any]]:
-        """The same pass in parts, for overlapped pairs; see `Stack.parts`."""
+        """Return the pass in parts, for overlapped pairs; see `Stack.parts`."""
         return super().parts(self._with_tokens(batch))
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
-        """Return both streams as one activation, and what the layers share."""
+        """Return both streams as one activation, and the layers' context."""
         check_encoder_batch(batch)
         tokens = batch["tokens"]
         device, cache = tokens.device if x is None else x.device, batch.get("cache")
@@ -151,11 +151,11 @@ class EncoderDecoder(GPT):
         return self.give_tables_gradients(x, whole), whole
 
     def scores(self, x: Tensor) -> Tensor:
-        """Score the next token, over the whole vocabulary; the last layer's output is normed."""
+        """Score the next token over the whole vocabulary, from the normed last output."""
         return self.head(x, tied=self._tied)
 
     def loss(self, x: Tensor, labels: Tensor) -> Losses:
-        """Sum the cross entropies of the last layer's output, which is normed, with labels."""
+        """Sum the cross entropies with labels, from the normed last output."""
         return self.head(x, labels, tied=self._tied)
 
     def logits(
@@ -168,22 +168,22 @@ class EncoderDecoder(GPT):
         encoder_tokens: Tensor | None = None,
         encoder_mask: Tensor | None = None,
     ) -> Tensor:
-        """Scores of the next token after every given one, without dropout or gradients.
+        """Return scores of the next token after every token, without dropout or gradients.
 
         Args:
-            tokens: of the decoder, as of `GPT.logits`.
-            cache: likewise; it has the memory too.
-            mask: of the decoder's tokens.
-            pixel_values: none; such a model takes no images.
-            encoder_tokens: what the decoder attends to; not with a cache that holds tokens.
-            encoder_mask: True where one of them is, False at padding.
+            tokens: Tokens of the decoder, as in `GPT.logits`.
+            cache: Cache as in `GPT.logits`; it has the memory too.
+            mask: Mask of the decoder's tokens.
+            pixel_values: None; such a model takes no images.
+            encoder_tokens: Tokens of the encoder; not with a cache that holds tokens.
+            encoder_mask: True where a token of the encoder is, False at padding.
 
         Shape:
             tokens, mask: [B, S]; encoder_tokens, encoder_mask: [B, E]. Returns
             [B, S, vocab_size].
 
         Raises:
-            ValueError: as of `GPT.logits`, or there is nothing to attend to.
+            ValueError: As in `GPT.logits`, or there are no tokens to attend to.
         """
         batch = {"tokens": tokens, "cache": cache, "mask": mask, "pixel_values": pixel_values}
         batch |= {"encoder_tokens": encoder_tokens, "encoder_mask": encoder_mask}
@@ -205,14 +205,14 @@ class EncoderDecoder(GPT):
             self.encoder_norm = stream_norm(config, shard)
 
     def generating(self) -> dict[int, MixerConfig]:
-        """The decoder's mixers."""
+        """Return the decoder's mixers."""
         first = self.config.encoder_layers
         return {index: mixer for index, mixer in self._mixers().items() if index >= first}
 
     def _encoder_pass(
         self, batch: Batch, after: ForwardContext, device: torch.device
     ) -> tuple[Tensor, ForwardContext]:
-        """Positions of this rank's tokens of the encoder, and what its layers share."""
+        """Return the positions of this rank's encoder tokens, and the encoder layers' context."""
         context = self.shard.context
         length = batch["encoder_tokens"].shape[1] * context.size
         self._check_length(length)
@@ -242,7 +242,7 @@ class EncoderDecoder(GPT):
         )
 
     def _memory_mask(self, batch: Batch, device: torch.device) -> Tensor | None:
-        """What the decoder's tokens see of the memory: of packed pairs each its own one's."""
+        """Return the memory's mask for the decoder's tokens; packed ones see their own pair."""
         mask, inputs = batch.get("encoder_mask"), batch.get("encoder_documents")
         if inputs is None:
             return mask
@@ -252,7 +252,7 @@ class EncoderDecoder(GPT):
         return own if mask is None else own & mask[:, None]
 
     def _with_tokens(self, batch: Batch) -> Batch:
-        """Make the decoder's tokens of the labels, where there are labels alone."""
+        """Make the decoder's tokens from the labels, where only labels are given."""
         labels = batch.get("labels")
         if batch.get("tokens") is not None or not isinstance(labels, Tensor):
             return batch
@@ -287,7 +287,7 @@ class EncoderDecoder(GPT):
         return None if layer.index == self.config.encoder_layers - 1 else following
 
     def _open(self, x: Tensor, shared: DecoderPass) -> tuple[Streams, Losses]:
-        """Part the streams."""
+        """Separate the streams."""
         count = shared.encoder_length
         return Streams(*x.split((count, x.shape[1] - count), 1)), {}
 
@@ -300,14 +300,14 @@ class EncoderDecoder(GPT):
         return x._replace(encoder=encoder), losses
 
     def _end_encoder(self, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
-        """Norm and drop what the encoder gives."""
+        """Norm the encoder's output, and apply dropout."""
         if shared.encoder is None:
             return x, {}
         y = x.encoder if self.encoder_norm is None else self.encoder_norm(x.encoder)
         return x._replace(encoder=self.memory_dropout(y, shared.encoder.hidden_index)), {}
 
     def _remember(self, x: Streams, shared: DecoderPass) -> tuple[Streams, Losses]:
-        """Bring the memory together, for all of the stage's layers."""
+        """Gather the memory once, for all of the stage's layers."""
         if shared.encoder is None:
             return x, {}
         memory = x.encoder
@@ -321,7 +321,7 @@ class EncoderDecoder(GPT):
         return x._replace(decoder=decoder), losses
 
     def _close(self, x: Streams, shared: DecoderPass) -> tuple[Tensor, Losses]:
-        """Join the streams for the next stage; the last one norms and drops the decoder's."""
+        """Join the streams for the next stage; the last stage norms the decoder's output."""
         if not self.has_head:
             return torch.cat((x.encoder, x.decoder), 1), {}
         return self.output_dropout(self._normed(x.decoder), shared.hidden_index), {}

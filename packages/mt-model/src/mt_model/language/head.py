@@ -1,4 +1,4 @@
-"""What is behind a language model's last norm: scores of the next token, or their losses."""
+"""The head of a language model: scores of the next token, or their losses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class LanguageHead(nn.Module):
-    """A layer with a norm, where there is one, a scale, and the product with a row for each token.
+    """An optional transform, a scale, and the product with a row for each token.
 
     Parameters: `weight` [vocab_rows, hidden] and `bias` [vocab_rows], split over "tp" in their
     first dim, and `transform.*` (`HeadTransform`). The weight of a tied head is the embedding's.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         shard: This rank's share of the model.
     """
 
@@ -74,9 +74,9 @@ class LanguageHead(nn.Module):
 
         Args:
             x: The last layer's output, normed.
-            labels: Of this rank's tokens; those that are -100 don't count.
-            tied: The embedding's matrix, of a tied head.
-            with_z: With the loss `z` of a model that has one.
+            labels: Labels of this rank's tokens; -100 does not count.
+            tied: The embedding's matrix, for a tied head.
+            with_z: Include the loss `z` if the model has one.
             teaching: A teacher's side, for the loss `distillation` in place of the others.
 
         Returns:
@@ -97,17 +97,17 @@ class LanguageHead(nn.Module):
 
     @torch.no_grad()
     def teach(self, x: Tensor, temperature: float, *, tied: Tensor | None = None) -> Teaching:
-        """Return what a student needs to learn this head's scores.
+        """Return the operands by which a student learns this head's scores.
 
         Args:
             x: The last layer's output, normed.
-            temperature: Divides the scores.
-            tied: The embedding's matrix, of a tied head.
+            temperature: Divisor of the scores.
+            tied: The embedding's matrix, for a tied head.
         """
         return Teaching(self._scoring(*self._product(x, tied)), temperature)
 
     def _product(self, x: Tensor, tied: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what is multiplied."""
+        """Return the operands of the head's product."""
         weight = self.weight if tied is None else tied
         if weight is None:
             raise ValueError("the head of a tied model needs the embedding's matrix as `tied`")
@@ -115,7 +115,7 @@ class LanguageHead(nn.Module):
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale, weight
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what computes the losses."""
+        """Yield the kernel of the losses."""
         yield self.loss.choose(like)
 
     def _scores(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class LanguageHead(nn.Module):
         return Scoring(self._everywhere(x), weight, self.bias, self.config.logit_softcap)
 
     def _everywhere(self, x: Tensor) -> Tensor:
-        """The tokens of all ranks that share the vocabulary; backward sums their gradients."""
+        """Gather the tokens of all ranks that share the vocabulary; backward sums gradients."""
         if self.shard.sequence_parallel:
             return all_gather(x, self.shard.group, dim=1)
         return copy_to_group(x, self.shard.group)
@@ -174,12 +174,12 @@ class HeadTransform(nn.Module):
     """`norm(act(W x + b))`, as in the head of BERT's masked language model.
 
     Parameters: `weight` [hidden, hidden], `bias` [hidden] and `norm.*`. Every tensor-parallel rank
-    holds it whole; under sequence parallelism it has the rank's tokens, and its gradients are
-    partial.
+    holds them whole; under sequence parallelism each rank transforms its own tokens, and gradients
+    are partial.
 
     Args:
-        config: Of the model.
-        kind: The activation.
+        config: Configuration of the model.
+        kind: Name of the activation.
         shard: This rank's share of the model.
 
     Shape:
@@ -197,6 +197,6 @@ class HeadTransform(nn.Module):
         self.norm = stream_norm(config, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform what the head multiplies."""
+        """Transform the head's input."""
         y = parallel_linear(x, self.weight, self.bias, mode="column", gemm=self.gemm)
         return self.norm(self.activation(y))

@@ -1,4 +1,4 @@
-"""Multi-token prediction: modules behind the last layer, and what each is to predict."""
+"""Multi-token prediction: modules behind the last layer, and their tokens and labels."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class MTPModule(nn.Module):
-    """A layer that reads what is known of each token together with a token further on.
+    """A layer over each token's hidden state joined with the embedding of a later token.
 
-    `norm(layer(W [hidden_norm(h); embedding_norm(e)]))` (DeepSeek-V3, section 2.2), where h is what
-    the final norm, or the module before it, gave, and e the embedding of the token k further on.
+    `norm(layer(W [hidden_norm(h); embedding_norm(e)]))` (DeepSeek-V3, section 2.2), where h is the
+    output of the final norm or of the module before, and e the embedding of the token k further on.
     Parameters: `hidden_norm.*`, `embedding_norm.*`, `projection.weight` [hidden, 2 * hidden], split
     over "tp" in its first dim, `layer.*` and `norm.*`, where the model has a final norm.
 
     Args:
-        config: Of the model.
-        layer: Index of its layer, which goes on behind those of the model's layers.
-        shard: Of this rank, and of its layer.
+        config: Configuration of the model.
+        layer: Index of its layer, counted on from the model's layers.
+        shard: This rank's share of the model and of the layer.
 
     Shape:
         forward(h, e): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, and
@@ -54,7 +54,7 @@ class MTPModule(nn.Module):
         self.norm = stream_norm(config, shard) if config.final_norm else None
 
     def forward(self, h: Tensor, e: Tensor, shared: ForwardContext) -> tuple[Tensor, Losses]:
-        """Return what the head reads, and the losses of the layer."""
+        """Return the head's input, and the losses of the layer."""
         x = self.projection(torch.cat((self.hidden_norm(h), self.embedding_norm(e)), dim=-1))
         if self.shard.sequence_parallel:
             x = all_to_all(x, self.shard.group, split_dim=1, concat_dim=2)
@@ -65,14 +65,14 @@ class MTPModule(nn.Module):
 
 
 class Ahead:
-    """Tokens and labels further on than those of a batch, in the same document.
+    """Tokens and labels that follow the tokens of a batch, in the same document.
 
-    Ranks that share sequences gather both once, as the tokens behind a rank's own are another's.
+    Ranks that share sequences gather both once, since another rank has the tokens that follow.
 
     Args:
-        batch: With tokens and labels.
-        documents: Of whole sequences; None where each is one.
-        group: The ranks that share sequences.
+        batch: Batch with tokens and labels.
+        documents: Document ids of whole sequences; None where each row is one document.
+        group: Ranks that share sequences.
 
     Raises:
         ValueError: The batch has embeddings, and no tokens.
@@ -89,9 +89,9 @@ class Ahead:
         self.tokens, self.labels = (unshard(batch[name], group) for name in ("tokens", "labels"))
 
     def at(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens `depth` further on than this rank's, and the labels of those.
+        """Return the tokens `depth` places after this rank's, and their labels.
 
-        Where the document or the sequence has ended they are 0 and -100.
+        Past the end of the document or the sequence they are 0 and -100.
 
         Shape:
             [B, S / cp] each.

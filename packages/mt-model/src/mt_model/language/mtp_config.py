@@ -15,15 +15,15 @@ MAX_DEPTHS = 64
 class MTPConfig:
     """Modules behind the last layer that predict further tokens (DeepSeek-V3, section 2.2).
 
-    The model predicts the next token after each, module k the one k further on, from what the
-    module before it made and the token k further on. They share the model's embedding and head,
-    and serve training alone: scores and generation are those of a model without them.
+    The model predicts the next token, and module k the token k further on, from the output of the
+    module before and the embedding of that token's predecessor. Modules share the model's embedding
+    and head, and serve training only: scores and generation are the same without them.
 
     Attributes:
-        depths: modules, one after the other.
-        layer: what each is made of; the model's last layer where None.
-        weight: of the mean over the modules of their mean cross entropies, in the objective
-            (Megatron-LM: 0.1; DeepSeek-V3: 0.3, at the end 0.1).
+        depths: Number of modules, one after the other.
+        layer: Layer of each module; a copy of the model's last layer where None.
+        weight: Weight in the objective of the mean cross entropy over the modules (Megatron-LM:
+            0.1; DeepSeek-V3: 0.3, at the end 0.1).
     """
 
     depths: int = 1

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class PooledHead(nn.Module):
-    """A layer `tanh(W x + b)` over the first token's features, and classes behind it.
+    """A layer `tanh(W x + b)` over the first token's features, then scores of the classes.
 
     Parameters: `dense.weight` [hidden, hidden], `dense.bias`, `classifier.weight`
     [classes, hidden] and `classifier.bias`, which every rank has whole. Under sequence parallelism
-    the first token's features are summed over the tensor-parallel group (backward identity). Of the
-    ranks of a context group the one that has the first token counts the loss.
+    the first token's features are summed over the tensor-parallel group (backward identity). In a
+    context group the rank with the first token counts the loss.
 
     Args:
-        config: Of the head.
-        model: Of the whole model.
+        config: Configuration of the head.
+        model: Configuration of the whole model.
         shard: This rank's share of the model.
     """
 
@@ -47,11 +47,11 @@ class PooledHead(nn.Module):
 
         Args:
             x: The last layer's output, normed.
-            batch: With `mask` where there is padding.
+            batch: Batch with a `mask` where there is padding.
 
         Shape:
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism). Returns
-            [B, classes], of no meaning on ranks of a context group without the first token.
+            [B, classes], meaningless on ranks of a context group without the first token.
         """
         return self.classifier(self._pooled(x, self._firsts(x, batch)))
 
@@ -59,13 +59,13 @@ class PooledHead(nn.Module):
         """Sum the cross entropies of the scores with the labels of the sequences.
 
         Args:
-            x: As of `forward`.
-            batch: With `sequence_labels`, those that are -100 don't count, nor do missing ones; and
-                `mask` where there is padding.
+            x: The last layer's output, as in `forward`.
+            batch: Batch with `sequence_labels`, where -100 does not count, and a `mask` where there
+                is padding.
 
         Returns:
-            `nsp`, the sum, and `sequences`, the number of labels, of the sequences whose first
-            token is this rank's.
+            `nsp`, the sum, and `sequences`, the number of labels, over the sequences whose first
+            token this rank holds.
 
         Raises:
             ValueError: Several documents share a row.

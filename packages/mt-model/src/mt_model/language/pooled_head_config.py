@@ -13,13 +13,13 @@ from mt_model.block.sizes import MAX_WIDTH
 class PooledHeadConfig:
     """Scores of classes from the first token's features, through a layer `tanh(W x + b)` (BERT).
 
-    Its loss is `nsp`, that of next sentence prediction (Devlin et al., 2019): the sum of the cross
-    entropies with `batch["sequence_labels"]`, counted in sequences.
+    Its loss is `nsp`, next sentence prediction (Devlin et al., 2019): the sum of the cross
+    entropies with `batch["sequence_labels"]`, divided by the number of sequences.
 
     Attributes:
-        num_classes: of a sequence; BERT's are 0, the second text follows the first, and 1, it does
-            not.
-        loss_weight: of `nsp` in the objective.
+        num_classes: Number of classes of a sequence; BERT has 0, the second text follows the
+            first, and 1, it does not.
+        loss_weight: Weight of `nsp` in the objective.
     """
 
     num_classes: int = 2
@@ -33,7 +33,7 @@ class PooledHeadConfig:
         checks.done()
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Count those of the layer and of the classes."""
+        """Count the parameters of the layer and of the classes."""
         return (hidden_size + self.num_classes) * (hidden_size + 1)
 
     def flops(self, hidden_size: int) -> int:
