@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_program_is_refused(tiny, cli, tmp_path) -> None
     step = tmp_path / "foreign" / "step_00000001"
     result = cli(*tiny.command(tmp_path / "run", f"checkpoint.load={step}"))
     assert result.returncode == 1
-    assert "is not what a run of mt-train writes: it lacks" in result.stderr
+    assert "is not that of an mt-train run: it lacks" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -357,7 +357,7 @@ def test_a_fifo_in_place_of_a_file_is_an_error_and_no_wait(checkpoint, name):
 def test_a_step_under_the_name_of_another_is_named(checkpoint):
     other = checkpoint.rename(checkpoint.with_name("step_00000048"))
     (checkpoint.parent / "latest").write_text("step_00000048\n")
-    text = "is of step 20, and the directory is named step_00000048; name it step_00000020 again"
+    text = "the directory is named step_00000048; rename it"
     for call in (latest_checkpoint, inspect_checkpoint, load_all):
         with pytest.raises(CheckpointError, match=text):
             call(checkpoint.parent)

@@ -102,7 +102,7 @@ def test_a_hole_and_an_overlap_are_found(tiling, data):
     shape, tiles = tiling
     boxes = [Box(offsets=o, shape=n, rank=rank) for rank, (o, n) in enumerate(tiles)]
     victim = data.draw(st.sampled_from(boxes))
-    with pytest.raises(CheckpointError, match="nobody writes the part") as caught:
+    with pytest.raises(CheckpointError, match="no rank writes the part") as caught:
         plan_chunks("model/w", shape, 4, [box for box in boxes if box is not victim])
     assert caught.value.tensor == "model/w"
     double = Box(offsets=victim.offsets, shape=victim.shape, rank=99)
@@ -112,7 +112,7 @@ def test_a_hole_and_an_overlap_are_found(tiling, data):
 
 def test_a_hole_is_shown_as_a_box():
     boxes = [Box(offsets=(0, 0), shape=(4, 8)), Box(offsets=(4, 0), shape=(4, 4))]
-    with pytest.raises(CheckpointError, match=r"nobody writes the part \[4:8, 4:8\]"):
+    with pytest.raises(CheckpointError, match=r"no rank writes the part \[4:8, 4:8\]"):
         plan_chunks("w", (8, 8), 4, boxes)
 
 

@@ -138,7 +138,7 @@ def test_a_step_is_chosen_by_its_number(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (".", "has no committed checkpoint; give a folder in which some were saved"),
+        (".", "has no committed checkpoint"),
         ("nowhere", "nowhere: no such checkpoint directory"),
         ("step_00000001", "no such checkpoint directory"),
         ("step_00000002", "missing, so .*step_00000002 is not a complete checkpoint"),

@@ -165,7 +165,7 @@ def test_loading_lists_everything_that_does_not_fit(tmp_path):
     lines = str(caught.value).splitlines()
     assert lines[1:5] == [
         "  model/qkv.weigth: not in the checkpoint; did you mean 'model/qkv.weight'?",
-        "  model/qkv.weight: in the checkpoint, but nobody asks for it",
+        "  model/qkv.weight: in the checkpoint, but not requested",
         "  model/norm.weight: saved as float32, wanted as float64 (cast=True converts)",
         "  model/proj.weight: saved shape (4, 2), wanted (8, 2)",
     ]
@@ -177,7 +177,7 @@ def test_loading_lists_everything_that_does_not_fit(tmp_path):
 def test_a_part_can_be_loaded_alone(tmp_path):
     shards = [TensorShard(name, torch.ones(2)) for name in ("model/w", "optimizer/w")]
     path = save_checkpoint(tmp_path, 1, shards, {})
-    with pytest.raises(CheckpointError, match="optimizer/w: in the checkpoint, but nobody asks"):
+    with pytest.raises(CheckpointError, match="optimizer/w: in the checkpoint, but not requested"):
         load_checkpoint(path, shards[:1])
     wanted = torch.zeros(2)
     load_checkpoint(path, [TensorShard("model/w", wanted)], ignore=("optimizer/",))
@@ -187,7 +187,7 @@ def test_a_part_can_be_loaded_alone(tmp_path):
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere: no such checkpoint directory"):
         load_checkpoint(tmp_path / "nowhere", [])
-    with pytest.raises(CheckpointError, match="has no committed checkpoint; give a folder in"):
+    with pytest.raises(CheckpointError, match="has no committed checkpoint"):
         inspect_checkpoint(tmp_path)
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "zarr.json").touch()

@@ -58,5 +58,5 @@ def test_metadata_of_another_kind_is_refused_in_few_words(tmp_path, change, text
 
 
 def test_metadata_that_lacks_the_model_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match="it lacks model, tokenizer; give a run of this"):
+    with pytest.raises(CheckpointError, match="it lacks model, tokenizer; use a run of this"):
         saved(tmp_path, {})

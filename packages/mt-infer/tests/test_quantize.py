@@ -256,7 +256,7 @@ def test_scales_of_inputs_go_into_what_makes_them(method, command, text, tmp_pat
         (("--recipe", "nvfp4"), 1, "no layout of nvfp4 weights with nvfp4 inputs"),
         (("--recipe", "int8", "--layout", "modelopt"), 1, "layout of ModelOpt has no int8-channel"),
         (("--recipe", "int8-smoothquant"), 1, "need calibration data"),
-        (("--recipe", "int8-smoothquant", "--calibration", "EMPTY"), 1, "text is empty; give"),
+        (("--recipe", "int8-smoothquant", "--calibration", "EMPTY"), 1, "text is empty"),
         (("--recipe", "int8-smoothquant", "--calibration", "NOWHERE"), 1, "No such file"),
         (("--config", "NOTHING"), 1, "rules[0] (name='*.attention') matches nothing; correct it"),
         (("--config", "NOWHERE"), 1, "No such file"),
@@ -312,7 +312,7 @@ def test_a_text_that_no_rule_needs_is_said(small_run, command, text, tmp_path) -
     options = ("--recipe", "int8", "--calibration", text)
     code, _, err = command(small_run, tmp_path / "low", *options)
     assert code == 0
-    assert err.endswith("text.txt was not needed: no rule sees activations\n")
+    assert err.endswith("text.txt was not needed: no rule reads activations\n")
 
 
 def without_tokenizer(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about one array, and the names of the files that hold it."""
+"""Description of one array of a checkpoint, and the names of its files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ArraySpec:
 
     @property
     def stored(self) -> np.dtype:
-        """The numpy dtype on disk."""
+        """Numpy dtype on disk."""
         return stored_dtype(self.dtype)
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk file."""
+        """Size of a chunk file in bytes."""
         return math.prod(self.chunks) * self.stored.itemsize + CRC_BYTES
 
     @property
@@ -55,19 +55,19 @@ class ArraySpec:
         return math.prod(-(-n // step) for n, step in zip(self.shape, self.chunks, strict=True))
 
     def chunk_files(self, name: str) -> Iterator[str]:
-        """The chunk files of this array under the name `name`."""
+        """Yield the paths of this array's chunk files, for an array called `name`."""
         counts = (-(-n // step) for n, step in zip(self.shape, self.chunks, strict=True))
         for index in itertools.product(*map(range, counts)):
             yield chunk_file(name, index)
 
 
 def chunk_file(name: str, index: tuple[int, ...]) -> str:
-    """Zarr's default chunk key with "." between the indices: one folder per array."""
+    """Return Zarr's default chunk key with "." between the indices: one folder per array."""
     return f"{name}/" + ".".join(["c", *map(str, index)])
 
 
 def group_names(names: Iterator[str] | list[str]) -> list[str]:
-    """The groups above the arrays, outermost first, without the root."""
+    """Return the groups that contain the arrays, outermost first, without the root."""
     groups = {
         "/".join(parts[:end])
         for n in names

@@ -1,4 +1,4 @@
-"""Files that are on the disk when they are said to be, and errors that name them."""
+"""Durable files, and errors that name them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = 8
 
 @contextlib.contextmanager
 def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the path and the space."""
+    """Turn an OSError into a CheckpointError with the path and, for writes, the free space."""
     try:
         yield
     except OSError as error:
@@ -33,12 +33,12 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
 
 
 def create_file(path: Path, *parts: bytes | memoryview, total: int | None = None) -> None:
-    """Write a new file of a checkpoint that nobody sees yet; `sync_all` syncs many at once.
+    """Write a new file of an uncommitted checkpoint; `sync_all` syncs many files at once.
 
     Args:
         path: Must not exist.
         parts: The content.
-        total: Bytes of the whole checkpoint, for the message if the disk is full.
+        total: Size of the whole checkpoint in bytes, for the message if the disk is full.
     """
     size = sum(len(part) for part in parts)
     needed = f" (needed {size} bytes for this file"
@@ -57,8 +57,8 @@ def sync(path: Path) -> None:
 def sync_all(paths: Iterable[Path]) -> None:
     """Fsync many files or directories.
 
-    Threads let the file system put many of them into one journal commit: 40 times faster than one
-    by one on a busy disk.
+    Threads let the file system combine many into one journal commit, which is 40 times faster on a
+    busy disk than one file at a time.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(sync, paths):
@@ -66,7 +66,7 @@ def sync_all(paths: Iterable[Path]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory as far as possible, its leaf folders at the same time."""
+    """Remove a directory as far as possible, with its leaf folders in parallel."""
     leaves = [folder for folder, below, _ in os.walk(path) if not below]
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(lambda leaf: shutil.rmtree(leaf, ignore_errors=True), leaves):
@@ -75,11 +75,11 @@ def remove_tree(path: Path) -> None:
 
 
 def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Every file below `root` as a relative posix path.
+    """List every file below `root` as a relative posix path.
 
     Returns:
-        The plain files with their sizes, and the entries that are not allowed in a checkpoint with
-        the reason.
+        The plain files with their sizes, and the entries that a checkpoint may not contain with the
+        reason.
     """
     plain: dict[str, int] = {}
     odd: dict[str, str] = {}

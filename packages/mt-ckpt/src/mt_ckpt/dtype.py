@@ -1,4 +1,4 @@
-"""How torch dtypes are stored: as they are, except that bfloat16 becomes float32, bit by bit."""
+"""Storage of torch dtypes: unchanged, except that bfloat16 becomes float32, bit by bit."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _STORED: dict[str, str] = {
 
 
 def dtype_names() -> list[str]:
-    """The names of the dtypes that a checkpoint can hold."""
+    """Return the names of the dtypes that a checkpoint can store."""
     return list(_STORED)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`."""
+    """Return the name of a dtype: `torch.bfloat16` -> `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(name: str) -> np.dtype:
-    """The little-endian numpy dtype in which a tensor of dtype `name` is stored."""
+    """Return the little-endian numpy dtype that stores a tensor of dtype `name`."""
     return np.dtype(_STORED[name])
 
 
 def to_stored(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values on the CPU, in its stored dtype.
+    """Return the tensor's values on the CPU, in its stored dtype.
 
     A bfloat16 is the upper half of a float32, so it is widened by a shift: every bit pattern,
     NaN payloads included, comes back.
@@ -50,7 +50,7 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray:
 
 
 def from_stored(array: np.ndarray, name: str) -> torch.Tensor:
-    """Inverse of `to_stored`: a CPU tensor of dtype `name`."""
+    """Return a CPU tensor of dtype `name`; the inverse of `to_stored`."""
     if name == "bfloat16":
         bits = array.view("<u4").astype("<u4")
         bits >>= 16

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LONGEST = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong in a checkpoint directory.
+    """One problem of a checkpoint directory.
 
     Attributes:
         file: Path of the file, relative to the checkpoint directory.
-        reason: What is wrong with it, in a sentence.
+        reason: The problem, in a sentence.
         tensor: Name of the array the file belongs to, or None for shared files.
     """
 
@@ -32,11 +32,11 @@ class Problem:
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be saved, found or loaded as asked.
+    """A checkpoint cannot be saved, found or loaded as requested.
 
     Attributes:
-        file: The file concerned, where there is one.
-        tensor: The array concerned, where there is one.
+        file: The file concerned, if any.
+        tensor: The array concerned, if any.
     """
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
@@ -48,12 +48,12 @@ class CheckpointError(UserError):
 
     @classmethod
     def from_problems(cls, title: str, problems: Sequence[Problem], advice: str) -> Self:
-        """One error out of one or more problems.
+        """Return one error for one or more problems.
 
         Args:
             title: First line, without its colon.
-            problems: At least one; `file` and `tensor` of the error are those of the first.
-            advice: Last line: what to do.
+            problems: At least one; the error gets `file` and `tensor` of the first.
+            advice: Last line, which says what to do.
         """
         shown = [str(problem) for problem in problems[:_LISTED]]
         if len(problems) > _LISTED:

@@ -1,4 +1,4 @@
-"""Boxes, and the regular chunk grid in which every saved box is whole chunks."""
+"""Boxes of an array, and a regular chunk grid that divides every box into whole chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_CHUNKS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of an array and the rank that holds it."""
+    """A box of an array, and the rank that holds it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -30,20 +30,20 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last index of every dim."""
+        """One past the last index of each dim."""
         return tuple(o + s for o, s in zip(self.offsets, self.shape, strict=True))
 
 
 def plan_chunks(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]
 ) -> tuple[int, ...]:
-    """The chunk shape of an array that is written as `boxes`.
+    """Return the chunk shape for an array that ranks write as `boxes`.
 
-    Per dim it divides every cut between boxes, so that a chunk never has two writers, and it is
-    then split until a chunk has at most `MAX_CHUNK_BYTES`.
+    In each dim the chunk size divides every cut between boxes, so a chunk never has two writers.
+    Chunks above `MAX_CHUNK_BYTES` are then split further.
 
     Raises:
-        CheckpointError: The boxes leave a hole, overlap, or share no sensible chunk grid.
+        CheckpointError: The boxes leave a hole, overlap, or have no usable common chunk grid.
     """
     boxes = [box for box in boxes if math.prod(box.shape)]
     cuts = [
@@ -89,9 +89,8 @@ def _check_cover(
     part = Box(offsets=start, shape=tuple(e - s for s, e in zip(start, end, strict=True)))
     if cover[cell] == 0:
         raise CheckpointError(
-            f"tensor {name!r} of shape {shape}: nobody writes the part {part}. Every element needs "
-            "one shard with write=True; where the shards are on several ranks, all of them have "
-            "to call with the group of the savers",
+            f"tensor {name!r} of shape {shape}: no rank writes the part {part}. Every element "
+            "needs one shard with write=True; if the shards are on several ranks, pass their group",
             tensor=name,
         )
     writers = [
@@ -107,7 +106,7 @@ def _check_cover(
 
 
 def _split(shape: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int, ...]:
-    """Split the chunk `steps` down to MAX_CHUNK_BYTES, in the dim that keeps it largest."""
+    """Split a chunk down to MAX_CHUNK_BYTES, in the dim that keeps it largest."""
     steps = list(steps)
     while (nbytes := math.prod(steps) * itemsize) > MAX_CHUNK_BYTES:
         target = [step * MAX_CHUNK_BYTES // nbytes for step in steps]
@@ -116,7 +115,7 @@ def _split(shape: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int
             for step, limit, size in zip(steps, target, shape, strict=True)
         ]
         fitting = [dim for dim in range(len(steps)) if 0 < splits[dim] <= target[dim]]
-        # No single dim may be enough: then cut the longest to the bone and look again.
+        # If no single dim is enough, cut the longest as far as possible and try again.
         dim = (
             max(fitting, key=lambda d: splits[d] / steps[d])
             if fitting
@@ -127,14 +126,14 @@ def _split(shape: tuple[int, ...], steps: list[int], itemsize: int) -> tuple[int
 
 
 def _largest_part(step: int, limit: int, *, is_whole: bool) -> int:
-    """The largest chunk length up to `limit` that cuts `step` without crossing its end."""
-    if is_whole:  # nothing but the end of the array has to be met
+    """Return the largest chunk length up to `limit` that does not cross the end of `step`."""
+    if is_whole:  # the chunk may cross the end of the array
         return -(-step // -(-step // limit))
     return next(step // k for k in range(-(-step // limit), step + 1) if step % k == 0)
 
 
 def chunk_indices(box: Box, chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The indices of all chunks that share an element with `box`."""
+    """Return the indices of all chunks that share an element with `box`."""
     if 0 in box.shape:
         return iter(())
     return itertools.product(
@@ -148,7 +147,7 @@ def chunk_indices(box: Box, chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]
 def overlap(
     box: Box, index: tuple[int, ...], chunks: tuple[int, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Where chunk `index` and `box` meet: an index into the box and one into the chunk."""
+    """Return the overlap of chunk `index` with `box`, as an index into each of them."""
     in_box, in_chunk = [], []
     for start, end, i, size in zip(box.offsets, box.ends, index, chunks, strict=True):
         low, high = max(start, i * size), min(end, (i + 1) * size)

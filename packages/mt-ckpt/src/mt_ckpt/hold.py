@@ -1,4 +1,4 @@
-"""Finding a checkpoint to read, and keeping it while it is read."""
+"""Finding a checkpoint, and protecting it from removal while it is read."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from mt_ckpt.manifest import MANIFEST, step_of
 from mt_ckpt.root import committed_steps, latest_checkpoint
 
 _PATIENCE_SECONDS = 20.0
-_STEP_FILES = (MANIFEST, "zarr.json")  # a step directory under another name, a copy say, has them
+_STEP_FILES = (
+    MANIFEST,
+    "zarr.json",
+)  # these mark a step directory under another name, such as a copy
 
 
 @contextlib.contextmanager
 def hold_checkpoint(path: str | Path, step: int | None = None) -> Iterator[Path]:
-    """Yield a step directory, which no save removes until the block ends.
+    """Yield a step directory that no save removes until the block ends.
 
-    Reading beside a training run needs it: `keep=` of `save_checkpoint` passes over a step that is
-    held and removes it at a later save. The hold is a shared lock by the kernel (flock), so it
-    ends with the process, however that ends. On a file system without such locks a step stays for
-    a minute after a newer one was committed.
+    Use it to read during a training run: `keep=` of `save_checkpoint` skips a held step and removes
+    it at a later save. The hold is a shared lock of the kernel (flock), so it ends with the
+    process. On a file system without such locks a step stays for a minute after a newer one was
+    committed.
 
     Args:
         path: A folder of checkpoints, or a step directory.
-        step: Which step of the folder. None: the one that `latest_checkpoint` chooses; it is
-            chosen again if it was removed before it could be held.
+        step: The step in the folder; by default the choice of `latest_checkpoint`, which is
+            repeated if the step is removed before it is held.
 
     Raises:
         CheckpointError: There is no such checkpoint, or `latest` names none.
@@ -40,7 +43,7 @@ def hold_checkpoint(path: str | Path, step: int | None = None) -> Iterator[Path]
     while (file := _try_share(target := _choose(folder, step), again=folder)) is None:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{target} is removed or replaced again and again; is it being saved in a loop? "
+                f"{target} is removed or replaced repeatedly; is it being saved in a loop? "
                 "Name another step",
                 file=str(target),
             )
@@ -54,7 +57,7 @@ def _try_share(target: Path, again: Path) -> BinaryIO | None:
         return share(target)
     except CheckpointError as error:
         if target != again and isinstance(error.__cause__, MissingFileError):
-            return None  # it was removed after it was chosen: choose again
+            return None  # removed after it was chosen: choose again
         raise
 
 
@@ -75,7 +78,7 @@ def _choose(folder: Path, step: int | None) -> Path:
     found = latest_checkpoint(folder)
     if found is None:
         raise CheckpointError(
-            f"{folder} has no committed checkpoint; give a folder in which some were saved, or one "
+            f"{folder} has no committed checkpoint; pass a folder with saved checkpoints, or one "
             "of its step directories",
             file=str(folder),
         )

@@ -1,4 +1,4 @@
-"""Loading: any box of any array, from whatever boxes it was saved."""
+"""Loading: any box of any array, whatever boxes it was saved as."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill the tensors of `shards`, in place, from a checkpoint saved on any layout.
 
-    Every file that is read is checked against the manifest first, and the directory must hold
-    exactly the files of the manifest, in their sizes. All ranks must load the same checkpoint.
-    Loading is strict: all arrays that are missing, not asked for, of another shape or of another
-    dtype are listed in one error, before anything is filled.
+    Every file is checked against the manifest before it is used, and the directory must contain
+    exactly the files of the manifest, with their sizes. Loading is strict: before any
+    tensor is filled, one error lists all missing arrays, all arrays without a shard, and all
+    differences of shape and dtype.
 
     Args:
-        path: A folder of checkpoints, of which rank 0 chooses as `hold_checkpoint` does, or a step
-            directory. No save removes it while it is read.
-        shards: The boxes that this rank wants (`write` does not matter).
-        group: All ranks that load together; then the arrays not asked for are those that no rank
-            asks for, and a failure is raised on every rank. None: this process loads alone.
-        ignore: Name prefixes of arrays that need not be asked for, such as `("optimizer/",)`.
-        cast: Convert between floating-point dtypes, where the tensor's is not the saved one.
+        path: A folder of checkpoints, from which rank 0 chooses like `hold_checkpoint`, or a step
+            directory. No save removes the step during the load.
+        shards: The boxes to fill on this rank (`write` does not matter).
+        group: All ranks that load together. An array then counts as requested if any rank requests
+            it, and a failure is raised on every rank. None: this process loads alone.
+        ignore: Name prefixes of arrays that need not be requested, such as `("optimizer/",)`.
+        cast: Whether to convert between floating-point dtypes.
 
     Returns:
         The metadata given to `save_checkpoint`.
 
     Raises:
-        CheckpointError: Nothing usable, or not what was asked for; it names files and tensors.
-            Tensors may be partly filled if a damaged chunk is what failed.
+        CheckpointError: The checkpoint is damaged or does not match the request; names files and
+            tensors. After a damaged chunk, tensors may be partly filled.
     """
     ranks = Ranks(group)
     with contextlib.ExitStack() as stack:
@@ -84,21 +84,21 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class ArrayReader:
-    """An open checkpoint, of which arrays are read one after the other.
+    """An open checkpoint, for reading arrays one at a time.
 
     Attributes:
         path: The step directory.
-        manifest: What it holds.
+        manifest: Its manifest.
     """
 
     path: Path
     manifest: Manifest
 
     def fill(self, shard: TensorShard) -> None:
-        """Fill the tensor of a shard, which may be of another floating-point dtype.
+        """Fill the tensor of a shard, which may have another floating-point dtype.
 
         Raises:
-            CheckpointError: There is no such array, or it has another shape, or it is damaged.
+            CheckpointError: The array is missing or damaged, or has another shape.
         """
         spec = self.manifest.arrays.get(shard.name)
         if spec is None:
@@ -107,7 +107,7 @@ class ArrayReader:
         if shard.global_shape != spec.shape:
             raise CheckpointError(
                 f"{self.path}: {shard.name} has the shape {spec.shape}, and {shard.global_shape} "
-                "is asked for",
+                "is requested",
                 tensor=shard.name,
             )
         read_shard(self.path, self.manifest, shard)
@@ -115,24 +115,24 @@ class ArrayReader:
 
 @contextlib.contextmanager
 def open_arrays(path: str | Path) -> Iterator[ArrayReader]:
-    """Open a checkpoint to read arrays one by one, in memory for one of them.
+    """Open a checkpoint to read arrays one at a time, with memory for a single array.
 
-    `load_checkpoint` is for whole models: it checks that nothing is left out.
+    For whole models use `load_checkpoint`, which checks that nothing is left out.
 
     Args:
         path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
     with hold_checkpoint(path) as found:
         yield ArrayReader(found, open_checkpoint(found))
 
 
 def inspect_checkpoint(path: str | Path) -> Manifest:
-    """Read what a checkpoint says that it holds: step, metadata, every array's shape and dtype.
+    """Read a checkpoint's manifest: step, metadata, and shape and dtype of every array.
 
-    The manifest is checked, the arrays are not read.
+    The manifest is checked; the arrays are not read.
 
     Args:
         path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
@@ -153,7 +153,7 @@ def verify_checkpoint(path: str | Path) -> list[Problem]:
         path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
 
     Returns:
-        All problems; an empty list if there is none.
+        All problems; an empty list if there are none.
     """
     try:
         with hold_checkpoint(path) as found:
@@ -175,7 +175,7 @@ def _verify(path: Path) -> list[Problem]:
 
 
 def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
-    """Compare the files that are there with those that should be."""
+    """Compare the directory with the manifest."""
     found, odd = list_files(path)
     problems = [
         Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
@@ -203,7 +203,7 @@ class _DamageError(CheckpointError):
 
 
 def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """The bytes of a file, which are those that were written, or _DamageError."""
+    """Return the verified bytes of a file, or raise _DamageError."""
     record = manifest.files[name]
     try:
         with open_file(path / name, within=path) as stream:
@@ -219,7 +219,7 @@ def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
     if data.size != size:
         raise _damage(path, manifest, name, "got shorter while it was read")
     if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        reason = "its content is not what was written: the sha256 differs from the manifest's"
+        reason = "its content has changed: the sha256 differs from the manifest's"
         raise _damage(path, manifest, name, reason)
     return data
 
@@ -232,7 +232,7 @@ def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> _DamageEr
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Check all of a step directory but the contents of its arrays, and read its manifest."""
+    """Read the manifest of a step directory, and check all but the contents of its arrays."""
     manifest = read_manifest(path)
     problems = _inventory(path, manifest)
     if problems:
@@ -252,7 +252,7 @@ class _Load:
     manifest: Manifest = field(init=False)
 
     def match(self, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """Every rank: hold and check the directory, compare what is there with what is wanted."""
+        """Hold and check the directory, and compare its arrays with the request, on every rank."""
         for shard in self.shards:
             check_type("every one of shards", shard, TensorShard)
         if not all(isinstance(prefix, str) for prefix in self.ignore):
@@ -286,7 +286,7 @@ class _Load:
         return lines
 
     def compare(self, reports: list[dict[str, Any]]) -> None:
-        """Rank 0: list everything that does not fit."""
+        """Report every mismatch, on rank 0."""
         checkpoints = [report["checkpoint"] for report in reports]
         if len(set(checkpoints)) > 1:
             raise CheckpointError(
@@ -299,18 +299,18 @@ class _Load:
         unused = sorted(name for name in have - want if not name.startswith(self.ignore))
         missing = sorted(want - have)
         lines = [f"{name}: not in the checkpoint{_near(name, unused)}" for name in missing]
-        lines += [f"{name}: in the checkpoint, but nobody asks for it" for name in unused]
+        lines += [f"{name}: in the checkpoint, but not requested" for name in unused]
         lines += differ
         if lines:
             first = (missing + unused + [line.partition(":")[0] for line in differ])[0]
             raise CheckpointError(
-                "\n  ".join([f"{self.path} does not hold what was asked for:", *lines])
-                + "\nArrays that may stay unread are named by ignore=('prefix/', ...)",
+                "\n  ".join([f"{self.path} does not match the request:", *lines])
+                + "\nName arrays to leave unread with ignore=('prefix/', ...)",
                 tensor=first,
             )
 
     def read(self) -> None:
-        """Every rank: fill its tensors."""
+        """Fill this rank's tensors."""
         for shard in self.shards:
             read_shard(self.path, self.manifest, shard)
 
@@ -321,7 +321,7 @@ def _near(name: str, candidates: list[str]) -> str:
 
 
 def read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
-    """Fill one box from the chunks that it touches."""
+    """Fill one box from the chunks that it overlaps."""
     spec = manifest.arrays[shard.name]
     box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
     with torch.no_grad():

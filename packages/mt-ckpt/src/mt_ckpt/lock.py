@@ -1,7 +1,7 @@
-"""Step directories that readers hold: a kernel lock on the manifest, and what a save makes of it.
+"""Locks of step directories: shared for readers, exclusive for a save that removes one.
 
-`mt_files.FolderLock` makes a file in the folder; a checkpoint holds nothing but what its manifest
-lists, and may be read by who can't write there.
+The lock is a kernel lock on the manifest. `mt_files.FolderLock` would create a file, but a
+checkpoint contains only files of its manifest, and a reader may have no permission to write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from mt_ckpt.disk import disk_errors
 from mt_ckpt.manifest import MANIFEST, open_manifest
 
-# Where the file system knows no locks, a step stays for this long after a newer one was committed.
+# On a file system without locks, a step stays this long after a newer one was committed.
 GRACE_SECONDS = 60.0
 POLL_SECONDS = 0.002
 
@@ -26,10 +26,10 @@ def share(path: Path) -> BinaryIO | None:
     """Hold a step directory for reading.
 
     Returns:
-        An open file, which holds it until it is closed; None if the directory is being removed.
+        An open file that holds the directory until it is closed; None during a removal.
 
     Raises:
-        CheckpointError: It is no checkpoint, or none any more.
+        CheckpointError: It is not, or no longer, a checkpoint.
     """
     file = open_manifest(path)
     held = _lock(file.fileno(), fcntl.LOCK_SH)
@@ -41,16 +41,16 @@ def share(path: Path) -> BinaryIO | None:
 
 @contextlib.contextmanager
 def claim(path: Path, *, superseded: float, wait: float = 0.0) -> Iterator[bool]:
-    """Yield whether a step directory may be removed: no reader holds it, and none can any more.
+    """Yield whether a step directory may be removed, with readers locked out during the block.
 
     Args:
         path: The step directory.
-        superseded: When a newer one was committed, in seconds since the epoch.
-        wait: How many seconds to wait for its readers.
+        superseded: Time at which a newer step was committed, in seconds since the epoch.
+        wait: Seconds to wait for its readers.
     """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with disk_errors("open", path / MANIFEST):
-        try:  # network file systems want a writer for an exclusive lock
+        try:  # network file systems require write access for an exclusive lock
             descriptor = os.open(path / MANIFEST, os.O_RDWR | flags)
         except PermissionError:
             descriptor = os.open(path / MANIFEST, os.O_RDONLY | flags)
@@ -66,7 +66,7 @@ def claim(path: Path, *, superseded: float, wait: float = 0.0) -> Iterator[bool]
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has this path: it may have been moved before it was locked."""
+    """Return whether the open file still has this path; it may have moved before the lock."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -74,7 +74,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Try to lock: whether it worked, or None where the file system has no locks."""
+    """Try to lock, and return the success; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The manifest: what a step directory holds, with the size and hash of every file."""
+"""The manifest: the contents of a step directory, with size and hash of every file."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Manifest:
 
     Attributes:
         step: Training step.
-        metadata: What the caller of save gave.
-        arrays: Array name to its description.
-        files: Relative path to the record of every file but the manifest itself.
+        metadata: Metadata given to `save_checkpoint`.
+        arrays: Description of each array, by name.
+        files: Size and hash of each file except the manifest, by relative path.
     """
 
     step: int
@@ -87,9 +87,9 @@ class Manifest:
             raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
 
     def metadata_as(self, cls: type[T]) -> T:
-        """Return what a run says in the metadata as a dataclass, with every type checked.
+        """Return the metadata of a run as a dataclass, with every type checked.
 
-        Keys that the dataclass has no field for are left out.
+        Keys without a field in the dataclass are ignored.
 
         Raises:
             CheckpointError: The metadata lacks a field, or contradicts the checkpoint.
@@ -108,18 +108,18 @@ class Manifest:
         except SchemaError as error:
             problem = str(error).replace("\n", "; ")
         raise CheckpointError(
-            f"the metadata of step {self.step} is not what a run of mt-train writes: {problem}; "
-            "give a run of this version, or another step",
+            f"the metadata of step {self.step} is not that of an mt-train run: {problem}; "
+            "use a run of this version, or another step",
             file=MANIFEST,
         )
 
     def tensor_of(self, path: str) -> str | None:
-        """The array to which a file belongs, if any."""
+        """Return the array to which a file belongs, if any."""
         folder = path.rpartition("/")[0]
         return folder if folder in self.arrays else None
 
     def encode(self) -> bytes:
-        """The manifest file: one JSON object whose first line seals the rest with its hash."""
+        """Return the manifest file: one JSON object whose first line has the hash of the rest."""
         body = {
             "format": "mt-ckpt",
             "format_version": FORMAT_VERSION,
@@ -139,46 +139,46 @@ class Manifest:
 
 
 def step_name(step: int) -> str:
-    """`20` -> `step_00000020`."""
+    """Return the name of a step directory: `20` -> `step_00000020`."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """`.../step_00000020` -> 20; None if the folder has another name."""
+    """Return the step of a directory: `.../step_00000020` -> 20; None for other names."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match and step_name(int(match[1])) == path.name else None
 
 
 def claimed_step(checkpoint: Path) -> int | None:
-    """The step of which a manifest says that it is, read from its first lines, not verified."""
+    """Return the step in a manifest, read from its first lines without verification."""
     try:
         with open_manifest(checkpoint) as file:
             head = file.read(_HEAD_BYTES)
     except (CheckpointError, OSError):
-        return None  # whoever reads it in full says what is wrong
+        return None  # a full read reports the problem
     match = re.search(rb'^"step": (\d{1,18}),$', head, re.MULTILINE)
     return None if match is None else int(match[1])
 
 
 def other_step(checkpoint: Path, step: int | None) -> str | None:
-    """What is wrong if a step directory is named for another step than its manifest says."""
+    """Return the problem if the name of a step directory contradicts its manifest."""
     named = step_of(checkpoint)
     if step is None or named is None or named == step:
         return None
     return (
-        f"is of step {step}, and the directory is named {checkpoint.name}; name it "
-        f"{step_name(step)} again"
+        f"has step {step}, and the directory is named {checkpoint.name}; rename it to "
+        f"{step_name(step)}"
     )
 
 
 def check_step(checkpoint: Path, step: int | None) -> None:
-    """CheckpointError if a step directory is named for another step than it holds."""
+    """Raise CheckpointError if the name of a step directory contradicts its manifest."""
     if reason := other_step(checkpoint, step):
         raise _damaged(checkpoint / MANIFEST, reason)
 
 
 def check_nesting(names: list[str]) -> None:
-    """ValueError if an array would have to be a group too."""
+    """Raise ValueError if a name is both an array and a group."""
     for group in group_names(names):
         if group in set(names):
             raise ValueError(f"{group!r} is an array, and other arrays are below it; rename one")
@@ -188,7 +188,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a step directory.
 
     Raises:
-        CheckpointError: It is missing, damaged, not ours, or newer than this mt-ckpt.
+        CheckpointError: The manifest is missing, damaged, foreign, or newer than this mt-ckpt.
     """
     with _manifest_errors(checkpoint) as path:
         data = read_bytes(path, limit=_MAX_BYTES, within=checkpoint)
@@ -214,7 +214,7 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
     """Open the manifest of a step directory.
 
     Raises:
-        CheckpointError: It is missing (then caused by a `MissingFileError`) or no plain file.
+        CheckpointError: It is missing (caused by a `MissingFileError`), or is no plain file.
     """
     with _manifest_errors(checkpoint) as path:
         return open_file(path, within=checkpoint)
@@ -222,7 +222,7 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _manifest_errors(checkpoint: Path) -> Iterator[Path]:
-    """Yield the path of the manifest; what is wrong with the file becomes a CheckpointError."""
+    """Yield the path of the manifest, and turn file errors into CheckpointErrors."""
     path = checkpoint / MANIFEST
     if not checkpoint.is_dir():
         error = MissingFileError(checkpoint, "no such checkpoint directory")

@@ -10,12 +10,12 @@ from mt_ckpt.array import ArraySpec, group_names
 
 
 def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, bytes]:
-    """Every `zarr.json` of a step directory: path to content.
+    """Return the content of every `zarr.json` of a step directory, by path.
 
-    zarr-python writes one document per dtype; those of the arrays differ from it in shape, chunk
-    shape and attributes only, and filling these in takes microseconds where creating an array takes
-    a millisecond. The root document carries the consolidated metadata (zarr-python's convention),
-    so that opening a checkpoint is one read.
+    zarr-python writes one document per dtype. The documents of the arrays differ in shape and chunk
+    shape only, and filling these in takes microseconds, while creating an array takes a
+    millisecond. The root document contains the consolidated metadata (zarr-python's convention), so
+    one read opens a checkpoint.
     """
     templates = {dtype: _array_document(dtype) for dtype in {a.dtype for a in arrays.values()}}
     nodes: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, b
 
 
 def _array_document(dtype: str) -> dict[str, Any]:
-    """What zarr-python writes for an array of this dtype, with our codecs and chunk keys."""
+    """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys."""
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
     from zarr.storage import MemoryStore

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together, and that fail on all of them or on none."""
+"""Steps that ranks take together, which fail on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mt_ckpt.error import CheckpointError
 
 
 class Ranks:
-    """The ranks of a group; without a group, one rank that does not communicate.
+    """The ranks of a group; without a group, a single rank without communication.
 
-    Reports travel as JSON text in uint8 CPU tensors (the `*_object` collectives pickle), so the
-    group needs a CPU backend such as gloo.
+    Reports are sent as JSON text in uint8 CPU tensors, because the `*_object` collectives pickle.
+    The group therefore needs a CPU backend such as gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -30,14 +30,18 @@ class Ranks:
             raise ValueError("this rank is not in `group`; only members save and load")
 
     def phase(self, local: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        """Run `local` on every rank, then `combine` on their values on rank 0.
+        """Run `local` on every rank, then `combine` with all their values on rank 0.
+
+        Collectives: an all-gather, a gather and two broadcasts.
 
         Returns:
-            The value of `combine`, on every rank (a JSON value).
+            The value of `combine`, a JSON value, on every rank.
 
         Raises:
-            CheckpointError: `local` failed somewhere, or `combine`; the same on every rank.
+            CheckpointError: `local` failed on some rank, or `combine` did; the same error on every
+                rank.
         """
+        # An exception is a report too: every rank reaches the collectives, so none waits forever.
         report, cause = _attempt(local)
         reports = self._gather(report)
         verdict: dict[str, Any] = {}
@@ -64,7 +68,7 @@ class Ranks:
         return first
 
     def _gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """All values on rank 0; an empty list elsewhere."""
+        """Return all values on rank 0, and an empty list elsewhere."""
         if self.size == 1:
             return [value]
         data = _encode(value)
@@ -78,7 +82,7 @@ class Ranks:
         return [_decode(box[:n]) for box, n in zip(boxes or [], lengths, strict=False)]
 
     def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value
         data = _encode(value)
@@ -95,9 +99,9 @@ def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | Non
         return {"value": action()}, None
     except CheckpointError as error:
         return {"error": str(error), "file": error.file, "tensor": error.tensor}, error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait, so they have to be told
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a report
         text = str(error)
-        if not isinstance(error, ValueError | TypeError):  # those say in full what is wrong
+        if not isinstance(error, ValueError | TypeError):  # their messages are complete
             text = f"{type(error).__name__}: {text}"
         return {"error": text, "file": None, "tensor": None}, error
 

@@ -1,4 +1,4 @@
-"""A folder of step directories: which there are, which is the latest, which may go."""
+"""A folder of step directories: listing, the latest one, and removal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STALE = re.compile(r"\.(step_\d{8,18}|latest)\.(tmp|old)-[0-9a-f]{32}")
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
-    """The committed step directories, oldest step first."""
+    """Return the committed step directories, oldest step first."""
     if not root.is_dir():
         return {}
     with disk_errors("list", root):
@@ -29,7 +29,7 @@ def committed_steps(root: Path) -> dict[int, Path]:
 
 
 def named_checkpoint(root: Path) -> Path | None:
-    """The checkpoint that the file `latest` names; None if there is no such file."""
+    """Return the checkpoint that the file `latest` names; None without this file."""
     before = None
     while (content := _read_latest(root)) is not None:
         steps = committed_steps(root).values()
@@ -44,7 +44,7 @@ def named_checkpoint(root: Path) -> Path | None:
                 "resume from the newest",
                 file=LATEST,
             )
-        before = content  # a save may have moved it on and removed that step: look again
+        before = content  # a save may just have moved `latest` and removed that step: look again
     return None
 
 
@@ -62,13 +62,13 @@ def _read_latest(root: Path) -> bytes | None:
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The checkpoint to resume from.
+    """Return the checkpoint to resume from.
 
-    It is the one that the file `latest` names, even if a newer step was committed: a save that
-    was killed just before it moved `latest` is repeated. Without a file `latest` (the very first
-    save was killed there) it is the newest committed step.
+    This is the step that the file `latest` names, even if a newer step was committed: a save that
+    was killed just before it moved `latest` is repeated. Without a file `latest` (the first save
+    was killed at that point) it is the newest committed step.
 
-    A save beside may remove it before it is read: `hold_checkpoint` keeps it.
+    A concurrent save may remove the step before it is read; `hold_checkpoint` prevents that.
 
     Returns:
         The step directory, or None if there is no checkpoint yet.
@@ -85,13 +85,13 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def clean(root: str | Path) -> list[Path]:
-    """Remove what saves that were killed left behind.
+    """Remove the leftovers of killed saves.
 
-    A checkpoint that such a save was to replace, and that nothing has replaced, comes back. Call it
-    on one rank when a run starts, never while a save is running in `root`.
+    A checkpoint that a killed save had moved aside, and that nothing replaced, is restored. Call
+    this on one rank when a run starts, never during a save in `root`.
 
     Returns:
-        What was removed.
+        The removed paths.
     """
     root = Path(root)
     stale = [p for p in root.iterdir() if _STALE.fullmatch(p.name)] if root.is_dir() else []
@@ -113,12 +113,12 @@ def clean(root: str | Path) -> list[Path]:
 
 
 def hidden_name(root: Path, name: str, kind: str) -> Path:
-    """A fresh path for something that is not, or no longer, a checkpoint: `clean` removes it."""
+    """Return a new path for an unfinished or replaced checkpoint, which `clean` removes."""
     return root / f".{name}.{kind}-{uuid.uuid4().hex}"
 
 
 def set_aside(path: Path) -> Path:
-    """Take a step directory out of sight in one move, so that no reader sees half of it."""
+    """Rename a step directory to a hidden name, so that no reader sees half of it."""
     aside = hidden_name(path.parent, path.name, "old")
     with disk_errors("rename", path):
         path.rename(aside)
@@ -126,7 +126,7 @@ def set_aside(path: Path) -> Path:
 
 
 def move_latest(root: Path, step: int) -> None:
-    """Make `latest` name the step, durably."""
+    """Write the step's name to `latest`, durably."""
     with disk_errors("replace", root / LATEST):
         write_file(root / LATEST, f"{step_name(step)}\n".encode())
 
@@ -134,15 +134,15 @@ def move_latest(root: Path, step: int) -> None:
 def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
     """Remove all but `keep` of the steps up to `step`, which `latest` names.
 
-    Newer steps than `step` (of a run that went back) are left alone. A step that a reader holds
-    stays until a later save.
+    Steps newer than `step` (from before a run went back) are kept. A step that a reader holds stays
+    until a later save.
 
     Args:
         root: Folder of the checkpoints.
-        keep: How many stay, the newest of this run.
+        keep: Number of steps to keep, the newest of this run.
         step: The step just saved.
-        after: The step that it continues; those in between are of a run that was given up, and go
-            first.
+        after: The step from which this run continued; steps in between belong to an abandoned run
+            and are removed first.
     """
     steps = {number: path for number, path in committed_steps(root).items() if number <= step}
     given_up = [number for number in steps if after is not None and after < number < step]

@@ -1,4 +1,4 @@
-"""The folder of a run: what the program that trains writes, and others read."""
+"""The folder of a run, which the training program writes and others read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run keeps what others read.
+    """Names of the files and arrays of a run.
 
     Attributes:
         path: The folder.
-        WEIGHTS: Prefix of the arrays of the model's parameters.
-        OPTIMIZER: Prefix of all arrays of the optimizer.
-        EMA: Prefix of the parameters' averages over the steps, where a run keeps them.
-        SCALING: Prefix of the state of delayed scaling, where layers are quantised by it.
+        WEIGHTS: Prefix of the model's parameters.
+        OPTIMIZER: Prefix of the optimizer's arrays.
+        EMA: Prefix of the parameters' moving averages, if the run keeps them.
+        SCALING: Prefix of the state of delayed scaling, for layers that use it.
     """
 
     WEIGHTS: ClassVar[str] = "model"
@@ -41,17 +41,17 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer of the data."""
+        """File of the data's tokenizer."""
         return self.path / "tokenizer.json"
 
     @property
     def hugging_face(self) -> Path:
-        """Folder of what stood beside the weights of a Hugging Face model, where they are one's."""
+        """Folder of the other files of the Hugging Face model that the run started from, if any."""
         return self.path / "hugging_face"
 
     @classmethod
     def of(cls, path: Path) -> RunFolder:
-        """Return the run of a step directory; any other folder is taken as a run's."""
+        """Return the run that a step directory belongs to; any other folder is a run itself."""
         is_step = (path / MANIFEST).exists()
         return cls(path.resolve().parents[1] if is_step else path)
 
@@ -61,8 +61,8 @@ class SavedTokenizer:
     """The tokenizer with which a model was trained.
 
     Attributes:
-        sha256: Of its content, as `mt_data.Tokenizer.sha256` gives it.
-        eod: Name of the token that ends a document; None: the one that the tokenizer is known for.
+        sha256: Hash of its content; `mt_data.Tokenizer.sha256`.
+        eod: Name of the token that ends a document; None for the tokenizer's usual one.
     """
 
     sha256: str
@@ -77,15 +77,14 @@ class SavedTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a checkpoint of a run says of its model.
+    """Description of the model in a checkpoint's metadata.
 
-    `mt_files.to_plain` of it is part of the checkpoint's metadata; `Manifest.metadata_as` reads it.
+    `mt_files.to_plain` makes metadata of it, and `Manifest.metadata_as` reads it.
 
     Attributes:
-        model: The model, as `mt_model.ModelConfig.to_dict` gives it.
-        tokenizer: Its tokenizer; None for weights that came without one.
-        plugins: SHA-256 of each file of code that the model's own kinds of layers come from, by
-            path.
+        model: The model's config, as `mt_model.ModelConfig.to_dict` returns it.
+        tokenizer: The tokenizer; None for weights without one.
+        plugins: SHA-256 of each code file that defines the model's own layer kinds, by path.
     """
 
     model: Mapping[str, Any]

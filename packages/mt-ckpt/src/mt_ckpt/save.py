@@ -1,4 +1,4 @@
-"""Saving: every rank writes its boxes, then one rank makes the whole appear at once."""
+"""Saving: every rank writes its boxes, then one rank commits the whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mt_ckpt.root import (
 )
 from mt_ckpt.shard import TensorShard
 
-# A step that a run saves again, after it went back, is replaced at last even if somebody reads it.
+# A run that went back replaces a step after this wait even if a reader still holds it.
 _READERS_SECONDS = 20.0
 
 
@@ -48,34 +48,34 @@ def save_checkpoint(
     keep: int | None = None,
     on_event: Callable[[str], None] | None = None,
 ) -> Path:
-    """Save the arrays of which the ranks of `group` hold the boxes.
+    """Save arrays whose boxes are spread over the ranks of `group`.
 
-    Everything is written and synced under a hidden name, which is then renamed to
-    `root/step_00000020`; only then `root/latest` names it. Whenever a process is killed, the
-    checkpoint that `latest` names is complete. Two small gathers and broadcasts run over `group`;
-    no array data is sent.
+    All files are written and synced under a hidden name, which is then renamed to
+    `root/step_00000020`; after that `root/latest` names it. Whenever a process is killed, the
+    checkpoint that `latest` names is complete. Small gathers and broadcasts run over `group`; no
+    array data is sent.
 
     Args:
         root: Folder of the checkpoints, on a file system that all ranks share.
-        step: Training step. A committed directory of that step which `latest` does not name (a
-            save that was killed just before its end, or a run that went back) is replaced.
-        shards: This rank's boxes. Over all ranks, those with `write=True` must hold every element
-            of every array exactly once. Each is let go when it is written, so that boxes which
-            nobody else holds, such as pages of a file, are not in memory together.
-        metadata: JSON values with string keys; rank 0's are stored. Tuples come back as lists.
+        step: Training step. A committed directory of this step is replaced, unless `latest` names
+            it (it stems from a save killed just before its end, or from before a run went back).
+        shards: This rank's boxes. Over all ranks, the shards with `write=True` must cover every
+            element of every array exactly once. Each shard is released when it is written, so boxes
+            without another owner, such as pages of a file, are not in memory together.
+        metadata: JSON values with string keys; rank 0's are stored. Tuples become lists.
         group: All ranks that save; needs a CPU backend (gloo). None: this process saves alone.
-        keep: How many checkpoints to keep, counting this one. None: all.
+        keep: Number of checkpoints to keep, including this one. None: all.
         on_event: Called with the points reached: on every rank `save.begin`, `save.arrays` (the
             plan is agreed and the metadata on disk), `save.data` (this rank's chunks are synced);
-            on rank 0 then `save.manifest`, `save.before_rename`, `save.after_rename`,
+            then on rank 0 `save.manifest`, `save.before_rename`, `save.after_rename`,
             `save.after_latest`.
 
     Returns:
         The step directory.
 
     Raises:
-        CheckpointError: Any rank failed; the same error on every rank. The temporary directory
-            is removed and the earlier checkpoints are as before.
+        CheckpointError: A rank failed; the same error on every rank. The temporary directory is
+            removed, and earlier checkpoints are unchanged.
     """
     ranks = Ranks(group)
     save = _Save(Path(root), step, list(shards), metadata, keep, on_event or (lambda _: None))
@@ -96,14 +96,14 @@ class _Save:
     metadata: dict[str, Any]
     keep: int | None
     event: Callable[[str], None]
-    # Set on rank 0 only, which owns the temporary directory and what it replaces.
+    # Set on rank 0 only: the temporary directory, and the checkpoint that it replaces.
     temp: Path | None = None
     old: Path | None = None
     arrays: dict[str, ArraySpec] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Every rank: what it holds."""
+        """Describe this rank's boxes, on every rank."""
         if type(self.step) is not int or not 0 <= self.step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {self.step!r}")
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
@@ -125,7 +125,7 @@ class _Save:
         return {"step": self.step, "shards": shards}
 
     def prepare(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0: check all boxes, choose the chunks, make the folders and the metadata."""
+        """Check all boxes, choose the chunks, and write folders and metadata, on rank 0."""
         _check_json(self.metadata)
         steps = [report["step"] for report in reports]
         if set(steps) != {self.step}:
@@ -148,7 +148,7 @@ class _Save:
         return {"temp": self.temp.name, "chunks": chunks, "total": total}
 
     def check_free(self) -> int | None:
-        """Refuse a step that may not be replaced; returns the step that `latest` names, if any."""
+        """Refuse to replace a final step, and return the step that `latest` names, if any."""
         final, named = self.root / step_name(self.step), named_checkpoint(self.root)
         if named == final:
             raise CheckpointError(
@@ -165,7 +165,7 @@ class _Save:
         return next((step for step, path in steps.items() if path == named), None)
 
     def write(self, plan: dict[str, Any]) -> dict[str, list[Any]]:
-        """Every rank: write and sync the chunks of its boxes."""
+        """Write and sync the chunks of this rank's boxes, on every rank."""
         self.event("save.arrays")
         temp = self.root / plan["temp"]
         if not temp.is_dir():
@@ -186,7 +186,7 @@ class _Save:
         return written
 
     def commit(self, reports: list[dict[str, list[Any]]]) -> None:
-        """Rank 0: write the manifest, rename, move `latest`, drop old checkpoints."""
+        """Write the manifest, rename, move `latest`, and remove old checkpoints, on rank 0."""
         temp, final = self.temp, self.root / step_name(self.step)
         assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
         metadata_files = list(self.files)
@@ -200,7 +200,7 @@ class _Save:
         folders = {parent for path in self.files for parent in Path(path).parents}
         sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
         self.event("save.manifest")
-        named = self.check_free()  # again: somebody else may have saved it in between
+        named = self.check_free()  # again, as another process may have saved the step meanwhile
         if self.step in committed_steps(self.root):
             with claim(final, superseded=0.0, wait=_READERS_SECONDS):
                 self.old = set_aside(final)
@@ -217,12 +217,12 @@ class _Save:
             retain(self.root, self.keep, self.step, after=named)
 
     def discard(self) -> None:
-        """After a failure: remove the temporary directory, put back what it was to replace."""
+        """Remove the temporary directory after a failure, and restore a replaced checkpoint."""
         if self.temp is not None:
             remove_tree(self.temp)
         if self.old is not None:
             final = self.root / step_name(self.step)
-            if final.exists():  # the new one is complete, and something after it failed
+            if final.exists():  # the new checkpoint is complete; a later step failed
                 remove_tree(self.old)
             else:
                 with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ class _Save:
 
 
 def _check_json(metadata: dict[str, Any]) -> None:
-    """TypeError or ValueError unless `metadata` is a JSON object that is stored without loss."""
+    """Raise TypeError or ValueError unless JSON stores `metadata` without loss."""
 
     def walk(value: Any, where: str) -> None:
         if isinstance(value, dict):
@@ -252,7 +252,7 @@ def _check_json(metadata: dict[str, Any]) -> None:
 
 
 def _plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
-    """Agree on every array and check that its boxes tile it."""
+    """Return the arrays of all ranks, and check that the boxes tile each one."""
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     boxes: dict[str, list[Box]] = {}
     for rank, report in enumerate(reports):
@@ -282,7 +282,7 @@ def _plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
 def _write_shard(
     temp: Path, shard: TensorShard, chunks: tuple[int, ...], total: int
 ) -> dict[str, list[Any]]:
-    """Write the chunks that a box is made of: little-endian values, then their crc32c."""
+    """Write the chunks of a box: little-endian values, then their crc32c."""
     import google_crc32c
 
     values = to_stored(shard.tensor)

@@ -1,4 +1,4 @@
-"""The local box of a global array, and the boxes that a rank's parameters are."""
+"""Shards: boxes of global arrays, and the shards of a rank's parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESERVED = ("zarr.json", "mt-manifest.json")
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless `name` is a path that is safe on disk and legal in Zarr."""
+    """Raise ValueError unless `name` is a safe path on disk and legal in Zarr."""
     for part in name.split("/"):
         legal = _COMPONENT.fullmatch(part) and part.strip(".") and not part.startswith("__")
         if not legal or part in _RESERVED:
@@ -35,14 +35,14 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """A tensor that is a box of a global array.
+    """A box of a global array, held as a tensor.
 
     Attributes:
         name: Global name of the array, with `/` between groups: `model/layers.0.norm.weight`.
         tensor: The values of the box, on any device; loading fills it in place.
         global_shape: Shape of the whole array. Default: the tensor's own.
         offsets: Global index of the tensor's first element. Default: zeros.
-        write: Whether this rank writes the box. Data held by several ranks has one writer.
+        write: Whether this rank writes the box. Data on several ranks needs exactly one writer.
 
     Shape:
         tensor: the box, `offsets[d] + tensor.shape[d] <= global_shape[d]` for every dim.
@@ -95,13 +95,13 @@ class TensorShard:
 def range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Cut a range of a flattened (row-major) array into boxes of the array.
 
-    A sharded optimizer steps ranges, and a checkpoint holds boxes. The boxes follow one another
-    in the range, so each is a slice of it, in the box's shape.
+    A sharded optimizer holds ranges, and a checkpoint holds boxes. The boxes are in the order of
+    the range, so each one is a slice of it, viewed in the box's shape.
 
     Args:
-        shape: Of the array.
-        start: First element.
-        end: One past the last.
+        shape: Shape of the array.
+        start: Index of the first element.
+        end: One past the last element.
 
     Returns:
         At most `2 * len(shape) - 1` boxes.
@@ -152,28 +152,28 @@ def param_shards(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     peers: Mapping[str, Sequence[int]] | None = None,
 ) -> list[TensorShard]:
-    """The shards of parameters, or of optimizer tensors shaped like parameters.
+    """Return the shards of parameters, or of optimizer tensors shaped like parameters.
 
-    Sharding is read from the record that `shard_param` left on each parameter. Of the ranks that
-    hold the same box, `mt_parallel_state.is_owner` writes it; copies of a parameter that another
+    The sharding comes from the record that `shard_param` left on each parameter. One of the ranks
+    with the same box writes it (`mt_parallel_state.is_owner`); copies of a parameter that another
     pipeline stage owns are never written.
 
     Args:
-        named_tensors: Global name and local tensor.
-        layout: The layout of the ranks.
+        named_tensors: Pairs of global name and local tensor.
+        layout: Layout of the ranks.
         rank: This rank.
-        prefix: Group of the arrays: `model`, `optimizer/exp_avg` ...
-        params: Name to parameter, where the tensors are not the parameters themselves (moments)
-            and so carry no record of their own. A tensor that every rank holds whole is its own.
-        ranges: Name to start and end, where the tensor is only a range of the flattened (row-major)
-            parameter, as a sharded optimizer has it: one shard per box of it. Ranges are for
-            loading; for saving, bring the parts of a tensor together on one of `peers` first, as
-            ranges end anywhere and Zarr's chunks don't.
-        peers: Name to the ranks of the layout that share the parameter out among them. The tensor
-            that is given is written, whichever of them this rank is.
+        prefix: Group of the arrays, such as `model` or `optimizer/exp_avg`.
+        params: Parameters by name, for tensors without a record of their own, such as moments. A
+            tensor that every rank holds whole may stand for itself.
+        ranges: Start and end by name, for tensors that hold a range of the flattened (row-major)
+            parameter, as in a sharded optimizer; one shard for each box of the range.
+            Ranges can be loaded only. To save, gather the parts of a tensor on one of `peers`
+            first, because ranges end anywhere and Zarr's chunks don't.
+        peers: Ranks that share a parameter's ranges, by name. This rank then writes the given
+            tensor, whichever of them it is.
 
     Raises:
-        ValueError: Nothing says how a tensor is split.
+        ValueError: A tensor has no sharding record.
     """
     check_type("layout", layout, ParallelLayout)
     shards: list[TensorShard] = []
@@ -183,7 +183,7 @@ def param_shards(
         record = tensor if params is None else params.get(name)
         if record is None or (params is None and not isinstance(tensor, Parameter)):
             raise ValueError(
-                f"{name!r} is no parameter, so nothing says how it is split over the ranks; give "
+                f"{name!r} is no parameter, so its split over the ranks is unknown; pass "
                 "params={name: its parameter, ...}, or the tensor itself if all ranks hold it whole"
             )
         sharding = sharding_of(cast("Parameter", record))
@@ -207,7 +207,7 @@ def param_shards(
 def _parts(
     tensor: torch.Tensor, shape: tuple[int, ...], start: int, end: int
 ) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a range with the views of `tensor`, which holds it, that fill them."""
+    """Return the boxes of a range, each with its view of `tensor`."""
     flat = tensor.view(-1)
     if flat.numel() != end - start:
         raise ValueError(f"the range {start}:{end} is given by a tensor of {flat.numel()} elements")

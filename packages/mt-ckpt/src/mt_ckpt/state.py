@@ -1,4 +1,4 @@
-"""Nested dicts of tensors and plain values, saved and loaded whole by one process."""
+"""Saving and loading of nested dicts of tensors and plain values by one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mt_ckpt.shard import TensorShard, check_name
 _KEY = "mt.state"
 _LOCK = ".lock"
 _MAX_DEPTH = 64
-_MAX_BITS = 8192  # of an integer: json reads 4300 digits
+_MAX_BITS = 8192  # limit of integers, as json reads 4300 digits
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,-]")
 _NAME_LENGTH = 150
 
@@ -31,25 +31,25 @@ _NAME_LENGTH = 150
 def save(
     path: str | Path, state: dict[Any, Any], *, on_event: Callable[[str], None] | None = None
 ) -> None:
-    """Save nested dicts, lists and tuples of tensors, numbers, strings and None: no pickle.
+    """Save nested dicts, lists and tuples of tensors, numbers, strings and None, without pickle.
 
-    What `torch.save` is used for, such as `{"model": model.state_dict(), "optimizer":
-    optimizer.state_dict()}`. The state appears at once or not at all: a process killed at any
-    moment leaves what was saved at `path` before. Each array is a Zarr array below
-    `path/step_.../`. Tensors that are one memory are stored once.
+    A replacement for `torch.save`, for example of `{"model": model.state_dict(), "optimizer":
+    optimizer.state_dict()}`. The save is atomic: if the process is killed, the previous state at
+    `path` remains. Each tensor is a Zarr array below `path/step_.../`; tensors that share memory
+    are stored once.
 
-    The process saves alone. Of several ranks that hold the same state let one call; for tensors
-    that are split over ranks use `save_checkpoint`.
+    One process saves. If several ranks hold the same state, call this on one of them; for tensors
+    split over ranks use `save_checkpoint`.
 
     Args:
-        path: A folder, which is made; what was saved in it before is replaced.
-        state: Keys are strings or integers.
+        path: Folder for the state, created if missing; a previous state is replaced.
+        state: The state; keys are strings or integers.
         on_event: See `save_checkpoint`.
 
     Raises:
-        TypeError, ValueError: A value or key of another kind; the message says where it is.
-        CheckpointError: `path` holds something else, another process is saving to it, or the disk
-            fails.
+        TypeError, ValueError: A value or key has another type; the message says where.
+        CheckpointError: `path` contains something else, another process is saving to it, or the
+            disk fails.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict, not {type(state).__name__}")
@@ -71,17 +71,17 @@ def save(
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, Any]:
-    """Load what `save` saved; nothing in it is executed.
+    """Load a state that `save` wrote; no code from the file is executed.
 
-    Every byte is checked before it is used. A save beside does not disturb: the state is one that
-    was saved whole. Dicts of every class come back as dicts, parameters as tensors.
+    Every byte is checked before it is used. During a concurrent save the state is the one before or
+    after it. Dicts of every class become dicts, and parameters become tensors.
 
     Args:
         path: The folder given to `save`.
-        device: Where the tensors are put.
+        device: Device of the tensors.
 
     Raises:
-        CheckpointError: There is nothing there, it is damaged, or `save` did not write it.
+        CheckpointError: There is no state, it is damaged, or `save` did not write it.
     """
     with hold_checkpoint(path) as found:
         manifest = open_checkpoint(found)
@@ -113,7 +113,7 @@ def _encoded(found: Path, manifest: Manifest) -> Any:
 
 
 def _check_ours(root: Path) -> None:
-    """Refuse a folder in which something else is: a run's checkpoints would be removed."""
+    """Refuse a folder with other contents, as a run's checkpoints would be removed."""
     with disk_errors("list", root):
         odd = sorted(
             path.name
@@ -126,14 +126,13 @@ def _check_ours(root: Path) -> None:
         _encoded(newest, read_manifest(newest))
     if odd:
         raise CheckpointError(
-            f"{root} holds something that mt_ckpt.save did not write ({odd[0]!r}); give a path of "
-            "its own",
+            f"{root} contains {odd[0]!r}, which mt_ckpt.save did not write; use a separate folder",
             file=str(root),
         )
 
 
 class _Writer:
-    """Turns a state into JSON, and its tensors into arrays with names from their keys."""
+    """Converts a state to JSON, and its tensors to arrays named by their keys."""
 
     def __init__(self) -> None:
         self.shards: list[TensorShard] = []
@@ -141,7 +140,7 @@ class _Writer:
         self._taken: set[str] = set()
 
     def encode(self, value: Any, path: tuple[str, ...], where: str) -> Any:
-        """JSON in which every object is a tag: {"tensor": name}, {"dict": [[key, value], ...]}."""
+        """Return JSON whose objects are tags: {"tensor": name}, {"dict": [[key, value], ...]}."""
         if len(path) > _MAX_DEPTH:
             raise ValueError(f"{where}: nested deeper than {_MAX_DEPTH}, or within itself")
         if value is None or type(value) in (bool, str):
@@ -175,7 +174,7 @@ class _Writer:
         return items
 
     def _component(self, path: tuple[str, ...], key: str) -> str:
-        """A part of an array's name, for a key: safe on every disk, and unlike its siblings."""
+        """Return the part of an array's name for a key: safe on every disk, and unique."""
         part = _UNSAFE.sub("_", key)[:_NAME_LENGTH]
         try:
             check_name(part)
@@ -191,8 +190,8 @@ class _Writer:
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...], where: str) -> str:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"{where}: a {type(tensor).__name__} is not saved; give plain tensors, and those "
-                "that are split over ranks to save_checkpoint"
+                f"{where}: a {type(tensor).__name__} is not saved; use plain tensors, or "
+                "save_checkpoint for tensors split over ranks"
             )
         try:
             shard = TensorShard("/".join(path), tensor.detach())

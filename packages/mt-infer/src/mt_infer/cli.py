@@ -34,7 +34,7 @@ _ONE_THREAD_PARAMETERS = 1 << 22
 
 @dataclass(kw_only=True)
 class Generate:
-    """Continue a prompt with a run or a folder of Hugging Face; prints the continuation alone."""
+    """Continue a prompt with a run or a folder of Hugging Face, and print the continuation."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The --out folder of an mt-train run, or a folder of Hugging Face."""
@@ -43,44 +43,44 @@ class Generate:
     step: int | None = None
     """The checkpoint of this step; by default the latest."""
     ema: bool = False
-    """Use the average of the weights over the steps, where training kept one (optimizer.ema)."""
+    """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     max_tokens: int = 128
-    """Stop after this many tokens, or where the model's context ends."""
+    """Stop after this many tokens, or at the end of the model's context."""
     greedy: bool = False
-    """Always take the likeliest token (temperature 0)."""
+    """Always take the most likely token (temperature 0)."""
     temperature: float | None = None
-    """Divides the logits; by default 1."""
+    """Divisor of the logits; by default 1."""
     top_k: int | None = None
-    """Keep the k likeliest tokens."""
+    """Keep the k most likely tokens."""
     top_p: float | None = None
-    """Keep the likeliest tokens that together reach this probability."""
+    """Keep the most likely tokens that together reach this probability."""
     seed: int = 0
     """The same seed gives the same text."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
-    """Arithmetic; by default fp32 on a CPU and bf16 on a GPU."""
+    """Dtype of the computation; by default fp32 on a CPU and bf16 on a GPU."""
     kernels: Literal["auto", "fused", "reference"] = "auto"
-    """What computes norms, gates, rope and attention: what was measured to be fastest, mt-fusions'
-    kernels, or plain forms."""
+    """Kernels of norms, gates, rope and attention: the fastest as measured (auto), those of
+    mt-fusions, or plain torch."""
     kv_cache_dtype: Literal["auto", "full", "fp8", "int8"] = "auto"
-    """What keys and values are kept in: fp8 or int8, with a scale for each head of each token, in
-    half the bytes of bf16; full, as --dtype; auto, what a folder has scales for, else full."""
+    """Format of cached keys and values: fp8 or int8, with a scale for each head of each token, in
+    half the bytes of bf16; full, as --dtype; auto, the format of a folder's scales, or full."""
     nproc: int | None = None
-    """Processes to start, which share the model; by default --pp. Under torchrun or srun leave it
-    out."""
+    """Number of processes to start, which share the model; by default --pp. Leave it out under
+    torchrun or srun."""
     cuda_graphs: bool = False
-    """Replay a CUDA graph for each token; on a CPU run what it would, checked."""
+    """Replay a CUDA graph for each token; on a CPU, run the same passes with a graph's checks."""
     pp: int = 1
-    """Pipeline stages, each with a part of the layers; several processes share one."""
+    """Number of pipeline stages, each with a part of the layers; processes may share a stage."""
     ep: int = 1
-    """Parts to which the experts of each layer are dealt: divides the processes of a stage, which
-    split each expert among those that have the same part."""
+    """Expert parallelism: number of parts of each layer's experts. It divides the processes of a
+    stage; processes with the same part split each expert."""
 
 
 _COMMANDS = {"generate": Generate, "quantize": Quantize}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and run the command; exits with its status."""
+    """Parse the command line, run the command and exit with its status."""
     sys.exit(_main(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -131,7 +131,8 @@ def _run(command: Generate) -> int:
 
 @contextlib.contextmanager
 def _told_once(env: DistributedEnv) -> Iterator[None]:
-    """Let one rank of each node say what all of them find, before the launcher ends the others."""
+    """Let one rank of each node report an error that all of them find."""
+    # The launcher ends all ranks as soon as one exits, so the silent ones wait a second.
     try:
         yield
     except Exception:
@@ -142,7 +143,7 @@ def _told_once(env: DistributedEnv) -> Iterator[None]:
 
 
 def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
-    """Find every mistake that shows in the command itself; replaces the prompt `-` by its text."""
+    """Check the options, and replace the prompt `-` by the text of standard input."""
     from mt_parallel_state import must_launch
 
     from mt_infer.sampling import Sampling
@@ -204,7 +205,7 @@ def _read_prompt(env: DistributedEnv) -> str:
 
 
 def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
-    """Find every mistake that shows before weights are read, so that one process reports it."""
+    """Check the options against the run, before weights are read and processes started."""
     from mt_model import validate_split
 
     from mt_infer.generation import encode_prompt
@@ -229,7 +230,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:
-    """The command line of a rank: the step is chosen, and the prompt read."""
+    """Return the command line of a rank, with the chosen step and the text of the prompt."""
     command.step = step
     names, switches = _options(Generate)
     given = {name: getattr(command, name) for name in names}
@@ -259,10 +260,10 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
 
 
 def _use_threads(generator: Generator) -> None:
-    """Give a small model one thread: the threads of its tiny products wait for each other.
+    """Use one thread for a small model, because threads wait for each other in tiny products.
 
-    On two busy cores a second thread made the quickstart's tokens twenty times slower, and on idle
-    ones no faster.
+    With a second thread the quickstart's tokens were twenty times slower on two busy cores, and no
+    faster on idle ones.
     """
     import torch
 
@@ -289,7 +290,7 @@ def _parse(arguments: list[str]) -> Generate | Quantize:
 
 
 def _options(command: type[Generate] | type[Quantize]) -> tuple[list[str], list[str]]:
-    """The fields of a command that are options with a value, and those that are switches."""
+    """Return the names of a command's options with a value, and of its switches."""
     named = [field for field in fields(command) if "Positional" not in str(field.type)]
     switches = [field.name for field in named if field.type == "bool"]
     return [field.name for field in named if field.name not in switches], switches
@@ -300,7 +301,7 @@ def _flag(name: str) -> str:
 
 
 def _joined_values(arguments: list[str]) -> list[str]:
-    """Join each option and its value, which may begin with a dash; refuse unknown options."""
+    """Join each option with its value, which may begin with a dash; refuse unknown options."""
     if not arguments or arguments[0] not in _COMMANDS:
         return arguments
     names, switches = _options(_COMMANDS[arguments[0]])

@@ -1,4 +1,4 @@
-"""What the command writes, to streams that may be closed, full or of any encoding."""
+"""Output of the command, to streams that may be closed, full or of any encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_MESSAGE = 2000
 
 
 def open_streams() -> bool:
-    """Replace streams that the shell closed (`>&-`); tell whether standard output was open."""
+    """Replace streams that the shell closed (`>&-`), and return whether stdout was open."""
     has_stdout = sys.stdout is not None
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -21,22 +21,22 @@ def open_streams() -> bool:
 
 
 def say(message: str) -> None:
-    """Write a line to stderr, where somebody reads it."""
+    """Write a line to stderr; a closed stderr is no error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mt-infer: {bounded(message)}\n")
 
 
 def keep_quiet(_: str) -> None:
-    """Leave it to another rank, which is the same in this."""
+    """Write nothing, as another rank writes the same message."""
 
 
 def bounded(text: str) -> str:
-    """Cut a message that quotes something very long."""
+    """Return a message cut to a readable length."""
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def check_printable(*, has_stdout: bool) -> None:
-    """Refuse to work for nothing.
+    """Check that the result can be printed.
 
     Raises:
         OSError: Standard output is closed.
@@ -46,14 +46,14 @@ def check_printable(*, has_stdout: bool) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write to stdout, whatever its encoding; a reader that left early is no error."""
+    """Write to stdout in any encoding; a reader that left early is no error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except OSError as error:
-        # What is still in the buffer would fail once more when the interpreter ends.
+        # The rest of the buffer would fail again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             error.filename = "standard output"

@@ -1,4 +1,4 @@
-"""Errors that are a user's to solve: shown as one message, without a traceback."""
+"""Errors that a user can solve: shown as one message, without a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FAILED, _BAD_COMMAND = 1, 2
 
 
 def explain(error: Exception) -> tuple[int, str] | None:
-    """Exit code and message of an error; None for one that only a programmer can solve."""
+    """Return exit code and message of an error; None for an error in the program."""
     if is_out_of_memory(error):
         return _FAILED, (
             "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on several "

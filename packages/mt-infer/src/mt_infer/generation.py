@@ -17,14 +17,14 @@ from mt_infer.sampling import Sampling, choose, choose_by
 
 
 class PromptError(ValueError):
-    """A prompt the model can't continue."""
+    """A prompt that the model can't continue."""
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Tokens of a prompt; an empty one is the end of the document before.
+    """Return the tokens of a prompt; an empty one becomes the end-of-document token.
 
     Raises:
-        PromptError: It is not valid text, fills the model's context, or has an image token.
+        PromptError: The prompt is not valid text, fills the model's context, or has an image token.
     """
     try:
         tokens = tokenizer.encode(prompt) or [tokenizer.eod_id]
@@ -53,10 +53,10 @@ class Completion:
     """A generated text.
 
     Attributes:
-        text: The continuation alone.
-        num_tokens: Its length.
-        end: Why it ends: the `document` did, it has as many tokens as were asked for (`limit`), or
-            the model's `context` is full.
+        text: The continuation.
+        num_tokens: Number of its tokens.
+        end: Reason for its end: the end of the `document`, the requested number of tokens
+            (`limit`), or a full `context`.
     """
 
     text: str
@@ -93,11 +93,11 @@ class Generator:
     on_eager: Callable[[str], object] | None = None
 
     def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
-        """Continue a text; returns the continuation alone. See `complete`."""
+        """Return the continuation of a text; see `complete`."""
         return self.complete(prompt, max_tokens=max_tokens, sampling=sampling).text
 
     def complete(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> Completion:
-        """Continue a text, or answer it: a model with an encoder gets the prompt there.
+        """Continue a text; a model with an encoder reads it there, and its decoder answers.
 
         Args:
             prompt: The text to continue; an empty one starts a new document.
@@ -122,7 +122,7 @@ class Generator:
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
         """Yield the continuation of a prompt token by token.
 
-        A model with an encoder gets the prompt there, with the end of a document behind it, and
+        A model with an encoder reads the prompt there, with an end-of-document token appended, and
         its decoder starts with `decoder_start`.
         """
         limit = self.config.max_sequence_length
@@ -142,21 +142,21 @@ class Generator:
         decoding: GraphedDecoding | None = None
         for position in range(first, length):
             found = self._scores(fed, cache, encoded, decoding)
-            encoded = None  # the cache has what is made of it
-            # A token is read only when the device has the next step to do.
+            encoded = None  # the cache now holds the encoder's keys and values
+            # Reading a token waits for the device, so the next pass is queued first.
             if waiting is not None:
                 if int(waiting) == self.tokenizer.eod_id:
                     return
                 yield int(waiting)
             if decoding is not None and self.stages is None:
-                waiting = found.clone()  # the next pass overwrites what a graph returned
+                waiting = found.clone()  # the next replay overwrites the graph's output
             else:
                 waiting = choose(self._allowed(found), sampling, position)
             fed = waiting[:, None]
             whole.append(fed)
             if self.cuda_graphs and decoding is None and position + 1 < length:
                 decoding = self._decoding(cache, sampling)
-            # Keys made with other rotary factors don't serve a longer sequence.
+            # Rotary factors change at this length, so all keys are computed again.
             if self.config.cache_break(cache.length, position + 1) is not None:
                 cache = self.model.new_cache(batch_size=1, **kept)
                 fed, decoding = torch.cat(whole, dim=1), None
@@ -164,11 +164,11 @@ class Generator:
             yield int(waiting)
 
     def _allowed(self, scores: Tensor) -> Tensor:
-        """Scores after the last token of what may follow: padding rows of the embedding may not."""
+        """Return the last token's scores without the padding rows of the embedding."""
         return scores[:, -1, : self.tokenizer.vocab_size]
 
     def _decoding(self, cache: KVCache, sampling: Sampling) -> GraphedDecoding:
-        """Replay what follows the prompt; the choice of a token too, but for several stages."""
+        """Return the graph that replays each pass; without stages it also chooses the token."""
         if self.stages is not None:
             return GraphedDecoding(self.model, cache, on_eager=self.on_eager)
         keys = torch.tensor([sampling.key(place) for place in range(cache.max_length + 1)])
@@ -188,10 +188,9 @@ class Generator:
         encoded: Tensor | None,
         decoding: GraphedDecoding | None,
     ) -> Tensor:
-        """Scores after the last of the tokens, on every rank; of one stage what `decoding` returns.
+        """Return the scores after the last token on every rank, or the result of `decoding`.
 
-        The activation goes from stage to stage by send and recv, and the last one broadcasts the
-        scores.
+        Stages pass the activation on by send and recv, and the last stage broadcasts the scores.
         """
         batch = {"tokens": tokens, "cache": cache, "encoder_tokens": encoded}
         run = decoding or self.model

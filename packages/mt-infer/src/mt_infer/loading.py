@@ -1,4 +1,4 @@
-"""Open a run that mt-train left behind, or a folder of Hugging Face."""
+"""Opening and loading of mt-train runs and folders of Hugging Face."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _WANTED = "pass the --out folder of an mt-train run, or a folder of Hugging Face
 
 
 class RunError(UserError):
-    """A folder is not a usable run."""
+    """The folder is not a usable run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a folder holds, checked, before any weight is read.
+    """A checked folder, before any weight is read.
 
     Attributes:
-        folder: The run folder, or that of Hugging Face.
-        config: The model's layer list.
-        tokenizer: The one the model was trained with.
+        folder: The run folder, or the folder of Hugging Face.
+        config: The model's config.
+        tokenizer: The tokenizer with which the model was trained.
         source: The step directory, or the tensors of a folder of Hugging Face.
-        step: That of a step directory.
+        step: Step of the step directory; None for a folder of Hugging Face.
     """
 
     folder: Path
@@ -69,18 +69,18 @@ class Run:
 
 @contextmanager
 def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
-    """Find and check what a folder holds; training beside does not remove it meanwhile.
+    """Open and check a folder; concurrent training does not remove its checkpoint meanwhile.
 
     Args:
-        folder: A run folder, with `checkpoints/` and `tokenizer.json`, or one of Hugging Face, with
-            `config.json`, safetensors and a tokenizer.
-        step: Which checkpoint of a run; None: the latest.
+        folder: A run folder with `checkpoints/` and `tokenizer.json`, or a folder of Hugging Face
+            with `config.json`, safetensors and a tokenizer.
+        step: Step of a run's checkpoint; None for the latest.
 
     Raises:
-        RunError: The folder is neither, or has no committed checkpoint, or its parts don't fit.
-        CheckpointError: There is no such step, or its manifest is damaged.
-        ExchangeError: What a folder of Hugging Face holds is not known, or damaged.
-        DataError: The tokenizer is none.
+        RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
+        CheckpointError: The step does not exist, or its manifest is damaged.
+        ExchangeError: The folder of Hugging Face is unsupported or damaged.
+        DataError: The tokenizer is invalid.
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder; {_WANTED}")
@@ -107,7 +107,7 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
 
 
 def _open_pretrained(folder: Path, step: int | None) -> Run:
-    """Check a folder of Hugging Face, of weights in full or in low precision."""
+    """Check a folder of Hugging Face, in full or low precision."""
     if step is not None:
         raise RunError(f"{folder} is a folder of Hugging Face and has no steps; leave --step out")
     found = open_pretrained(folder)
@@ -133,7 +133,7 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
 
 
 def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
-    """The model of the metadata, which fits the arrays: checked before anything is built."""
+    """Return the config in the metadata, checked against the stored arrays."""
     load_installed_plugins()
     load_recorded_plugins(saved.plugins)
     try:
@@ -157,7 +157,7 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
 
 
 def _check_writes(config: ModelConfig, path: Path) -> None:
-    """Refuse a model that does not predict the next token."""
+    """Refuse a model that doesn't predict the next token."""
     writing = config.layers[config.encoder_layers :]
     if any(layer.mixer is not None and not layer.mixer.is_causal for layer in writing):
         raise RunError(
@@ -185,7 +185,10 @@ def _check_vocabulary(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> 
 
 @contextmanager
 def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
-    """Yield the run as the first rank opened it: a save may have come between two ranks."""
+    """Yield the run at the first rank's step, as a save may happen between two ranks.
+
+    Collective: a broadcast.
+    """
     group = state.group(_WORLD)
     if group is None or run.step is None:
         yield run
@@ -211,21 +214,21 @@ def load_run(
     """Load a checkpoint of a run, or a folder of Hugging Face, on this rank's layout.
 
     Args:
-        folder: A run folder, with `checkpoints/` and `tokenizer.json`, or one of Hugging Face,
-            whose layers in low precision stay in it.
-        state: This rank's place; tensor parallelism and pipeline stages are used.
-        step: Which checkpoint; None: the latest, as the first rank sees it.
-        dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU, bf16 on a GPU.
-        ema: Take the average of the weights over the steps (`optimizer.ema` of mt-train).
-        kernels: What computes each operation: a word for all, or mt-model's `Kernels`.
+        folder: A run folder with `checkpoints/` and `tokenizer.json`, or a folder of Hugging Face,
+            whose quantised layers stay quantised.
+        state: This rank's place in a layout of tensor, pipeline and expert parallelism.
+        step: Step of a run's checkpoint; None for the latest that the first rank sees.
+        dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU and bf16 on a GPU.
+        ema: Whether to use the moving average of the weights (`optimizer.ema` of mt-train).
+        kernels: Kernels of the model: one word for all operations, or mt-model's `Kernels`.
 
     Raises:
-        KernelError: A kernel that was asked for does not serve.
-        RunError: The folder is neither, or has no committed checkpoint, or its parts don't fit, or
-            the run kept no average.
-        CheckpointError: There is no such step, or it is damaged.
-        ExchangeError: What a folder of Hugging Face holds is not known, or damaged.
-        DataError: The tokenizer is none.
+        KernelError: The named kernel does not serve.
+        RunError: The folder is neither, has no committed checkpoint, its parts don't fit, or the
+            run kept no average.
+        CheckpointError: The step does not exist, or is damaged.
+        ExchangeError: The folder of Hugging Face is unsupported or damaged.
+        DataError: The tokenizer is invalid.
     """
     with open_run(folder, step) as own, same_run(own, state) as run:
         return load_weights(run, state, dtype=dtype, ema=ema, kernels=kernels)
@@ -263,7 +266,7 @@ def load_weights(
         check_ema(run)
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
-    config = replace(run.config, mtp=None)  # what serves training alone is not read
+    config = replace(run.config, mtp=None)  # heads that only training uses are not read
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}
     if isinstance(run.source, Path):
         model = cast("GPT", config.build(state, **how, seed=None))
@@ -278,13 +281,13 @@ def load_weights(
 
 def _fill(model: GPT, checkpoint: Path, state: ParallelState, *, ema: bool) -> None:
     """Read a checkpoint's weights into a model."""
-    # The stored weights are the optimizer's fp32 (fp64) masters; casting down is what training did.
+    # Stored weights are the optimizer's fp32 or fp64 masters; training casts them down too.
     named = model.named_parameters()
     wanted, other = RunFolder.WEIGHTS, RunFolder.EMA
     if ema:
         wanted, other = other, wanted
     shards = param_shards(named, state.layout, state.rank, prefix=wanted)
-    buffers = saved_buffers([model])  # of which no average is kept
+    buffers = saved_buffers([model])  # buffers have no average
     place = (state.layout, state.rank)
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))

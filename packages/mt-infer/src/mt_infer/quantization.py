@@ -1,4 +1,4 @@
-"""A trained model in low precision, as a folder of Hugging Face."""
+"""Quantisation of a trained model to a folder of Hugging Face."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MAX_TEXT = 1 << 28
 
 @dataclass(kw_only=True)
 class Calibration:
-    """A text as batches of one sequence each; read when the first is asked for.
+    """Batches of one sequence each from a text, which is read at the first batch.
 
     Attributes:
-        path: Of the text.
-        tokenizer: The model's.
-        samples: Number of sequences at most.
-        length: Of a sequence, in tokens.
-        is_read: Whether a sequence was asked for.
+        path: The text file.
+        tokenizer: The model's tokenizer.
+        samples: Largest number of sequences.
+        length: Length of a sequence in tokens.
+        is_read: Whether the text was read.
     """
 
     path: Path
@@ -45,10 +45,10 @@ class Calibration:
     def of(
         cls, path: Path | None, run: Run, samples: int, length: int | None
     ) -> Calibration | None:
-        """Return the sequences for a model; None where there is no text.
+        """Return the batches for a model; None without a text.
 
         Raises:
-            RunError: They are longer than the model's context, or it has an encoder.
+            RunError: Sequences exceed the model's context, or the model has an encoder.
         """
         if path is None:
             return None
@@ -67,7 +67,7 @@ class Calibration:
         self.is_read = True
         tokens = torch.tensor(self.tokenizer.encode(read_text(self.path, limit=_MAX_TEXT)))
         if not len(tokens):
-            raise CalibrationError(f"{self.path} is empty; give a text like those the model is for")
+            raise CalibrationError(f"{self.path} is empty; use a text like those the model is for")
         length = min(self.length, len(tokens))
         whole = len(tokens) // length
         for index in range(min(self.samples, whole)):
@@ -76,10 +76,10 @@ class Calibration:
 
 
 def check_source(run: Run, *, ema: bool) -> None:
-    """Find every mistake that shows before weights are read.
+    """Check the run before weights are read.
 
     Raises:
-        RunError: The folder is in low precision already, or has no average of the weights.
+        RunError: The folder is quantised already, or has no average of the weights.
     """
     if ema:
         check_ema(run)
@@ -90,7 +90,7 @@ def check_source(run: Run, *, ema: bool) -> None:
 
 
 def stored_dtype(run: Run) -> str:
-    """Return the dtype in which a model is kept: of a run its widest weights', at most fp32."""
+    """Return the dtype of a stored model: for a run, its widest dtype up to fp32."""
     if isinstance(run.source, Pretrained):
         found = run.source.dtype
     else:
@@ -141,7 +141,7 @@ def quantize_model(
 
 
 def _beside(run: Run) -> tuple[Path | None, dict[str, bytes]]:
-    """The folder whose other files are carried over, or what stands beside weights without one."""
+    """Return the folder whose other files to copy, or files to write beside the weights."""
     if isinstance(run.source, Pretrained):
         return run.folder, {}
     origin = RunFolder(run.folder).hugging_face

@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Quantize:
-    """Store a model in low precision, as a folder that transformers and mt-infer generate read."""
+    """Quantise a model to a folder that transformers and mt-infer generate read."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The --out folder of an mt-train run, or a folder of Hugging Face."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """The folder that is made; does not exist, or is empty."""
+    """The folder to make; it must not exist, or be empty."""
     recipe: str | None = None
     """A recipe of mt-quant, such as int8, fp8 or int4-gptq; heads and routers stay as they are."""
     config: Path | None = None
-    """A YAML file with rules of your own, in place of --recipe."""
+    """A YAML file with your own rules, instead of --recipe."""
     kv_cache_dtype: Literal["fp8-tensor", "fp8-head", "int8-tensor", "int8-head"] | None = None
-    """What all attention keeps its keys and values in when the folder generates, with a scale for
-    each layer or head; beside --recipe or --config, or alone. Needs --calibration."""
+    """Format of cached keys and values for generation from the folder, with a scale for each layer
+    or head; with --recipe or --config, or alone. Needs --calibration."""
     layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
-    """Of the folder: transformers and vLLM read compressed-tensors, TensorRT-LLM, vLLM and SGLang
-    what ModelOpt writes, which has fewer formats."""
+    """Layout of the folder: transformers and vLLM read compressed-tensors; TensorRT-LLM, vLLM and
+    SGLang read modelopt, which has fewer formats."""
     calibration: Path | None = None
-    """A text on which the model computes, for what needs to see its activations."""
+    """A text to run the model on, for methods and scales that read activations."""
     samples: int = 128
-    """Sequences taken from it, evenly spread."""
+    """Number of sequences of the text, evenly spread."""
     length: int | None = None
-    """Tokens of each; by default 2048, or the model's context where that is shorter."""
+    """Tokens in a sequence; by default 2048, or the model's context if that is shorter."""
     step: int | None = None
     """The checkpoint of this step of a run; by default the latest."""
     ema: bool = False
-    """Use the average of the weights over the steps, where training kept one (optimizer.ema)."""
+    """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of scales and of what stays in full precision; by default as it is stored."""
+    """Dtype of scales and of tensors in full precision; by default as stored."""
 
 
 def run_quantize(command: Quantize) -> int:
-    """Check the command, make the folder and print its sizes; returns the exit status."""
+    """Check the command, make the folder, print its sizes and return the exit status."""
     with quick_imports():
         from mt_parallel_state import ParallelLayout, ParallelState, detect_env, joined
 
@@ -72,13 +72,13 @@ def run_quantize(command: Quantize) -> int:
             how = {"layout": command.layout, "calibration": text, "progress": _tell}
             made = quantize_model(model, run, config, command.out, **how)
     if text is not None and not text.is_read:
-        say(f"{text.path} was not needed: no rule sees activations")
+        say(f"{text.path} was not needed: no rule reads activations")
     print_text(made)
     return 0
 
 
 def _check_options(command: Quantize) -> QuantizationConfig:
-    """Find every mistake that shows in the command itself."""
+    """Check the options, and return the rules."""
     from mt_quant import QuantizationConfig
 
     if command.out.is_symlink() or (
@@ -110,7 +110,9 @@ def _linear_rules(command: Quantize) -> tuple[Rule, ...]:
 
     given = (command.recipe is not None) + (command.config is not None)
     if given == 2 or (not given and command.kv_cache_dtype is None):
-        raise ValueError("give one of --recipe NAME and --config FILE: which layers become what")
+        raise ValueError(
+            "give one of --recipe NAME and --config FILE, which say how to quantise each layer"
+        )
     if command.config is not None:
         return QuantizationConfig.from_yaml(command.config).rules
     try:

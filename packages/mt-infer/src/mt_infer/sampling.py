@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose.
+    """Parameters of the choice of tokens.
 
     Attributes:
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Keep the k likeliest tokens (ties with the k-th are kept too); None keeps all.
-        top_p: Keep the smallest set of likeliest tokens whose probability reaches p.
+        temperature: Divisor of the logits; 0 is greedy.
+        top_k: Number of most likely tokens to keep (and ties with the last); None keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probability reaches p.
         seed: The same seed gives the same text, on any number of ranks.
     """
 
@@ -43,13 +43,13 @@ class Sampling:
 def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     """Choose one token per row.
 
-    The random number is a function of the seed, the position and the row, so ranks that hold the
-    same logits choose the same token without talking.
+    The random number is a function of the seed, the position and the row, so ranks with the same
+    logits choose the same token without communication.
 
     Args:
         logits: Unnormalised scores of the whole vocabulary.
-        sampling: How to choose.
-        position: Index of the token being chosen, in its sequence.
+        sampling: Parameters of the choice.
+        position: Index of the chosen token in its sequence.
 
     Shape:
         logits `[B, vocab]`; returns `[B]`, int64.
@@ -66,7 +66,7 @@ def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     scores = logits.double()
-    # The largest becomes 0, so that no temperature, however low, makes it infinite.
+    # The largest score becomes 0, so no temperature makes it infinite.
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
@@ -74,14 +74,14 @@ def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
         scores = scores.masked_fill(scores < smallest, float("-inf"))
     probabilities = scores.softmax(-1)
     if sampling.top_p is not None:
-        # The token that crosses p stays, so look at the mass before each token.
+        # The token that crosses p stays, so the mass before each token decides.
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     cumulative = probabilities.cumsum(-1)
     rows = torch.arange(logits.shape[0], device=logits.device)
     draw = random_uniform(key, rows, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, draw, right=True)
-    # A draw that rounds up to the total would fall behind the last kept token.
+    # A draw that rounds up to the total would fall after the last kept token.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
     return order.gather(-1, index.minimum(last)).squeeze(-1)
 
