@@ -10,12 +10,12 @@ import torch.distributed as dist
 from mt_parallel_state import (
     all_gather,
     all_to_all,
-    all_to_all_rows,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter,
     scatter_to_group,
+    start_all_to_all_rows,
 )
 from torch import Tensor
 
@@ -76,20 +76,7 @@ def test_backward_is_the_adjoint_of_forward(ranks, world: int) -> None:
 EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "sequence to hidden": lambda x: all_to_all(x, dist.group.WORLD, split_dim=-1, concat_dim=1),
     "hidden to sequence": lambda x: all_to_all(x, dist.group.WORLD, split_dim=1, concat_dim=-1),
-    "uneven rows": lambda x: all_to_all_rows(x[: sum(_sent(x)[0])], dist.group.WORLD, **_splits(x)),
 }
-
-
-def _sent(x: Tensor) -> tuple[list[int], list[int]]:
-    """Rank i sends (i + 2j) % 3 rows to rank j."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    sizes = [[(i + 2 * j) % 3 for j in range(world)] for i in range(world)]
-    return sizes[rank], [row[rank] for row in sizes]
-
-
-def _splits(x: Tensor) -> dict[str, list[int]]:
-    inputs, outputs = _sent(x)
-    return {"input_splits": inputs, "output_splits": outputs}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -118,9 +105,7 @@ def test_exchanges_move_what_they_say(ranks) -> None:
         back = all_to_all(hidden, group, split_dim=1, concat_dim=2)
         torch.testing.assert_close(back, shard, rtol=0, atol=0)
         rows = torch.arange(3.0) + 10 * rank
-        moved = all_to_all_rows(
-            rows, group, input_splits=[1, 2], output_splits=[1, 1] if rank == 0 else [2, 2]
-        )
+        moved = start_all_to_all_rows(rows, group, [1, 2], [1, 1] if rank == 0 else [2, 2]).wait()
         assert moved.tolist() == ([0.0, 10.0] if rank == 0 else [1.0, 2.0, 11.0, 12.0])
 
     ranks(2, body)
@@ -130,14 +115,6 @@ def test_exchanges_name_what_does_not_fit(ranks) -> None:
     x = torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"must be two different dims of a tensor of shape \(3, 4"):
         all_to_all(x, None, split_dim=1, concat_dim=-1)
-    with pytest.raises(ValueError, match=r"sum to 2, but x of shape \(3, 4\) has 3 rows"):
-        all_to_all_rows(x, None, input_splits=[2], output_splits=[2])
-    with pytest.raises(
-        ValueError, match=r"input_splits=\[3\] and output_splits=\[5\] must be equal"
-    ):
-        all_to_all_rows(x, None, input_splits=[3], output_splits=[5])
-    with pytest.raises(ValueError, match="must be 1 sizes of 0 or more"):
-        all_to_all_rows(x, None, input_splits=[1, 2], output_splits=[3])
 
     def body() -> None:
         with pytest.raises(ValueError, match="the nearest sizes that work are 2 or 4"):
@@ -228,7 +205,6 @@ def test_what_is_no_group_is_named(wrong: object) -> None:
         lambda: copy_to_group(x, wrong),
         lambda: all_gather(x, wrong, dim=0),
         lambda: all_to_all(x, wrong, split_dim=0, concat_dim=1),
-        lambda: all_to_all_rows(x, wrong, input_splits=[4], output_splits=[4]),
     ):
         with pytest.raises(TypeError, match="group must be a process group that this rank is in"):
             call()

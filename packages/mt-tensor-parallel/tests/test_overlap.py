@@ -14,8 +14,8 @@ from mt_tensor_parallel import (
     Overlap,
     RowParallelLinear,
     TorchGemm,
-    pick_overlap,
 )
+from mt_tensor_parallel.overlap import pick_overlap
 from torch import Tensor
 
 

@@ -6,7 +6,7 @@ input comes back unchanged and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -164,10 +164,6 @@ def _swap(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) 
     return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
-def _rows(x: Tensor, group: dist.ProcessGroup, inputs: list[int], outputs: list[int]) -> Tensor:
-    return start_all_to_all_rows(x, group, inputs, outputs).wait()
-
-
 def outside_graph(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function; a graph of `torch.compile` breaks around its call, which is not traced.
 
@@ -301,45 +297,4 @@ def all_to_all(x: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> T
         return x
     run = partial(_swap, group=group, split_dim=dims[0], concat_dim=dims[1])
     back = partial(all_to_all, group=group, split_dim=dims[1], concat_dim=dims[0])
-    return apply_outside_graph(_Linear, x, run, back)
-
-
-def all_to_all_rows(
-    x: Tensor, group: Group, *, input_splits: Sequence[int], output_splits: Sequence[int]
-) -> Tensor:
-    """Send a given number of rows to each rank: uneven all-to-all, backward the reverse.
-
-    Args:
-        x: Rows for rank 0, then for rank 1, and so on.
-        group: `None` means one rank.
-        input_splits: Rows for each rank.
-        output_splits: Rows from each rank.
-
-    Shape:
-        x: [sum(input_splits), ...]. Returns [sum(output_splits), ...].
-
-    Raises:
-        ValueError: The splits do not fit `x` or the number of ranks.
-    """
-    ranks = group_size(group)
-    inputs, outputs = list(input_splits), list(output_splits)
-    if len(inputs) != ranks or len(outputs) != ranks or min([*inputs, *outputs]) < 0:
-        raise ValueError(
-            f"input_splits={inputs} and output_splits={outputs} must be {ranks} sizes of 0 or more "
-            "each, one per rank of the group"
-        )
-    if sum(inputs) != x.shape[0]:
-        raise ValueError(
-            f"input_splits={inputs} sum to {sum(inputs)}, but x of shape {tuple(x.shape)} has "
-            f"{x.shape[0]} rows"
-        )
-    if group is None or ranks == 1:
-        if inputs != outputs:
-            raise ValueError(
-                f"input_splits={inputs} and output_splits={outputs} must be equal on one rank, "
-                "which receives what it sends"
-            )
-        return x
-    run = partial(_rows, group=group, inputs=inputs, outputs=outputs)
-    back = partial(all_to_all_rows, group=group, input_splits=outputs, output_splits=inputs)
     return apply_outside_graph(_Linear, x, run, back)

@@ -18,7 +18,7 @@ from mt_tensor_parallel.linear import (
     defer_weight_gradients,
     sum_weight_gradients,
 )
-from mt_tensor_parallel.overlap import Overlap, pick_overlap
+from mt_tensor_parallel.overlap import Overlap
 from mt_tensor_parallel.recompute import DiscardedOutput, recompute
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ __all__ = [
     "linear_cross_entropy_and_z",
     "lora_state",
     "parallel_linear",
-    "pick_overlap",
     "quantize_gemms",
     "recompute",
     "save_lora",

@@ -40,8 +40,8 @@ Mode: TypeAlias = Literal["column", "row"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
-    """How a layer computes and communicates.
+class LinearContext:
+    """The way a layer computes and communicates.
 
     Attributes:
         weight: As it was given: a parameter, or a view of one, before any cast.
@@ -78,7 +78,7 @@ class How:
         # A function's context says what needs a gradient, also where none is made.
         need_x, need_w = ctx.needs_input_grad[:2] if self.keeps else (False, False)
         kept = self.gemm.saved(x) if need_w else ()
-        ctx.how, ctx.count = self, len(kept)
+        ctx.linear, ctx.count = self, len(kept)
         ctx.save_for_backward(*kept, *(self.gemm.saved(weight) if need_x else ()))
 
     def restore(self, ctx: Any) -> tuple[Operand, Operand]:
@@ -183,22 +183,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, mode: Mode
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext, mode: Mode
     ) -> Tensor:
-        own, matrix = how.gemm.operand(x, "input"), how.gemm.operand(weight, "weight")
-        how.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
+        own, matrix = context.gemm.operand(x, "input"), context.gemm.operand(weight, "weight")
+        context.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
         ctx.mode = mode
-        return how.forward(mode, own, matrix, bias)
+        return context.forward(mode, own, matrix, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        how: How = ctx.how
+        context: LinearContext = ctx.linear
         needs = ctx.needs_input_grad[:3]
-        return *how.backward(ctx.mode, *how.restore(ctx), grads[0], needs), None, None
+        return *context.backward(ctx.mode, *context.restore(ctx), grads[0], needs), None, None
 
 
-def how_to(
+def linear_context(
     weight: Tensor,
     *,
     gemm: Gemm,
@@ -207,7 +207,7 @@ def how_to(
     wgrad_store: WgradStore | None,
     grad_sink: GradSink | None,
     overlap: Overlap | None,
-) -> How:
+) -> LinearContext:
     """Bring a layer's settings together, and pick how its communication is hidden."""
     alone = group is None or group_size(group) == 1
     sequence_parallel = sequence_parallel and not alone
@@ -217,7 +217,7 @@ def how_to(
         )
     elif group is not None and not alone:
         check_overlap(overlap, group, weight.device, gemm)
-    return How(
+    return LinearContext(
         weight=weight,
         gemm=gemm,
         group=None if alone else group,
@@ -270,7 +270,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
             none. Compiled graphs leave it to autograd; a layer in one (`ColumnParallelLinear`)
             uses store and sink.
         overlap: How gathering and scattering along the sequence are hidden behind the products;
-            `None` is `pick_overlap`.
+            `None` picks by capability.
 
     Shape:
         x: [B, S, in] (column) or [B, S, in / ranks] (row); any leading dims without sequence
@@ -300,7 +300,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     sequence_parallel = sequence_parallel and not alone
     if sequence_parallel:
         check_sequence(x, mode, group)
-    how = how_to(
+    context = linear_context(
         weight,
         gemm=gemm,
         group=group,
@@ -312,9 +312,9 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     rows = as_autocast(x if x.dim() > 1 else x.unsqueeze(0))
     operands = rows, as_autocast(weight), None if bias is None else as_autocast(bias)
     if alone:  # where rows are columns
-        y = cast(Tensor, _Linear.apply(*operands, how, "column"))
+        y = cast(Tensor, _Linear.apply(*operands, context, "column"))
     else:
-        y = apply_outside_graph(_Linear, *operands, how, mode)
+        y = apply_outside_graph(_Linear, *operands, context, mode)
     return y if x.dim() > 1 else y.squeeze(0)
 
 

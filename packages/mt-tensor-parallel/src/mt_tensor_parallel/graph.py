@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from mt_tensor_parallel.autocast import as_autocast, check_dtypes
-from mt_tensor_parallel.functional import How, Mode, check_sequence, how_to
+from mt_tensor_parallel.functional import LinearContext, Mode, check_sequence, linear_context
 from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm
 from mt_tensor_parallel.overlap import Overlap
 
@@ -100,9 +100,9 @@ def graph_linear(
     return y if x.dim() > 1 else y.squeeze(0)
 
 
-def _how(number: Tensor, kind: _Kind) -> How:
+def _context(number: Tensor, kind: _Kind) -> LinearContext:
     layer = _layers[int(number)]
-    return how_to(
+    return linear_context(
         layer.weight,
         gemm=layer.gemm,
         group=layer.group if layer.communicate else None,
@@ -114,9 +114,9 @@ def _how(number: Tensor, kind: _Kind) -> How:
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, *kind: Any) -> Tensor:
-    how = _how(number, _Kind(*kind))
-    mode: Mode = "column" if how.group is None else kind[0]  # on one rank rows are columns
-    return how.forward(mode, x, weight, bias).contiguous()
+    context = _context(number, _Kind(*kind))
+    mode: Mode = "column" if context.group is None else kind[0]  # on one rank rows are columns
+    return context.forward(mode, x, weight, bias).contiguous()
 
 
 def _run_fake(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, *kind: Any) -> Tensor:
@@ -151,11 +151,11 @@ def _run_backward(
     grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind, needs = _Kind(*rest[:3]), rest[3:]
-    how = _how(number, kind)
-    if how.waits:  # the graph uses the memory of what it gives us again
+    context = _context(number, kind)
+    if context.waits:  # the graph uses the memory of what it gives us again
         grad, x = grad.clone(), x.clone()
-    mode: Mode = "column" if how.group is None else kind.mode
-    grads = how.backward(mode, x, weight, grad, needs)
+    mode: Mode = "column" if context.group is None else kind.mode
+    grads = context.backward(mode, x, weight, grad, needs)
     first, second, third = (grad.new_empty(0) if g is None else g.contiguous() for g in grads)
     return first, second, third
 
