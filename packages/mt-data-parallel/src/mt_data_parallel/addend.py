@@ -1,4 +1,4 @@
-"""What a rank adds to the sums over ranks, in one number per parameter."""
+"""The size of the gradients that a rank adds to the sums over ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Addends:
-    """How large each gradient of this rank was before it was summed with those of other ranks.
+    """The largest magnitude of each gradient of this rank before the sum over ranks.
 
-    A sum that is not finite tells where, and no longer whose gradient it was. So each addend's
-    extremes are noted before its reduction: one more read of it, without waiting for the device.
+    A sum that is not finite no longer tells whose gradient was at fault. So the extremes of each
+    addend are recorded before its reduction: one more read, without waiting for the device.
 
     Attributes:
-        factor: What the sums were multiplied with since.
+        factor: A factor that the sums were multiplied by afterwards.
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class Addends:
         self._scales: dict[str, float] = {}
 
     def watch(self, name: str, scale: float) -> None:
-        """Know of a parameter whose gradients are summed after they were multiplied by `scale`."""
+        """Record a parameter's gradients, which enter the sum multiplied by `scale`."""
         self._extremes[name], self._scales[name] = [], scale
 
     def sort(self, names: Sequence[str]) -> None:
-        """Have them in the order of `names`, which may have more."""
+        """Put the parameters in the order of `names`, which may list others too."""
         self._extremes = {name: self._extremes[name] for name in names if name in self._extremes}
 
     def forget(self) -> None:
-        """Forget what was noted."""
+        """Drop the records of the last step."""
         self.factor = 1.0
         for found in self._extremes.values():
             found.clear()
 
     def note(self, grads: Mapping[str, Tensor]) -> None:
-        """Note flat gradients that are about to be summed, those that somebody watches."""
+        """Record flat gradients before they are summed, as far as `watch` was called for them."""
         named = {name: grad for name, grad in grads.items() if name in self._extremes}
         if not named:
             return
@@ -52,10 +52,9 @@ class Addends:
             self._extremes[name].append(extremes)
 
     def magnitudes(self) -> dict[str, float]:
-        """Return by parameter the greatest magnitude noted, scaled like the sums.
+        """Return the largest recorded magnitude of each parameter, scaled like the sums.
 
-        It waits for the device. A parameter whose gradient did not come has 0, and what has a NaN
-        has NaN.
+        It waits for the device. A parameter without a gradient has 0, and one with a NaN has NaN.
         """
         largest = {
             name: torch.stack([one.double().abs().amax() for one in found]).amax()

@@ -1,4 +1,4 @@
-"""The memory of buckets, and the views of it that parameters and shards are."""
+"""The memory of buckets, and its views: parameters, gradients and shards."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _empty_bucket(
 
 
 def _fill(name: str, param: Tensor, init: Callable[[str, Tensor], None] | None) -> None:
-    """Give a parameter that was on the meta device its memory and its values."""
+    """Give a parameter from the meta device memory and values."""
     if not param.untyped_storage().size():
         param.data = torch.empty_like(param)
         if init is not None:
@@ -147,9 +147,9 @@ def _sharded_slot(param: Tensor, name: str, start: int, bucket: Bucket, params: 
 
 
 def _have_codes(slot: Slot, params: Tensor, encoding: Encoding) -> None:
-    """Tell where a parameter's codes are, and leave it nothing that could be taken for values.
+    """Tell the encoding where a parameter's codes are, and make the parameter unreadable.
 
-    What reads it reads NaN, and it can't be written to, as all its elements are one.
+    A read gives NaN, and a write fails, as all elements share one place in memory.
     """
     # By `.data`, for what is written into the buffer is no new version of the view.
     encoding.place(slot.name, params[slot.inside].view(slot.param.shape).data)
@@ -158,7 +158,7 @@ def _have_codes(slot: Slot, params: Tensor, encoding: Encoding) -> None:
 
 
 def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
-    """Take this rank's part of the parameters, and make shards of it."""
+    """Copy this rank's part of the parameters, and make shards of it."""
     params, own = bucket.params, bucket.own_params
     assert params is not None  # noqa: S101 - it is sharded
     assert own is not None  # noqa: S101
@@ -172,7 +172,7 @@ def _cut(bucket: Bucket, whole: Tensor, phase: Phase) -> None:
 
 
 def _shard(slot: Slot, own_params: Tensor, bucket: Bucket, phase: Phase) -> ParamShard | None:
-    """Make a shard of our part of a parameter."""
+    """Make the shard of this rank's part of a parameter."""
     param, size = slot.param, own_params.numel()
     base = bucket.reduction.shard * size
     first, last = max(slot.start, base), min(slot.start + param.numel(), base + size)

@@ -1,4 +1,4 @@
-"""Which gradients are to come, which came, and who brings them."""
+"""The gradients that a step expects, and those that did not come."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sink:
     Attributes:
         begin: Returns the tensor for the gradient, and whether to add it there; raises RuntimeError
             outside of `start` and `finish`, or if more gradients come than announced.
-        end: Counts the gradient, and launches buckets that are complete with it.
+        end: Counts the gradient, and launches the buckets that it completes.
     """
 
     begin: Callable[[], tuple[Tensor, bool]]
@@ -32,10 +32,10 @@ class Sink:
 
 
 def announced(num_backwards: int | Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:
-    """Return how many gradients each parameter is going to get.
+    """Return the number of gradients that each parameter is going to get.
 
     Raises:
-        ValueError: There are none for one, or it is not named.
+        ValueError: A parameter gets none, or has no entry.
     """
     if isinstance(num_backwards, Mapping):
         expected = num_backwards
@@ -51,7 +51,7 @@ def announced(num_backwards: int | Mapping[str, int], names: Collection[str]) ->
 
 
 def missing_gradients(slots: Sequence[Slot], unused: Unused) -> str:
-    """Say which gradients did not come; nothing if all is well."""
+    """Describe the missing gradients; empty if there are none."""
     if slots and all(0 < slot.accumulated < slot.expected for slot in slots):
         most = max(slots, key=lambda slot: slot.accumulated)
         return (

@@ -1,4 +1,4 @@
-"""From tensors of shards to tensors of parameters, each on the rank that has its first element."""
+"""Assembly of whole tensors from shards, each on the rank with its first element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assemble_bucket(
     """Send the parts of a bucket's parameters to their owners.
 
     Args:
-        bucket: What is assembled.
+        bucket: The bucket of the parameters to assemble.
         group: Its shards.
         values: Tensors of this rank's shards of it, of the same parameters on all ranks.
 
@@ -54,6 +54,6 @@ def assemble_bucket(
 
 
 def _overlap(slot: Slot, shard: int, size: int) -> int:
-    """How many elements of a parameter lie in one part of its bucket."""
+    """Return the number of a parameter's elements in one part of its bucket."""
     end = slot.start + slot.param.numel()
     return max(0, min(end, (shard + 1) * size) - max(slot.start, shard * size))

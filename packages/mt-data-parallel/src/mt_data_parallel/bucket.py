@@ -20,16 +20,17 @@ from mt_data_parallel.reduction import Reduction
 
 @dataclass(frozen=True, kw_only=True)
 class BufferKey:
-    """What the parameters of one flat buffer have in common.
+    """The common properties of the parameters in one flat buffer.
 
     Attributes:
         grad_dtype: Dtype of their gradients.
-        param_dtype: Their own dtype, where the buffer holds parameters too (it is sharded); uint8
-            where it holds their codes.
-        shard_dtype: Dtype of the parts of them that are stepped, likewise.
-        reduction: Over whom their gradients are summed.
-        whole: Whether each is kept whole by one rank.
-        unit: What of the model is fetched and released together, where anything is.
+        param_dtype: Dtype of the parameters in a sharded buffer, uint8 for codes; None if the
+            buffer holds gradients only.
+        shard_dtype: Dtype of the shards that the optimizer steps; None if the buffer is not
+            sharded.
+        reduction: The groups over which gradients are summed.
+        whole: Whether each parameter is owned whole by one rank.
+        unit: The unit of the model to which all its parameters belong, if there are units.
         is_encoded: Whether the buffer holds codes in the place of parameters.
     """
 
@@ -44,28 +45,28 @@ class BufferKey:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """One slice of a flat buffer: what a single collective covers.
+    """One slice of a flat buffer, covered by a single collective.
 
     Attributes:
-        key: What its parameters have in common.
+        key: The common properties of its parameters.
         grads: The gradients.
-        params: The parameters in the same places, where they are sharded.
-        own_grads: This rank's part of the sums: of `grads`, or beside it.
+        params: The parameters at the same offsets, if they are sharded.
+        own_grads: This rank's part of the sums: a view of `grads`, or memory of its own.
         own_params: This rank's part of the parameters, likewise.
-        release: What is whole only while it is needed.
+        release: The tensors to release while they are not needed.
         offload: Whether this rank's parts are in the host's memory.
-        addends: Told of every gradient before it is summed.
-        own_codes: The codes of `own_params`, where `params` are codes.
-        gathers_over: Who has the other parts. Where gathering and summing take turns it has
-            connections of its own: ranks may differ in which of the two comes first.
+        addends: Records every gradient before it is summed.
+        own_codes: The codes of `own_params`, if `params` are codes.
+        gathers_over: The group with the other parts. It has connections of its own if gathers and
+            sums alternate, as ranks may differ in which of the two comes first.
         slots: The parameters, in buffer order.
-        pending: How many of them still miss gradients.
+        pending: Number of parameters that still lack gradients.
         at_once: Whether gradients stay whole until `finish` reduces them, in one round.
-        rounds: Reductions from `start` to `finish`: one, or where gradients are released one for
-            each backward.
-        done: How many of them have begun.
+        rounds: Reductions from `start` to `finish`: one, or one per backward if gradients are
+            released.
+        done: Number of reductions begun.
         is_idle: Whether the whole parameters may be released.
-        is_needed_first: Whether a forward needs them from its beginning.
+        is_needed_first: Whether a forward needs the parameters from its beginning.
     """
 
     key: BufferKey
@@ -157,7 +158,7 @@ class Bucket:
         self._sum = (PendingSum(self.grads, out, group, how, how.scale), out, is_first)
 
     def launch_replicas(self) -> None:
-        """Start to sum this rank's part over the replicas, after it was summed inside."""
+        """Start to sum this rank's part over the replicas, after the sum over the shards."""
         how = self.reduction
         if how.shards is None or how.replicas is None:
             return
@@ -166,12 +167,12 @@ class Bucket:
         self._sum = (PendingSum(out, out, how.replicas, how, 1.0), out, True)
 
     def advance(self) -> None:
-        """Do the second step of a sum that has one, so that it goes on without us."""
+        """Start the second step of a sum in two steps."""
         if self._sum is not None:
             self._sum[0].advance()
 
     def settle(self) -> None:
-        """Wait for the sum that is on its way, and release what it was made of."""
+        """Wait for the sum under way, and release its addends."""
         if self._sum is None:
             return
         (total, out, is_first), self._sum = self._sum, None
@@ -179,7 +180,7 @@ class Bucket:
         self._take(out, is_first=is_first)
 
     def fetch(self) -> None:
-        """Start to fetch the parts of the parameters that other ranks have; `arrive` waits."""
+        """Start to gather the parameters from all ranks; `arrive` waits."""
         self.is_idle = False
         if self.params is None or self.own_params is None:
             return
@@ -209,7 +210,7 @@ class Bucket:
             resize(self.params, 0)
 
     def part(self, slot: Slot) -> EncodedShard:
-        """Return what this rank steps of a parameter, with the place of its codes."""
+        """Return the part of an encoded parameter that this rank steps, with its codes."""
         own, codes, size = self.own_params, self.own_codes, self.own_grads.numel()
         assert own is not None  # noqa: S101 - it is encoded
         assert codes is not None  # noqa: S101
@@ -226,7 +227,7 @@ class Bucket:
         )
 
     def _take(self, out: Tensor, *, is_first: bool) -> None:
-        """Have a sum in `own_grads`, and release what it was made of."""
+        """Put a sum into `own_grads`, and release its addends."""
         if out.data_ptr() != self.own_grads.data_ptr():
             self.own_grads.copy_(out) if is_first else self.own_grads.add_(out)
         if self.release != "nothing":
@@ -238,24 +239,24 @@ class Bucket:
 
 
 def resize(tensor: Tensor, numel: int) -> None:
-    """Give the memory of a flat tensor back, or take it again; its views stay views."""
+    """Release the memory of a flat tensor, or allocate it again; views remain valid."""
     tensor.untyped_storage().resize_(numel * tensor.element_size())
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One parameter, its view into the flat buffer and what arrived since `start`.
+    """One parameter, its view into the flat buffer and its gradients since `start`.
 
     Attributes:
         name: The parameter's name.
         param: The parameter.
         main_grad: Its gradient in the bucket.
-        shard: What of it this rank steps, if anything.
-        bucket: Where it lies.
-        start: Its first element there.
-        accumulated: Gradients since `start`.
-        fresh: Gradients since the last reduction.
-        expected: Gradients that `start` announced.
+        shard: The part that this rank steps, if any.
+        bucket: The bucket with the gradient.
+        start: Offset of the first element in the bucket.
+        accumulated: Number of gradients since `start`.
+        fresh: Number of gradients since the last reduction.
+        expected: Number of gradients that `start` announced.
     """
 
     name: str
@@ -270,5 +271,5 @@ class Slot:
 
     @property
     def inside(self) -> slice:
-        """Where it lies in the bucket."""
+        """The range of the parameter in the bucket."""
         return slice(self.start, self.start + self.param.numel())

@@ -35,38 +35,37 @@ class GradBuffer:
     (the first one is copied, so nothing is zeroed) and drops `param.grad`. A bucket whose
     parameters have all seen their `start` number of backwards is reduced (SUM) at once,
     asynchronously, while backward goes on: this count is the only sign that a bucket is complete.
-    Buckets are always launched in buffer order, so ranks
-    whose parameters become ready in different orders still agree. The sum is never divided:
+    Buckets are launched in buffer order on all ranks, whichever parameters become ready first. The
+    sum is never divided:
     divide the loss by the global token count instead.
 
-    After `finish`, an optimizer steps `shards()`: parameters, or under a reduction with shards
-    this rank's ranges of them, each with the sum over the group as its gradient
-    (`mt_data_parallel.grad_of`; also `.grad`, where it has the parameter's dtype, so
-    torch.optim works). `gather_params()` then fetches what other ranks stepped. Without shards
-    shards are the parameters, and there is nothing to fetch. Whoever forgets `finish` or
-    `gather_params` is told by the next call.
+    After `finish`, an optimizer steps `shards()`: the parameters, or, if the reduction has shards,
+    this rank's ranges of them. The gradient of each is the sum over the group
+    (`mt_data_parallel.grad_of`; also `.grad` if it has the parameter's dtype, so torch.optim
+    works). `gather_params()` then fetches the ranges that other ranks stepped. If `finish` or
+    `gather_params` was forgotten, the next call raises an error.
 
     Args:
-        named_params: Pairs of name and parameter in model order, as `module.named_parameters()`
-            gives them; those with `requires_grad=False` are left out. The same on all ranks of
-            the group. All on one device. Those of a reduction with shards become views of a flat
-            buffer and row-major.
-        group: Over whom: a process group of ranks that hold replicas, which is an all-reduce; a
-            `Reduction`; None for one rank: no communication; or a function of name and parameter
-            that returns one of these, where they differ (experts).
+        named_params: Pairs of name and parameter in model order, as from
+            `module.named_parameters()`; parameters with `requires_grad=False` are left out. They
+            must be the same on all ranks of the group and lie on one device. Under a reduction with
+            shards they become row-major views of a flat buffer.
+        group: The ranks of the sum: a process group of replicas (all-reduce), a `Reduction`, None
+            for one rank (no communication), or a function from name and parameter to one of these
+            (experts).
         bucket_size: Elements after which a bucket closes; None puts everything in one bucket,
             which leaves nothing to overlap.
         grad_dtype: Dtype of the buffer; by default fp64 for fp64 parameters, else fp32.
         overlap: Launch a bucket from inside backward; otherwise everything waits for `finish`.
-        unused: What `finish` does about parameters that got no gradient from any of the backwards
-            on this rank: `error` names them, `zero` gives them zero gradients (for branches that
-            only some samples take). Under `full` sharding `error` needs ranks that use the same
-            parameters in each backward, and `zero` keeps gradients whole until `finish`, as what
-            is fetched and what is reduced would wait for each other otherwise.
-        pad_for_bandwidth: Pad buckets to a multiple of 65536 elements, as some networks like it.
-        whole: Says by name and parameter which ones are never cut into ranges but owned whole by
-            one rank, balanced by the cost of orthogonalising them (Muon).
-        policy: What is in memory when and where; made by `shard`.
+        unused: How `finish` treats parameters without a gradient from any backward of this rank:
+            `error` names them, `zero` gives them zero gradients (for branches that only some
+            samples take). Under `full` sharding `error` requires the same parameters on all ranks
+            in each backward, and `zero` keeps gradients whole until `finish`, as gathers and
+            reductions would wait for each other otherwise.
+        pad_for_bandwidth: Pad buckets to a multiple of 65536 elements, which some networks prefer.
+        whole: Predicate of name and parameter; those that match are owned whole by one rank,
+            balanced by the cost of orthogonalising them (Muon).
+        policy: How parameters and gradients are kept in memory; made by `shard`.
 
     Raises:
         ValueError: A parameter is listed twice or belongs to another GradBuffer, devices are
@@ -134,39 +133,39 @@ class GradBuffer:
 
     @property
     def layouts(self) -> dict[BufferKey, BufferLayout]:
-        """Where every parameter lies, per flat buffer."""
+        """The layout of each flat buffer."""
         return dict(self._layouts)
 
     @property
     def num_buckets(self) -> int:
-        """How many reductions one `start` to `finish` takes."""
+        """The number of buckets."""
         return len(self._buckets)
 
     @property
     def num_launched(self) -> tuple[int, int]:
-        """How many reductions have begun since `start`, and of how many until `finish` ends."""
+        """The number of reductions begun since `start`, and the number up to `finish`."""
         return self._queue.progress
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some parameters are stepped in parts, and have to be fetched afterwards."""
+        """Whether ranks step parts of parameters, which are gathered afterwards."""
         return any(bucket.params is not None for bucket in self._buckets)
 
     def shards(self) -> list[ParamShard]:
-        """Return what this rank steps, in model order; under shards it may be nothing at all."""
+        """Return the shards that this rank steps, in model order; there may be none."""
         return [shard for slot in self._slots.values() if (shard := slot.shard)]
 
     def empty_shard(self) -> ParamShard:
-        """Return a shard without elements, for the optimizer of a rank that has no others."""
+        """Return a shard without elements, for the optimizer of a rank without shards."""
         empty = nn.Parameter(torch.zeros(0))
         return ParamShard(name="", source=empty, param=empty, start=0, end=0, phase=self._phase)
 
     def addends(self) -> dict[str, float]:
-        """Return by parameter the greatest magnitude of the gradients that this rank has added.
+        """Return each parameter's largest gradient magnitude on this rank, before sums over ranks.
 
-        Of what is summed over ranks (also by `reduce_partial_grads`) it is that before the sum, in
-        the scale of the sum: NaN where there was a NaN, so it tells whose gradient spoilt a sum. It
-        waits for the device and does not communicate; `StepResult.bad` of mt-optim is made of it.
+        It is in the scale of the sum, and NaN if the gradient had a NaN, so it tells which rank's
+        gradient spoilt a sum. It waits for the device and does not communicate. mt-optim reports it
+        in `StepResult.bad`.
 
         Raises:
             RuntimeError: Gradients are still coming.
@@ -177,9 +176,9 @@ class GradBuffer:
     def gather_params(self) -> None:
         """Fetch the parts of the parameters that other ranks stepped; every rank calls it.
 
-        Where `shard` made the buffer with `prefetch`, they are on their way when it returns, and
-        the forward of a module waits for those it needs; `wait_params` waits for all. Under `full`
-        sharding they are fetched when they are needed. What is held in codes is encoded first.
+        With the `prefetch` of `shard`, they are under way when it returns, and the forward of a
+        module waits for its own; `wait_params` waits for all. Under `full` sharding they are
+        fetched on demand. Parameters in codes are encoded first.
         """
         self._is_gathered = True
         self._encode()
@@ -194,7 +193,7 @@ class GradBuffer:
             self.wait_params()
 
     def _encode(self) -> None:
-        """Write the codes of what this rank steps, once they are read no more."""
+        """Write the codes of this rank's shards, after the last gather has read them."""
         if self._encoding is None:
             return
         encoded = [bucket for bucket in self._buckets if bucket.key.is_encoded]
@@ -203,21 +202,21 @@ class GradBuffer:
         self._encoding.encode([bucket.part(slot) for bucket in encoded for slot in bucket.slots])
 
     def note_gathered(self) -> None:
-        """Take note that `gather_params` was done without Python, by a replayed CUDA graph."""
+        """Record that a replayed CUDA graph has run `gather_params`."""
         self._is_gathered = True
 
     @property
     def waits(self) -> bool:
-        """Whether `gather_params` waits until the parameters are there."""
+        """Whether `gather_params` waits for the parameters."""
         return self._waits
 
     def wait_params(self) -> None:
-        """Wait for parameters that are on their way, before something reads them."""
+        """Wait for gathered parameters before they are read."""
         for bucket in self._buckets:
             bucket.arrive()
 
     def gather_behind(self) -> None:
-        """Have `gather_params` return at once; whoever asks for it has forwards wait."""
+        """Make `gather_params` return at once; the caller must make forwards wait."""
         self._waits = False
 
     @property
@@ -231,7 +230,7 @@ class GradBuffer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have all parameters whole inside the block, to be read; every rank enters it."""
+        """Make all parameters whole for reading inside the block; every rank enters it."""
         for bucket in self._buckets:
             if not bucket.is_here:
                 bucket.fetch()
@@ -242,21 +241,22 @@ class GradBuffer:
                 bucket.drop()
 
     def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bring tensors of shards together to tensors of parameters, as checkpoints write them.
+        """Assemble tensors of parameters from tensors of shards, for a checkpoint.
 
-        Every rank calls it. What is cut into parts is sent to the rank that has the parameter's
-        first element (so the memory and the writing are shared out as well); the rest is returned
-        as it came.
+        Every rank calls it. The parts of a tensor are sent to the rank with the parameter's first
+        element, which spreads memory and writing over the ranks; tensors that are not cut are
+        returned as they are.
 
         Args:
-            values: For shards by name a tensor with their elements, such as a moment; of the same
-                parameters on all ranks.
+            values: A tensor for each shard by name, such as a moment; for the same parameters on
+                all ranks.
 
         Returns:
-            Whole tensors by name. Under two levels only the first replica has those that are cut.
+            Whole tensors by name. With hybrid sharding only the first replica has the tensors that
+            are cut.
 
         Raises:
-            ValueError: A name is no shard of this rank, or a tensor has another size.
+            ValueError: This rank has no shard of a name, or a tensor has another size.
         """
         sizes = {shard.name: shard.param.numel() for shard in self.shards()}
         for name, value in values.items():
@@ -276,7 +276,7 @@ class GradBuffer:
         return {name: whole[name] for name in self._slots if name in whole}
 
     def sink(self, param: Tensor) -> GradSink:
-        """Where a layer adds `param`'s gradients itself, straight into `main_grad`.
+        """Return a sink with which a layer adds `param`'s gradients to `main_grad` itself.
 
         A matrix product that accumulates needs no temporary gradient then
         (`mt_tensor_parallel.sum_weight_gradients`). Autograd may go on adding as well.
@@ -295,13 +295,12 @@ class GradBuffer:
         return Sink(partial(self._begin, slot), partial(self._end, slot))
 
     def start(self, num_backwards: int | Mapping[str, int]) -> None:
-        """Forget the gradients and expect `num_backwards` backward passes before `finish`.
+        """Drop the gradients and expect `num_backwards` backward passes before `finish`.
 
         Args:
-            num_backwards: Gradient accumulations per step (micro-batches), for all parameters or
-                for each by name (where a pipeline stage sees some of the micro-batches, or two
-                stages of a rank share a parameter). A parameter that takes no part in one of them
-                is reduced by `finish`.
+            num_backwards: Backward passes per step (micro-batches), for all parameters or for each
+                by name (if a pipeline stage sees some of the micro-batches, or two stages of a rank
+                share a parameter). `finish` reduces parameters that got fewer gradients.
 
         Raises:
             RuntimeError: `finish` was not called since the last `start`, or `gather_params` since
@@ -326,23 +325,23 @@ class GradBuffer:
         self._queue.begin()
 
     def finish(self, *, scale: float = 1.0) -> None:
-        """Reduce what is left and wait until every gradient is the sum over the group.
+        """Reduce the remaining buckets and wait until every gradient is the sum over the group.
 
-        Other libraries call it `synchronize`. Every rank takes part in all reductions before an
-        error is raised on any, so that none of them waits for another.
+        Other libraries call it `synchronize`. Every rank takes part in all reductions before any
+        rank raises an error, so that no rank waits forever.
 
         Args:
-            scale: Multiplies the sums, as `1 / tokens` does where losses are plain sums.
+            scale: Factor of the sums, such as `1 / tokens` for losses that are sums.
 
         Raises:
-            RuntimeError: `start` was not called, there were fewer backwards than it was told, or a
-                parameter got no gradient at all, and `unused` is `error`.
+            RuntimeError: `start` was not called, there were fewer backwards than announced, or a
+                parameter got no gradient and `unused` is `error`.
         """
         if not self._phase.reducing:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
         missing = missing_gradients(list(self._slots.values()), self._unused)
         self._queue.drain()
-        self.wait_params()  # of modules that no forward came to
+        self.wait_params()  # of modules without a forward in this step
         self._phase.reducing = False
         self._is_gathered = not self.is_sharded
         if missing:
@@ -356,7 +355,7 @@ class GradBuffer:
                 shard.param.grad = shard.grad
 
     def check_finished(self) -> None:
-        """Refuse to go on where gradients are not reduced; for what is about to read them.
+        """Raise an error if gradients are not reduced yet; for code that reads them.
 
         Raises:
             RuntimeError: `finish` was not called since `start`.
@@ -368,15 +367,15 @@ class GradBuffer:
             )
 
     def on_close(self, *functions: Callable[[], None]) -> None:
-        """Have functions called by `close`, such as those that remove hooks."""
+        """Register functions that `close` calls, such as removals of hooks."""
         self._at_close += functions
 
     def close(self) -> None:
-        """Remove the hooks and `main_grad`, and let go of the group.
+        """Remove the hooks and `main_grad`, and release the group.
 
-        The parameters are plain again; after `gather_params`, call `wait_params` first, as leaving
-        a `with` block does. Call it before `destroy_process_group`: a gloo group that
-        somebody still holds keeps its threads, which can abort the process when Python exits.
+        The parameters are plain again. After `gather_params`, call `wait_params` first, as leaving
+        a `with` block does. Call it before `destroy_process_group`: a gloo group that is still
+        referenced keeps its threads, which can abort the process when Python exits.
         """
         self._closed = True
         for function in self._at_close:
@@ -414,7 +413,7 @@ class GradBuffer:
         buckets: list[Bucket] = []
         for key in dict.fromkeys(keys.values()):
             own = {name: param for name, param in params.items() if keys[name] == key}
-            # What two pipeline stages share has to be cut at the same places on both.
+            # A parameter that two pipeline stages share has to be cut at the same places on both.
             alone = [name for name, param in own.items() if is_shared(param)]
             size = bucket_size if key.unit is None else None
             pads = self._pads
@@ -425,7 +424,7 @@ class GradBuffer:
         return sorted(buckets, key=lambda bucket: earliest[bucket], reverse=True)
 
     def _agree(self) -> None:
-        """Before the first step: compare the layouts of all ranks, which are summed by position."""
+        """Compare the layouts of all ranks before the first step, as sums are by position."""
         if self._agreed:
             return
         for reduction in dict.fromkeys(bucket.reduction for bucket in self._buckets):
@@ -454,7 +453,7 @@ class GradBuffer:
         self._end(slot)
 
     def _begin(self, slot: Slot) -> tuple[Tensor, bool]:
-        """Return where a gradient goes, and whether to add it there."""
+        """Return the memory for a gradient, and whether to add to it."""
         if not self._phase.reducing:
             raise RuntimeError(
                 f"gradient for {slot.name!r} outside of start() and finish(); call "
@@ -469,6 +468,6 @@ class GradBuffer:
         return slot.main_grad, slot.fresh > 0
 
     def _end(self, slot: Slot) -> None:
-        """Count a gradient, and launch the buckets that are complete with it."""
+        """Count a gradient, and launch the buckets that it completes."""
         slot.bucket.count(slot)
         self._queue.launch_ready()

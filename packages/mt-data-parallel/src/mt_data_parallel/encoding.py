@@ -1,4 +1,4 @@
-"""Parameters that ranks hold and fetch as codes, while they step their values."""
+"""Parameters that ranks hold and gather as one-byte codes, and step in full precision."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedShard:
-    """What one rank steps of an encoded parameter, and where its codes go.
+    """The part of an encoded parameter that one rank steps, with the place of its codes.
 
     Attributes:
         name: The parameter's name.
-        source: The parameter, of which only shape, dtype and sharding record are to be read.
-        values: The elements in the precision they are stepped in; none where the rank has none.
-        codes: Where their codes go.
-        start: The first one's place in the flattened (row-major) parameter.
-        shards: Ranks with the other parts; None where this is all of it.
+        source: The parameter; only its shape, dtype and sharding record may be read.
+        values: The elements in full precision; empty if the rank has none.
+        codes: The memory for their codes.
+        start: Offset of the first element in the flattened (row-major) parameter.
+        shards: The group with the other parts; None if this is the whole parameter.
 
     Shape:
         values: [n]. codes: [n] of uint8.
@@ -35,18 +35,18 @@ class EncodedShard:
 
 
 class Encoding(Protocol):
-    """Codes of one byte in the place of some parameters' values, as `shard` takes it.
+    """A format of one-byte codes that replace some parameters' values, for `shard(encoding=)`.
 
-    `PrimaryWeights` of mt-fp8 is one. What is gathered, and whole in memory, is codes: a quarter of
-    what fp32 parameters take. Ranks step their shares in fp32 and encode them after each step.
+    `PrimaryWeights` of mt-fp8 is one. Only codes are gathered and held for the whole parameter, a
+    quarter of the memory of fp32. Each rank steps its shard in fp32 and encodes it after the step.
     """
 
     def encodes(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter is held in codes; asked once, the same on all ranks."""
+        """Say whether a parameter is held in codes; called once, with one answer on all ranks."""
         ...
 
     def place(self, name: str, codes: Tensor) -> None:
-        """Take note of where the codes of a whole parameter are, whenever they are in memory.
+        """Record the memory for the codes of a whole parameter.
 
         Shape:
             codes: the parameter's, of uint8.

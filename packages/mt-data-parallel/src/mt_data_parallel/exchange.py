@@ -1,8 +1,8 @@
-"""Parts that ranks hand each other: to everybody the same one, or to each its own.
+"""All-gather and all-to-all of equal parts, without extra copies on a CPU.
 
-On a CPU each part goes from the memory where it is to where it is wanted. Gloo's collectives copy
-parts before and after they send them, and its reduce-scatter is an all-reduce of which every rank
-keeps a part.
+Gloo's collectives copy parts before and after they send them, and its reduce-scatter is an
+all-reduce of which every rank keeps a part. Here each part is sent from its memory straight to its
+destination.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Exchange:
     """Messages between all ranks of a group, under way until `wait`.
 
     Args:
-        sent: By rank, what goes there.
-        received: By rank, where to put what comes from there; this rank's own is left alone.
+        sent: For each rank, the tensor to send to it.
+        received: For each rank, the memory for its tensor; this rank's entry is not written.
         group: The ranks.
     """
 
@@ -34,7 +34,7 @@ class Exchange:
             self._works.append(dist.isend(sent[target], group=group, group_dst=target))
 
     def wait(self) -> None:
-        """Have what was to come, and let go of what was sent."""
+        """Wait until all tensors were sent and received."""
         works, self._works = self._works, []
         for work in works:
             if work is not None:
@@ -44,7 +44,7 @@ class Exchange:
 def start_gather(
     whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Exchange | dist.Work | None:
-    """Start to put the parts of all ranks together in `whole`, by rank; `part` may lie in it."""
+    """Start to gather all ranks' parts in `whole`, in rank order; `part` may be a view of it."""
     if part.device.type != "cpu":
         return dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
     parts = whole.view(group.size(), -1).unbind()
@@ -57,9 +57,9 @@ def start_gather(
 def start_swap(
     whole: Tensor, group: dist.ProcessGroup
 ) -> tuple[Exchange | dist.Work | None, list[Tensor]]:
-    """Start to send each rank its part of `whole`; return also, by rank, where theirs arrive.
+    """Start to send each rank its part of `whole`; return also the parts received from each rank.
 
-    In this rank's place is its own part, which may be that of `whole` itself.
+    The entry of this rank is its own part, which may be a view of `whole`.
     """
     received = torch.empty_like(whole)
     parts = list(received.view(group.size(), -1).unbind())

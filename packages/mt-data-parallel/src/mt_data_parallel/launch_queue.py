@@ -1,4 +1,4 @@
-"""The order in which buckets are reduced, and the reductions that are under way."""
+"""The order of the buckets' reductions, and the reductions under way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LaunchQueue:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of reductions that have begun, and of all until `drain` ends."""
+        """The number of reductions begun, and the number in the whole step."""
         return self._next, len(self._sequence)
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class LaunchQueue:
         self._sequence = [b for turn in range(rounds) for b in self._buckets if turn < b.rounds]
 
     def launch_ready(self) -> None:
-        """Launch the buckets that are complete, up to the first one that is not."""
+        """Launch complete buckets in order, up to the first incomplete one."""
         while self._overlap and self._is_left and self._sequence[self._next].is_ready:
             self._launch()
 

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer: pure arithmetic, no torch.distributed."""
+"""The layout of parameters in a flat buffer: pure arithmetic, no torch.distributed."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class BufferLayout:
 
         Args:
             name: The parameter.
-            shard: Which part.
-            num_shards: Of how many.
+            shard: Index of the part.
+            num_shards: Number of parts.
 
         Returns:
-            Start and end within the flattened parameter; None where it has none there.
+            Start and end within the flattened parameter; None if it has no element there.
         """
         place = next(param for param in self.params if param.name == name)
         bucket = self.buckets[place.bucket]
@@ -91,19 +91,19 @@ def plan_buckets(
 ) -> BufferLayout:
     """Lay parameters out in a flat buffer, last parameter first, and cut it into buckets.
 
-    Backward produces gradients roughly from the last parameter to the first, so the first bucket
-    of the buffer is the first that is complete. A parameter starts at a multiple of 64 elements,
+    Backward produces gradients roughly from the last parameter to the first, so the first bucket of
+    the buffer completes first. A parameter starts at a multiple of 64 elements,
     a bucket closes once it holds at least `bucket_size` elements, and a bucket's end is padded to
-    a multiple of `lcm(world_size, 128)`. Rank `r` of `world_size` can keep the `r`-th of as many
-    equal parts of every bucket; parameters may lie across their borders.
+    a multiple of `lcm(world_size, 128)`. Rank `r` can keep the `r`-th of `world_size` equal parts
+    of every bucket; parameters may lie across their borders.
 
     Args:
         numels: Elements per parameter, in model order.
         bucket_size: Elements after which a bucket closes; None puts everything in one bucket.
         world_size: Ranks that reduce the buffer.
-        alone: Parameters that get a bucket of their own. A parameter that two pipeline stages
-            share has to be cut at the same places on both, whatever lies beside it.
-        pad_for_bandwidth: Pad to a multiple of 65536 elements too, as some networks like it.
+        alone: Parameters with a bucket of their own. A parameter that two pipeline stages share has
+            to be cut at the same places on both.
+        pad_for_bandwidth: Pad to a multiple of 65536 elements too, which some networks prefer.
 
     Returns:
         The layout. It depends on the arguments only, so all ranks agree on it without talking.
@@ -149,7 +149,7 @@ def plan_whole(
 
     Args:
         numels: Elements per parameter, in model order.
-        costs: What one step of each parameter costs its owner, in any unit.
+        costs: Cost of one step of each parameter, in any unit.
         bucket_size: Elements after which a bucket closes; None puts everything in one bucket.
         world_size: Ranks that keep different parts.
         replicas: Ranks that keep the same part, and sum it in equal portions.
@@ -224,7 +224,7 @@ def _cut(
 def _share_out(
     numels: Mapping[str, int], costs: Mapping[str, float], loads: list[float]
 ) -> list[list[str]]:
-    """Give every parameter to a rank, the costliest first; `loads` grows by their costs."""
+    """Assign every parameter to a rank, the costliest first; `loads` grows by the costs."""
     owners: list[list[str]] = [[] for _ in loads]
     sizes = [0] * len(loads)
     largest = max(max(numels.values()), 1.3 * sum(numels.values()) / len(loads))

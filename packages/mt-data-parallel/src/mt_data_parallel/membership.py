@@ -1,4 +1,4 @@
-"""Which parameters a buffer takes, and which of its flat buffers each belongs to."""
+"""The parameters of a GradBuffer, and the flat buffer of each."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _full_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def checked(named_params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the trainable parameters with elements by name, refusing what cannot be buffered."""
+    """Return the trainable, non-empty parameters by name; refuse those that cannot be buffered."""
     params: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for name, param in named_params:

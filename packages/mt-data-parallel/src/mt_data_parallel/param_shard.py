@@ -13,11 +13,11 @@ from mt_data_parallel.grad import grad_of
 
 @dataclass(slots=True)
 class Phase:
-    """What all shards of a buffer are in.
+    """The phase of a GradBuffer, shared by all its shards.
 
     Attributes:
         reducing: Whether gradients are still coming: between `start` and `finish`.
-        addends: How large this rank's own gradients were, of all parameters of the buffer.
+        addends: The magnitudes of this rank's own gradients.
     """
 
     reducing: bool = False
@@ -26,7 +26,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParamShard:
-    """What one rank steps of one parameter: all of it, or a range of its elements.
+    """The part of one parameter that one rank steps: all of it, or a range of its elements.
 
     `param` is a leaf tensor with a gradient of its own, so any optimizer takes it as a parameter.
     Writing into it writes into the model's parameter. An optimizer keeps state for shards only,
@@ -34,16 +34,15 @@ class ParamShard:
 
     Attributes:
         name: The parameter's name.
-        source: The model's parameter, for everything that is decided by parameter: its sharding
-            record, its number of dims, its attributes.
-        param: What is stepped: `source` itself where nothing is sharded, else a view of this
-            rank's part of it, in the parameter's shape where it is whole and flat where it is not.
+        source: The model's parameter, with its sharding record, number of dims and attributes.
+        param: The tensor to step: `source` itself if nothing is sharded, else a view of this rank's
+            part, in the parameter's shape if it is whole and flat otherwise.
         start: First element of the flattened (row-major) parameter that `param` holds.
         end: One past the last one.
-        peers: Global ranks that step the other parts, this one among them; empty where the
-            parameter is not cut.
-        replica: This rank's place among groups of peers that step the same.
-        phase: Of the GradBuffer that it is a shard of.
+        peers: Global ranks that step the parts of the parameter, this one included; empty if it is
+            not cut.
+        replica: Index of this rank among the replicas of the shard.
+        phase: The phase of its GradBuffer.
     """
 
     name: str
@@ -60,8 +59,7 @@ class ParamShard:
         """The gradient of `param`, in its shape; None if there is none yet (it counts as zero).
 
         Raises:
-            RuntimeError: The buffer that it belongs to was started and not finished, so gradients
-                are not summed yet.
+            RuntimeError: The buffer was started and not finished, so gradients are not summed yet.
         """
         if self.phase is not None and self.phase.reducing:
             raise RuntimeError(
@@ -72,19 +70,19 @@ class ParamShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the parameter (as far as this rank holds it)."""
+        """Whether the shard is the whole parameter, as far as this rank holds it."""
         return self.end - self.start == self.source.numel()
 
 
 def param_shards(named_params: Iterable[tuple[str, Tensor] | ParamShard]) -> list[ParamShard]:
-    """Return shards, of which parameters with names are whole ones.
+    """Return shards; a named parameter becomes a shard of all its elements.
 
     Args:
         named_params: Pairs of name and parameter, as `module.named_parameters()` gives them, or
             shards, as `GradBuffer.shards()` does.
 
     Raises:
-        TypeError: Something is neither.
+        TypeError: An item is neither.
     """
     shards: list[ParamShard] = []
     for item in named_params:

@@ -65,7 +65,7 @@ def is_partial(param: Tensor) -> bool:
 
 
 def _reductions(param: nn.Parameter, state: ParallelState) -> list[str]:
-    """Return the axes strings to sum over, those of size 1 left out."""
+    """Return the axes strings to sum over, without axes of size 1."""
     axes = sharding_of(param).partial_grad
     mesh = [axis for axis in sorted(axes) if axis not in PAIRS and state.size(axis) > 1]
     pairs = [axis for axis in PAIRS if axis in axes and state.size(axis) > 1]
@@ -82,7 +82,7 @@ def _present_grad(param: Tensor) -> Tensor:
 def _all_reduce_coalesced(
     grads: list[Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Sum all in one collective on the device that communicates; offloaded ones visit it."""
+    """Sum all gradients in one collective; offloaded ones are copied to the device and back."""
     if len(grads) == 1 and grads[0].is_contiguous() and grads[0].device == device:
         dist.all_reduce(grads[0], group=group)
         return

@@ -1,4 +1,4 @@
-"""One sum over ranks that is on its way: in any dtype, by one collective or in two steps."""
+"""A sum over ranks under way: in any dtype, by one collective or in two steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from mt_data_parallel.reduction import Reduction
 class PendingSum:
     """The sum of one flat tensor per rank, started when it is made; `wait` ends it.
 
-    Where `out` is as large as the addends, every rank gets the whole sum, else rank `r` the `r`-th
-    equal part of it. Communicated is what `Reduction` says: `reduce_dtype` elements, summed by the
-    collective (all-reduce or reduce-scatter), or, with `local_sum`, sent to the rank that has the
-    part, added there in fp32 (fp64) in the order of the ranks, and where everybody wants all of it
-    gathered in the dtype of `out`. On a CPU a reduce-scatter is done like that too, in the dtype
-    that was sent.
+    If `out` is as large as the addends, every rank gets the whole sum; otherwise rank `r` gets the
+    `r`-th equal part. Elements are sent in `reduce_dtype` and summed by the collective (all-reduce
+    or reduce-scatter). With `local_sum` they are sent to the rank of their part, added there in
+    fp32 (fp64) in rank order, and, for an all-reduce, gathered in the dtype of `out`. On a CPU a
+    reduce-scatter works like this too, in the dtype of the message.
 
     Args:
-        addend: This rank's, which may be overwritten; `out` may be it, or a part of it.
-        out: Where the sum goes.
-        group: Over whom.
-        how: Dtype and place of the additions, and whether to divide by the ranks.
+        addend: This rank's addend, which may be overwritten; `out` may be a view of it.
+        out: The memory for the sum.
+        group: The ranks of the sum.
+        how: Dtype and place of the additions, and whether to divide by the number of ranks.
         scale: Multiplies every addend before it is sent.
     """
 
     def __init__(
         self, addend: Tensor, out: Tensor, group: dist.ProcessGroup, how: Reduction, scale: float
     ) -> None:
-        # Who writes gradients into the buffer may have left them in a graph.
+        # A gradient may still be part of an autograd graph.
         addend, out = addend.detach(), out.detach()
         self._out, self._group, self._how = out, group, how
         self._parts: list[Tensor] = []
@@ -53,7 +52,7 @@ class PendingSum:
             )
 
     def advance(self) -> None:
-        """Do the second step of a local sum as far as it does not wait for other ranks' sums."""
+        """Start the second step of a local sum, without waiting for the other ranks' sums."""
         parts, self._parts = self._parts, []
         if not parts:
             return
@@ -69,16 +68,17 @@ class PendingSum:
         self._work = start_gather(out, self._sent, self._group)
 
     def wait(self) -> None:
-        """Have the sum in `out`."""
+        """Wait until the sum is in `out`."""
         self.advance()
         self._finish_work()
         if self._found.data_ptr() != self._out.data_ptr():
             self._out.copy_(self._found)
 
     def _added(self, parts: list[Tensor]) -> Tensor:
-        """Add the parts in the order of the ranks; one that came is overwritten, ours is not.
+        """Add the parts in rank order; a received part is overwritten, this rank's own is not.
 
-        A local sum is in fp32 or wider, and what stands for a collective is in what was sent.
+        A local sum is computed in fp32 or wider, and the replacement of a collective in the dtype
+        of the message.
         """
         first, second, *others = parts
         wide = torch.promote_types(self._out.dtype, torch.float32)
@@ -97,7 +97,7 @@ class PendingSum:
 
 
 def _sent(addend: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return what is communicated; it is scaled in the wider one of the two dtypes."""
+    """Return the message; it is scaled in the wider of the two dtypes."""
     if dtype.itemsize > addend.dtype.itemsize:
         sent = addend.to(dtype)
         return sent if scale == 1 else sent.mul_(scale)

@@ -1,4 +1,4 @@
-"""What a sharded buffer keeps in memory: when, where and in which dtype."""
+"""How a sharded model is kept in memory: when, where and in which dtype."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Release = Literal["nothing", "gradients", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPolicy:
-    """What of a sharded model is in memory when, where, and in which dtype.
+    """How a sharded model is kept in memory.
 
     Attributes:
-        unit_of: Gives the unit of a parameter by its name; each unit is a bucket of its own. None:
-            buckets are cut by their size.
-        release: `gradients`, from a backward to their reduction, of which every backward has one
-            then; `all`, the parameters too, which somebody has to fetch; or `nothing`.
-        init: Fills a parameter without memory, by its name, as soon as it has some.
-        param_dtype: What parameters are gathered and computed in; None for their own.
-        shard_dtype: What is stepped, and kept; None for the parameters' own.
-        offload: Keep what is stepped, and its gradients, in the host's memory.
-        encoding: Holds and gathers some parameters as codes; None for none.
+        unit_of: Function from a parameter's name to its unit; each unit is one bucket. None cuts
+            buckets by size.
+        release: Tensors to release while they are not needed: `gradients` (each backward then has
+            its own reduction), `all` (parameters too, which have to be fetched), or `nothing`.
+        init: Function that fills a parameter, by its name, once it has memory.
+        param_dtype: Dtype in which parameters are gathered and computed; None for their own.
+        shard_dtype: Dtype of the shards that the optimizer steps; None for the parameters' own.
+        offload: Keep shards and their gradients in the host's memory.
+        encoding: Format of the codes in which some parameters are held and gathered; None for none.
     """
 
     unit_of: Callable[[str], str] | None = None
@@ -40,5 +40,5 @@ class ShardingPolicy:
 
     @property
     def is_apart(self) -> bool:
-        """Whether what is stepped differs from what is computed with, even on one rank."""
+        """Whether shards have memory of their own, even on one rank."""
         return self.offload or self.param_dtype is not None or self.shard_dtype is not None

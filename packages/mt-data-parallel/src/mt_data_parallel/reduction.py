@@ -1,4 +1,4 @@
-"""Over whom a gradient is summed, and who keeps which part of the sum."""
+"""The groups over which a gradient is summed, and the part of the sum that each rank keeps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the gradients of some parameters become sums.
+    """How the gradients of some parameters are summed.
 
     Only `replicas`: an all-reduce, after which every rank has the whole sum. Only `shards`: a
     reduce-scatter, after which every rank has its part (ZeRO). Both: a reduce-scatter inside of
     `shards`, and an all-reduce of the parts over `replicas` (hybrid sharding: shards inside of a
     node, replicas between nodes). Neither: one rank, no communication.
 
-    A plain sum is what a loss needs that is divided by the global token count, and the default.
+    The default is a plain sum, which suits a loss divided by the global token count.
     For the mean over `D` ranks, of which those with the same experts are `E`: `scale=1 / D` for
     all parameters, or `average` for dense ones and `average` with `scale=E / D` for experts. Per
     token: a plain sum, and `GradBuffer.finish(scale=1 / tokens)`.
@@ -28,7 +28,7 @@ class Reduction:
     Attributes:
         replicas: Ranks that keep the same part of the sum.
         shards: Ranks that keep different parts of it, in the order of their rank in the group.
-        reduce_dtype: What gradients are sent as; None for the dtype of the buffer.
+        reduce_dtype: Dtype of the gradients in messages; None for the dtype of the buffer.
         local_sum: Send each part of the addends to the rank that keeps it, which adds them in fp32
             (fp64 for an fp64 buffer): one rounding to `reduce_dtype`, however many ranks there are.
             The sums of replicas are gathered in the dtype of the buffer.
@@ -62,17 +62,17 @@ class Reduction:
 
     @property
     def num_shards(self) -> int:
-        """How many ranks keep different parts."""
+        """The number of parts of the sum."""
         return 1 if self.shards is None else self.shards.size()
 
     @property
     def shard(self) -> int:
-        """Which part this rank keeps."""
+        """The index of the part that this rank keeps."""
         return 0 if self.shards is None else self.shards.rank()
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Return the global ranks of `shards`; none where nothing is cut."""
+        """The global ranks of `shards`; empty if nothing is cut."""
         return () if self.shards is None else tuple(dist.get_process_group_ranks(self.shards))
 
     @property
@@ -82,13 +82,13 @@ class Reduction:
 
     @property
     def addend_scale(self) -> float:
-        """What a gradient is multiplied with on its way into the sum."""
+        """The factor of each gradient in the sum."""
         copies = 1 if self.replicas is None else self.replicas.size()
         return self.scale / (self.num_shards * copies) if self.average else self.scale
 
     @property
     def replica(self) -> int:
-        """This rank's place among those that keep the same part."""
+        """The index of this rank among the ranks with the same part."""
         return 0 if self.replicas is None else self.replicas.rank()
 
 
@@ -97,10 +97,10 @@ GroupChoice = GroupLike | Callable[[str, Tensor], GroupLike]
 
 
 def reduction_of(choice: GroupChoice, name: str, param: Tensor) -> Reduction:
-    """Return the reduction that `choice` stands for: a plain group is one of replicas.
+    """Return the reduction of a parameter; a plain group is a group of replicas.
 
     Raises:
-        TypeError: It is none of what a GradBuffer takes as its group.
+        TypeError: `choice` is not a valid group of a GradBuffer.
     """
     if choice is None or isinstance(choice, dist.ProcessGroup | Reduction):
         found = choice

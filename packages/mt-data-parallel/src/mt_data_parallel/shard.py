@@ -1,4 +1,4 @@
-"""One call for every sharding strategy: what of a model is whole on each rank, and when."""
+"""One call for every sharding strategy of data parallelism."""
 
 from __future__ import annotations
 
@@ -38,45 +38,45 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
     encoding: Encoding | None = None,
     **options: Any,
 ) -> GradBuffer:
-    """Share a model out over data-parallel ranks, and return the buffer that trains it.
+    """Shard a model over data-parallel ranks, and return the buffer that trains it.
 
-    | strategy | shared out | traffic per step with `n` backwards, in parameters |
+    | strategy | sharded | traffic per step with `n` backwards, in parameters |
     |---|---|---|
     | `none` | nothing (DDP) | 2: an all-reduce |
     | `optimizer` | masters and moments (ZeRO-1) | 2: a reduce-scatter and an all-gather |
     | `optimizer_gradients` | gradients too (ZeRO-2) | n + 1 |
     | `full` | parameters too (ZeRO-3) | 3 n |
 
-    Under `full` a unit's parameters are whole from before its forward to after it, and again in its
-    backward; the next unit's are fetched meanwhile. What is in no unit (embedding, head) is fetched
-    by the first forward of a step and released after the step. Outside of that, parameters have
-    shapes but no memory: read them inside of `GradBuffer.gathered()`, and step
-    `GradBuffer.shards()`. The parameters stay the objects they are, with their sharding records.
+    Under `full` a unit's parameters are whole during its forward, and again during its backward;
+    the next unit's are fetched meanwhile. Parameters outside of all units (embedding, head) are
+    fetched by the first forward of a step and released after the step. At other times parameters
+    have shapes but no memory: read them inside of `GradBuffer.gathered()`, and step
+    `GradBuffer.shards()`. The parameters remain the same objects, with their sharding records.
 
     Args:
-        model: The model. What it calls itself must be called as modules, for the hooks to run.
-        strategy: What is shared out.
-        group: As of `GradBuffer`: a plain group is one of shards here, unless `strategy` is `none`.
-            A `Reduction` with both is hybrid sharding.
-        named_params: Names and parameters; by default those of `model`.
+        model: The model. It must call its units as modules, for the hooks to run.
+        strategy: One of the table.
+        group: As for `GradBuffer`, but a plain group has shards unless `strategy` is `none`. A
+            `Reduction` with shards and replicas is hybrid sharding.
+        named_params: Names and parameters; `model.named_parameters()` by default.
         units: Modules whose parameters are reduced, fetched and released together under `full`, and
-            waited for together under the two before it; by default the members of every outermost
-            ModuleList and ModuleDict.
-        init: Fills a parameter, given its name, once it has memory. A model on the meta device
-            needs it, and never has more than one unit whole while it is made.
-        device: Where parameters on the meta device get their memory.
-        prefetch: Units that are fetched while the one before them runs, under `full`. Under
-            `optimizer` and `optimizer_gradients` 0 has `gather_params` wait; otherwise it returns
-            at once, and each forward waits for what it needs.
-        param_dtype: What parameters are gathered and computed in; by default their own dtype.
-        shard_dtype: Dtype of what is stepped, and kept: fp32 for a bf16 model whose shards are its
-            masters. By default the parameters' own.
-        offload: Keep what is stepped, and its gradients, in the host's memory: shards are CPU
-            tensors then, and copied when parameters are gathered and gradients reduced.
-        encoding: Holds and gathers some parameters as codes of a byte, under any strategy, such as
-            `mt_fp8.PrimaryWeights`. Their shards are fp32 (fp64 for fp64 parameters), and whoever
-            reads the parameters reads NaN; call `GradBuffer.gather_params()` before the first
-            forward, which makes the codes.
+            awaited together under the other sharded strategies; by default the members of every
+            outermost ModuleList and ModuleDict.
+        init: Function that fills a parameter, given its name, once it has memory. A model on the
+            meta device needs it, and never has more than one unit whole during construction.
+        device: Device of parameters from the meta device.
+        prefetch: Number of units to fetch ahead under `full`. Under `optimizer` and
+            `optimizer_gradients`, `gather_params` waits if it is 0; otherwise it returns at once,
+            and each forward waits for its own parameters.
+        param_dtype: Dtype in which parameters are gathered and computed; by default their own.
+        shard_dtype: Dtype of the shards that the optimizer steps: fp32 for a bf16 model whose
+            shards are its masters. By default the parameters' own.
+        offload: Keep shards and their gradients in the host's memory. They are copied when
+            parameters are gathered and gradients reduced.
+        encoding: Format of parameters that are held and gathered as one-byte codes, such as
+            `mt_fp8.PrimaryWeights`. Their shards are fp32 (fp64 for fp64 parameters), and reading
+            the parameters gives NaN. Call `GradBuffer.gather_params()`, which makes the codes,
+            before the first forward.
         **options: Further arguments of `GradBuffer`. Under `full` a unit is one bucket, whatever
             `bucket_size` says; under `optimizer_gradients` two buckets of it are whole at a time.
 
@@ -124,7 +124,7 @@ def shard(  # noqa: PLR0913 - what users choose, all but two by keyword
 
 
 def _check(strategy: str, prefetch: int, **kept: Any) -> None:
-    """Refuse what does not go together."""
+    """Refuse arguments that contradict each other."""
     if isinstance(prefetch, bool) or not isinstance(prefetch, int):
         raise TypeError(f"prefetch must be an int, got {prefetch!r:.60}")
     if prefetch < 0:
@@ -159,7 +159,7 @@ def _members(module: nn.Module) -> Iterable[nn.Module]:
 def _units(
     model: nn.Module, parts: Sequence[nn.Module], named: Sequence[tuple[str, Tensor]]
 ) -> dict[str, str]:
-    """Return each parameter's unit by name; what several share belongs to the root."""
+    """Return each parameter's unit by name; a parameter that units share belongs to the root."""
     inside = {id(module) for part in parts for module in part.modules()}
     rest = [module for module in model.modules() if id(module) not in inside]
     found: dict[int, str] = {}
@@ -180,7 +180,7 @@ def _with_device(
     device: torch.device | str | None,
     init: Callable[[str, Tensor], None] | None,
 ) -> list[tuple[str, Tensor]]:
-    """Give parameters on the meta device a device, and no memory yet; return all with names."""
+    """Give parameters on the meta device a device, but no memory; return all with names."""
     shardings(model)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The hooks that have parameters whole when a forward or backward needs them."""
+"""Hooks that fetch parameters before a forward or backward needs them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def arrive_in_forwards(
     parts: Sequence[nn.Module],
     unit_of: Callable[[str], str],
 ) -> None:
-    """Have `gather_params` return at once, and each unit's forward wait for its parameters.
+    """Make `gather_params` return at once, and each unit's forward wait for its parameters.
 
-    What is in no unit is waited for by the first module outside of units that is called, as such
-    modules read each other's parameters (a tied head). `state_dict` waits for everything.
+    The first module outside of all units waits for all parameters without a unit, as such modules
+    read each other's parameters (a tied head). `state_dict` waits for everything.
     """
     buckets: dict[str, list[Bucket]] = {ROOT: []}
     for bucket in buffer.buckets:
@@ -51,14 +51,14 @@ def arrive_in_forwards(
 
 def _arrive(buckets: list[Bucket], *_: Any) -> None:
     if torch.compiler.is_compiling():
-        return  # what runs the graph of a part waited for all of the part
+        return  # the hook of the compiled module has waited for all its parameters
     for bucket in buckets:
         if bucket.is_coming:
             bucket.arrive()
 
 
 class UnshardHooks:
-    """Fetches the parameters of units when they are needed, and releases them afterwards."""
+    """Hooks that fetch the parameters of each unit before use and release them afterwards."""
 
     def __init__(
         self, buffer: GradBuffer, model: nn.Module, parts: Sequence[nn.Module], *, prefetch: int
@@ -101,7 +101,7 @@ class UnshardHooks:
         self._bring(number, -1)
 
     def _bring(self, number: int, direction: int) -> None:
-        """Have a unit whole, the next ones on their way, and nothing that is no longer needed."""
+        """Fetch a unit, prefetch the next ones, and release all others."""
         ahead = (number + direction * (step + 1) for step in range(self._prefetch))
         following = [other for other in ahead if 0 <= other < len(self._units)]
         for other, buckets in enumerate(self._units):

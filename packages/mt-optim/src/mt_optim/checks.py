@@ -11,7 +11,7 @@ LARGEST_LR = torch.finfo(torch.float32).max  # a larger one makes fp32 weights i
 
 
 def check_size(what: str, value: Any) -> float:
-    """Return a number that is 0 or more.
+    """Return a non-negative number.
 
     Raises:
         TypeError: It is not a number.
@@ -33,7 +33,7 @@ def check_function(what: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_count(what: str, value: Any, *, least: int = 1) -> int:
-    """Return a whole number that is `least` or more.
+    """Return a whole number of at least `least`.
 
     Raises:
         TypeError: It is no whole number.

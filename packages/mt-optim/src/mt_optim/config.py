@@ -1,4 +1,4 @@
-"""Everything that makes an optimizer, as one value."""
+"""The settings of an optimizer, as one value."""
 
 from __future__ import annotations
 
@@ -28,43 +28,45 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What `build_optimizer` builds.
+    """The settings of `build_optimizer`.
 
     Attributes:
-        name: adamw, adam, sgd, lion, muon, adaptive_muon or soap (these three with adamw for what
-            is no hidden matrix), or a class of torch such as `torch.optim.RAdam`.
+        name: adamw, adam, sgd, lion, muon, adaptive_muon or soap (the last three with adamw for all
+            parameters but hidden matrices), or a class of torch such as `torch.optim.RAdam`.
         lr: Learning rate; a schedule sets it anew for each step.
-        weight_decay: Of matrices; biases, norms and other vectors have none.
+        weight_decay: Weight decay of matrices; biases, norms and other vectors have none.
         betas: Decay rates of adamw and adam (default 0.9 and 0.999), soap (0.95 and 0.95) and lion
             (0.9 and 0.99); the second one also of adaptive_muon.
         eps: Added to the root of the second moment of adamw, adam and soap.
-        momentum: Of sgd (default 0.9) and muon (0.95).
+        momentum: Momentum of sgd (default 0.9) and muon (0.95).
         nesterov: Whether sgd (by default not) and muon (by default) look ahead.
-        orthogonalization: Of muon; by default its updates have the size of adamw's.
+        orthogonalization: Orthogonalization of muon; by default its updates have the size of
+            adamw's.
         soap_frequency: Steps from one refresh of soap's bases to the next.
-        soap_max_dim: A longer side of a matrix has no basis in soap.
-        moments_dtype: What moments are kept in: full (as the masters), fp32, bf16, or fp16 or fp8
-            with scales.
-        masters: What is kept of the fp32 masters of bf16 parameters: full (a copy), or remainder
-            (the 17 bits that the parameter lacks of it).
-        offload: Share of the states, 0 to 1, that lives on the host and is stepped there.
-        offload_dir: A folder for files that hold these states; None for the host's memory.
-        ema: Share of the old in each step of an average of the weights; None for no average.
-        overrides: What some parameters have in place of that.
+        soap_max_dim: Longest side of a matrix for which soap keeps a basis.
+        moments_dtype: Format of the moments: full (as the masters), fp32, bf16, or fp16 or fp8 with
+            scales.
+        masters: Form of the fp32 masters of bf16 parameters: full (a copy), or remainder (only the
+            17 bits that the parameter lacks).
+        offload: Share of the states, 0 to 1, to keep and step on the host.
+        offload_dir: A folder for files with these states; None for the host's memory.
+        ema: Decay rate of an average of the weights; None for no average.
+        overrides: Settings of some parameters in place of these.
         options: Further arguments of a class of torch.
-        loss_scale: What losses of an fp16 model are multiplied with: "dynamic", a number, or a
-            `LossScale` with its settings. None for none, which bf16 and wider types want.
+        loss_scale: Factor of the losses of an fp16 model: "dynamic", a number, or a `LossScale`
+            with its settings. None for bf16 and wider types.
         max_norm: Largest norm of the whole model's gradient; None never clips.
-        norm_groups: Parameters that are clipped alone, by a norm of their own.
-        max_value: Largest magnitude of a gradient's element; None for any.
-        skip_above: A step with a larger norm is skipped; None skips what is not finite.
-        count_zeros: Whether a step counts the elements of the gradient that are zero.
-        statistics: By what a step describes the gradient: "layer", a function from a parameter's
-            name to that of its group, or None for no description.
+        norm_groups: Groups of parameters with norms of their own for clipping.
+        max_value: Largest magnitude of a gradient's element; None never clips.
+        skip_above: Skip a step with a larger norm; None skips a step only if its norm is not
+            finite.
+        count_zeros: Whether a step counts the zeros of the gradient.
+        statistics: Groups in which a step describes the gradient: "layer", a function from a
+            parameter's name to its group, or None for no description.
 
     Raises:
         ValueError: A field is out of range, or not for this optimizer.
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
     """
 
     name: str = "adamw"
@@ -139,7 +141,7 @@ class OptimizerConfig:
             )
 
     def storage(self) -> StateStorage:
-        """Return what keeps the states of one optimizer."""
+        """Return the state storage of one optimizer."""
         return StateStorage(
             moments_dtype=self.moments_dtype,
             masters=self.masters,
@@ -149,7 +151,7 @@ class OptimizerConfig:
 
     @property
     def limits(self) -> GradLimits:
-        """How large gradients may be."""
+        """The limits on the size of gradients."""
         return GradLimits(
             max_norm=self.max_norm,
             norm_groups=self.norm_groups,

@@ -1,4 +1,4 @@
-"""A step of an optimizer that the device takes alone, as a CUDA graph needs it."""
+"""An optimizer step without the host, for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ def device_step_obstacle(optimizer: DistributedOptimizer) -> str | None:
 
 
 class DeviceStep:
-    """A step of a `DistributedOptimizer` between two moments of the host.
+    """A step of a `DistributedOptimizer` that runs on the device alone.
 
-    Before it the host writes what the step depends on, `numbers`: the loss scale and the rates of
-    each group. Then it calls it, eagerly or as a replayed CUDA graph: the gradients are measured,
-    whether the step is taken is decided, they are unscaled and clipped, weights and states are
-    updated and, where they are sharded, gathered, by numbers on the device alone. A step that is
-    not taken runs the same kernels and changes nothing. Behind it the host reads once (`read`).
+    Before the step the host writes its inputs, `numbers`: the loss scale and the rates of each
+    group. The call, eager or as a replayed CUDA graph, measures the gradients, decides whether the
+    step is taken, unscales and clips, updates weights and states, and gathers sharded weights. A
+    skipped step runs the same kernels and changes nothing. After the step the host reads once
+    (`read`).
 
-    The numbers are those of `measure` and `step` of the optimizer, to the last bit on a CPU. A
+    The results equal those of the optimizer's `measure` and `step`, to the last bit on a CPU. A
     fused kernel on a CUDA device reads its learning rate in fp32.
 
     Args:
-        optimizer: What steps.
+        optimizer: The optimizer to step.
 
     Attributes:
-        tensors: What the step reads and writes, by name, as it is now: weights, gradients and
-            states.
+        tensors: The current weights, gradients and states of the step, by name.
 
     Raises:
         ValueError: `device_step_obstacle` says why not.
-        TypeError: It is no DistributedOptimizer.
+        TypeError: `optimizer` is not a DistributedOptimizer.
 
     Example:
         >>> model, state = torch.nn.Linear(4, 2), ParallelState(ParallelLayout())
@@ -78,17 +77,17 @@ class DeviceStep:
         self.tensors: Mapping[str, Tensor] = _Tensors(optimizer)
 
     def numbers(self, *, lr: float | None = None, weight_decay: float | None = None) -> list[float]:
-        """Return what the next call is given, on the device and in fp64.
+        """Return the inputs of the next call, to be moved to the device in fp64.
 
-        It communicates the first time, where statistics are described by group.
+        It communicates the first time, if statistics are described by group.
 
         Args:
-            lr: As of the optimizer's `step`.
-            weight_decay: The same.
+            lr: As for the optimizer's `step`.
+            weight_decay: As for the optimizer's `step`.
 
         Raises:
             ValueError: A rate is out of range.
-            TypeError: A rate is no number.
+            TypeError: A rate is not a number.
             RuntimeError: The gradients are not reduced.
         """
         self._optimizer.buffer.check_finished()
@@ -101,17 +100,17 @@ class DeviceStep:
 
     @torch.no_grad()
     def __call__(self, numbers: Tensor, also: Tensor) -> Tensor:
-        """Take the step, or leave everything as it was; every rank calls it.
+        """Take the step or skip it; every rank calls it.
 
         It communicates as `measure` and `step` do, and does not wait for the device.
 
         Args:
-            numbers: What `numbers` returned.
-            also: Numbers of this rank that are summed over all ranks, such as losses. The step is
-                not taken if one of these sums is not finite.
+            numbers: The result of `numbers`.
+            also: Numbers of this rank, such as losses, to sum over all ranks. The step is skipped
+                if a sum is not finite.
 
         Returns:
-            What `read` reads.
+            The input of `read`.
         """
         scale, *rates = numbers.unbind()
         pairs = zip(rates[::2], rates[1::2], strict=True)
@@ -123,9 +122,9 @@ class DeviceStep:
         return decision
 
     def read(self, found: Tensor) -> tuple[list[float], StepResult]:
-        """Wait for the device and return the sums of `also`, and what was done.
+        """Wait for the device and return the sums of `also`, and the result of the step.
 
-        It communicates only if the step was not taken, to name the gradients at fault.
+        It communicates only if the step was skipped, to name the gradients at fault.
         """
         self._optimizer.buffer.note_gathered()
         inner = self._optimizer.inner
@@ -145,7 +144,7 @@ class DeviceStep:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """What a step reads and writes, looked up anew each time, as states may move."""
+    """The tensors of a step, looked up anew each time, as states may move."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -171,12 +170,12 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._now())
 
     def items(self) -> ItemsView[str, Tensor]:
-        """Return all of them, looked up once."""
+        """Return all names and tensors, looked up once."""
         return self._now().items()
 
 
 def _gradients(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
-    """Return the gradients of what this rank steps, by name."""
+    """Return the gradients of this rank's shards, by name."""
     params = {name: optimizer.inner.shard(name).param for name in optimizer.inner.names}
     found = {f"the gradient of {name}": grad_of(param) for name, param in params.items()}
     return {name: grad.detach() for name, grad in found.items() if grad is not None}

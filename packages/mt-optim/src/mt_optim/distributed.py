@@ -1,4 +1,4 @@
-"""ZeRO: an optimizer whose state is shared out over data-parallel ranks."""
+"""ZeRO: an optimizer whose state is sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from mt_optim.optimizer import NamedOptimizer
 class DistributedOptimizer:
     """A `NamedOptimizer` over the shards of a `GradBuffer`, so that its state is sharded like them.
 
-    With a reduction that has shards (ZeRO-1) `GradBuffer.finish` reduce-scatters the gradients,
-    `step` updates what this rank owns and all-gathers the parameters: the same sum, and the same
+    If the reduction has shards (ZeRO-1), `GradBuffer.finish` reduce-scatters the gradients, and
+    `step` updates this rank's shards and all-gathers the parameters: the same sum, and the same
     arithmetic per element, as the replicated optimizer. Without shards, or on one rank, it is the
     plain optimizer and communicates nothing.
 
     Args:
-        buffer: Holds parameters and gradients.
-        make: Makes the optimizer of these shards. What is decided by parameter, such as weight
-            decay, is asked of a shard's `source`, as its `param` may be a flat range.
+        buffer: The buffer of parameters and gradients.
+        make: Function that makes the optimizer of its shards. Decisions by parameter, such as
+            weight decay, depend on a shard's `source`, as its `param` may be a flat range.
 
     Attributes:
         buffer: The buffer.
-        shards: What this rank steps.
-        inner: What steps them. Where parameters are few a rank may have none; its optimizer has
-            one without elements then.
+        shards: The shards that this rank steps.
+        inner: The optimizer that steps them. A rank without shards steps an empty one.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -57,39 +56,40 @@ class DistributedOptimizer:
         check_function("make", make)
         self.buffer = buffer
         self.shards: list[ParamShard] = buffer.shards()
-        # A rank may have none where the others have more than one each; all run the same steps.
+        # A rank without shards runs the same steps as the others, whose collectives need it.
         self.inner = make(self.shards or [buffer.empty_shard()])
 
     @property
     def step_count(self) -> int:
-        """Steps taken."""
+        """The number of steps taken."""
         return self.inner.step_count
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scale of fp16; None where there is none."""
+        """The loss scale of fp16; None if there is none."""
         return self.inner.scaler
 
     @property
     def loss_scale(self) -> float:
-        """What to multiply the next loss with before its backward; 1 where there is no scaler."""
+        """The factor of the next loss before its backward; 1 without a scaler."""
         return self.inner.loss_scale
 
     def measure(self, also: Tensor | None = None) -> list[float]:
-        """Measure the gradients for the next `step` and sum numbers on the way; all ranks call it.
+        """Measure the gradients for the next `step` and sum numbers in the same message.
 
-        What else the ranks have to agree on travels with the norm, and is known before anything
-        changes: one message, and one wait for the device in the whole step.
+        All ranks call it. Numbers on which ranks have to agree travel with the norm and are known
+        before anything changes: one message and one wait for the device in the whole step.
 
         Args:
-            also: Numbers of this rank, such as losses, on the device.
+            also: Numbers of this rank, such as losses, on the device. The step is skipped if a sum
+                is not finite.
 
         Returns:
             Their sums over all ranks of the layout, with the same bits on each.
 
         Raises:
-            RuntimeError: The gradients are not reduced, or the optimizer has no guard, which
-                measures them: `build_optimizer` gives it one.
+            RuntimeError: The gradients are not reduced, or the optimizer has no guard;
+                `build_optimizer` gives it one.
         """
         self.buffer.check_finished()
         if self.inner.guard is None:
@@ -100,13 +100,13 @@ class DistributedOptimizer:
         return self.inner.guard.measure(also)
 
     def step(self, **options: Any) -> StepResult:
-        """Update this rank's shards, then fetch what the others updated; every rank calls it.
+        """Update this rank's shards, then gather the parameters; every rank calls it.
 
         Args:
-            **options: Of the inner optimizer's `step`.
+            **options: Options of the inner optimizer's `step`.
 
         Returns:
-            What that returns.
+            The result of that step.
 
         Raises:
             RuntimeError: The gradients are not reduced: `GradBuffer.finish` was not called.

@@ -1,4 +1,4 @@
-"""One function that makes any optimizer from its configuration."""
+"""The function that makes an optimizer from its configuration."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def build_optimizer(
 ) -> NamedOptimizer:
     """Make the optimizer of a model on any layout.
 
-    Its `step` measures the norm of the whole model's gradient, clips, and skips the step on all
-    ranks where the gradient is not finite or too large; the result says what was done. Gradients
-    must be reduced over data-parallel ranks before.
+    Its `step` measures the norm of the whole model's gradient, clips, and is skipped on all ranks
+    if the gradient is not finite or too large; it returns a `StepResult`. Gradients must be reduced
+    over data-parallel ranks before.
 
     Args:
-        model: The model, or this rank's names and parameters, or shards of a GradBuffer (for muon,
-            adaptive_muon and soap of one with `whole=is_hidden_matrix`).
-        config: What to build.
+        model: The model, or this rank's names and parameters, or the shards of a GradBuffer (with
+            `whole=is_hidden_matrix` for muon, adaptive_muon and soap).
+        config: The settings.
         state: Process groups and this rank's place in them.
 
     Raises:
-        ValueError: Settings and parameters do not go together.
-        TypeError: An argument is of another type.
+        ValueError: Settings and parameters do not fit together.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -92,7 +92,7 @@ def _check_settings(
     rules: Mapping[str, Rule],
     rule_of: Callable[[str, Tensor], str],
 ) -> None:
-    """Refuse what an override sets for a parameter whose rule does not have it."""
+    """Refuse overrides of options that a parameter's rule does not have."""
     for group in groups:
         for shard in group["params"]:
             rule = rules[rule_of(shard.name, shard.source)]
@@ -105,10 +105,10 @@ def _check_settings(
 
 
 def _check_scale(named: Iterable[Any], config: OptimizerConfig) -> None:
-    """Check that a loss scale is given where small gradients need one, and only there.
+    """Check that a loss scale is given for fp16 models, and not for bf16 ones.
 
     Raises:
-        ValueError: One is missing, or is of no use.
+        ValueError: It is missing, or has no use.
     """
     for shard in param_shards(named):
         dtype = shard.source.dtype
@@ -125,7 +125,7 @@ def _check_scale(named: Iterable[Any], config: OptimizerConfig) -> None:
 
 
 def _rules(config: OptimizerConfig, state: ParallelState) -> list[Rule]:
-    """Return the rule of all parameters, or that of hidden matrices and that of all others."""
+    """Return the rule of all parameters, or one for hidden matrices and one for all others."""
     given: dict[str, Any] = {
         "betas": config.betas,
         "momentum": config.momentum,

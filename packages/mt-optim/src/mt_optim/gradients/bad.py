@@ -1,4 +1,4 @@
-"""Which gradients keep a step from being taken, by rank and name."""
+"""The gradients because of which a step is skipped, by rank and name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _MOST_PER_RANK = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BadGradient:
-    """A gradient that is not finite, or one of the largest where the norm is too large.
+    """A gradient that is not finite, or one of the largest if the norm is too large.
 
     Attributes:
-        rank: The rank that has it, in the layout. Where a `GradBuffer` sums gradients over ranks
-            it is the one whose own gradient it was, before the sum.
-        name: Its parameter.
-        largest: The greatest magnitude in it on that rank; NaN where it has a NaN.
-        in_sum: Whether only the sum over ranks is not finite, and the gradients of all ranks were;
-            `rank` steps that part of it then.
+        rank: Its rank in the layout. If a `GradBuffer` sums gradients over ranks, this is the rank
+            whose own gradient was at fault before the sum.
+        name: Name of the parameter.
+        largest: Largest magnitude of an element on that rank; NaN if there is a NaN.
+        in_sum: Whether only the sum over ranks is not finite. `rank` steps that part of it then.
     """
 
     rank: int
@@ -37,7 +36,7 @@ class BadGradient:
 
     @property
     def what(self) -> str:
-        """What it is: nan, inf or large."""
+        """The kind of fault: nan, inf or large."""
         if math.isnan(self.largest):
             return "nan"
         return "inf" if math.isinf(self.largest) else "large"
@@ -53,19 +52,19 @@ def find_bad(
 ) -> tuple[tuple[BadGradient, ...], int]:
     """Name the gradients that are not finite on any rank, or the largest ones if all are finite.
 
-    They are the ranks' own ones where their `GradBuffer` noted how large these were before it
-    summed them. Only if all of those are finite, the sums are looked at.
+    Each rank's own gradients are checked first, as its `GradBuffer` recorded them before the sum;
+    the sums are checked only if all of these are finite.
 
-    Every rank calls it and gets the same. It waits for the device and communicates, so it is asked
-    only when a step is not taken.
+    Every rank calls it and gets the same result. It waits for the device and communicates, so it
+    runs only if a step is skipped.
 
     Args:
-        shards: This rank's.
+        shards: This rank's shards.
         state: Process groups and this rank's place in them.
-        scale: What the gradients are to be divided by.
+        scale: The loss scale, by which gradients are divided.
 
     Returns:
-        The first of them, by parameter and rank, and how many there are.
+        The first gradients at fault, by parameter and rank, and their total number.
     """
     named = [(shard.name, grad) for shard in shards if (grad := shard.grad) is not None]
     sums = dict(zip((n for n, _ in named), magnitudes([grad for _, grad in named]), strict=True))
@@ -83,7 +82,7 @@ def find_bad(
 def _not_finite(
     found: Mapping[str, float], state: ParallelState, *, in_sum: bool
 ) -> tuple[tuple[BadGradient, ...], int]:
-    """Name what is not finite on any rank."""
+    """Name the gradients that are not finite on some rank."""
     wrong = [(name, str(size)) for name, size in found.items() if not math.isfinite(size)]
     report = {"wrong": len(wrong), "named": wrong[:_MOST_PER_RANK]} if wrong else None
     reports = share_json(report, state.group(WORLD), device=state.device)
@@ -100,7 +99,7 @@ def _not_finite(
 def _largest(
     found: Mapping[str, float], state: ParallelState, scale: float
 ) -> tuple[tuple[BadGradient, ...], int]:
-    """Name the largest of all ranks."""
+    """Name the largest gradients of all ranks."""
     own = sorted(found.items(), key=lambda pair: -pair[1])[:_MOST_PER_RANK]
     bad = [
         BadGradient(rank=rank, name=name, largest=size / scale)
@@ -112,7 +111,7 @@ def _largest(
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the greatest magnitude of each, NaN where there is a NaN; waits once."""
+    """Return the largest magnitude in each tensor, NaN if it has a NaN; wait once."""
     if not tensors:
         return []
     device = tensors[0].device

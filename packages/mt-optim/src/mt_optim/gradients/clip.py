@@ -17,7 +17,7 @@ from mt_optim.gradients.statistics import GradMeter
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that clips gradients of a norm: 1 if that is small enough."""
+    """Return the factor by which gradients of a norm are clipped; 1 for a small norm."""
     return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -75,7 +75,7 @@ def clip_grad_norm(
 ) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    Gradients are multiplied in place by `max_norm / (norm + 1e-6)` if that is below 1, as
+    Gradients are multiplied in place by `max_norm / (norm + 1e-6)` if this is below 1, as
     torch.nn.utils.clip_grad_norm_ does. If the norm is inf or nan, they stay as they are, and
     since all ranks get the same norm they can all skip the step:
     `if math.isfinite(norm): optimizer.step()`.
@@ -83,7 +83,7 @@ def clip_grad_norm(
     Args:
         named_params: As for `grad_norm`.
         state: Process groups and this rank's place in them.
-        max_norm: The largest norm that is left alone; `math.inf` only measures.
+        max_norm: The largest norm without clipping; `math.inf` only measures.
 
     Returns:
         The norm before clipping.

@@ -92,7 +92,7 @@ class StepGuard:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def prepare(self) -> None:
-        """Agree with all ranks on what is measured; it communicates the first time only."""
+        """Agree with all ranks on the groups to measure; communicate the first time only."""
         if self._meter is None:
             self._meter = self._make_meter()
 
@@ -105,8 +105,8 @@ class StepGuard:
 
         Args:
             scale: The loss scale, fp64 without dims.
-            also: Numbers of this rank, such as losses, that are summed over all ranks in the same
-                message; on the device, in any dtype that fp64 holds.
+            also: Numbers of this rank, such as losses, to sum over all ranks in the same message;
+                on the device, in any dtype that fp64 holds.
 
         Returns:
             The decision, with the same bits on all ranks, for `restrain` and `read`.
@@ -148,7 +148,7 @@ class StepGuard:
                 clamp_(grads, torch.where(skipped > 0, torch.full_like(most, math.inf), most))
 
     def read(self, found: Sequence[float]) -> list[float]:
-        """Take note of a decision that the host has read, and return the sums of `also`."""
+        """Record a decision after the host has read it, and return the sums of `also`."""
         keys, meter = self._agreed
         count = 1 + len(self._of)
         measured, others = meter.read(found[count:])
@@ -176,8 +176,8 @@ class StepGuard:
         it does neither.
 
         Returns:
-            Whether to step, and what was measured. If the step is skipped, the gradients are
-            unchanged. The scaler has been updated.
+            The decision and the measurements. If the step is skipped, the gradients are unchanged.
+            The scaler has been updated.
         """
         if self._decision is None:
             self.measure()
@@ -223,7 +223,7 @@ class StepGuard:
         return grad_of(param) if wide is None else wide
 
     def forget(self) -> None:
-        """Free the fp32 copies of gradients that were made for a step."""
+        """Free the step's fp32 copies of gradients."""
         self._wide.clear()
 
     def _make_meter(self) -> tuple[list[_Key], GradMeter]:
@@ -259,7 +259,7 @@ class StepGuard:
         return joined((part for key, part in parts.items() if key[place] == name), scale=scale)
 
     def _grads(self, shards: Sequence[ParamShard]) -> list[Tensor]:
-        """Return the gradients to change, those of fp16 as fp32 copies."""
+        """Return the gradients to change; fp16 gradients are copied to fp32."""
         grads: list[Tensor] = []
         for shard in shards:
             grad = shard.grad

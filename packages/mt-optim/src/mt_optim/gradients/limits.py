@@ -36,8 +36,8 @@ class GradLimits:
     """Limits on the size of gradients.
 
     Attributes:
-        max_norm: Largest norm of all parameters that are in no norm group; None never clips.
-        norm_groups: Groups of parameters that are clipped by norms of their own.
+        max_norm: Largest norm of all parameters outside of the norm groups; None never clips.
+        norm_groups: Groups of parameters with norms of their own.
         max_value: Largest magnitude of an element, clipped after the norm; None never clips.
         skip_above: Skip a step if the norm of the whole model is larger; None skips a step only if
             the norm is not finite.

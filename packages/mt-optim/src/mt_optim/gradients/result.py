@@ -1,4 +1,4 @@
-"""What a step did."""
+"""The result of an optimizer step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What `step` did, the same on every rank.
+    """The result of `step`, the same on every rank.
 
     Attributes:
-        stepped: Whether the parameters were updated. A step is skipped where a gradient is not
-            finite or the norm is above the threshold; then nothing has changed.
-        step: The step that was not taken, counted from 1; None where it was.
-        grad_norm: Norm of the whole model's gradient before clipping; None if nobody measured it.
-        norms: Norm of each group that is clipped alone, by its name.
-        zeros: Number of gradient elements that are zero; None if nobody counted them.
-        loss_scale: What the loss was multiplied with for this step.
-        bad: Of a step that was not taken, the first gradients that are not finite, or the largest.
-        num_bad: How many there are of these.
-        statistics: Of the gradient before clipping, by group of parameters; empty if not asked for.
-        loss: What the closure returned, if there was one.
+        stepped: Whether the parameters were updated. A step is skipped if a gradient is not finite
+            or the norm is above the threshold; then nothing has changed.
+        step: Number of the skipped step, counted from 1; None if the step was taken.
+        grad_norm: Norm of the whole model's gradient before clipping; None if it was not measured.
+        norms: Norm of each norm group, by name.
+        zeros: Number of zeros in the gradient; None if they were not counted.
+        loss_scale: The scale of this step's loss.
+        bad: The first gradients that are not finite, or the largest, if the step was skipped.
+        num_bad: The total number of such gradients.
+        statistics: Statistics of the gradient before clipping, by group of parameters; empty if not
+            requested.
+        loss: The result of the closure, if there was one.
     """
 
     stepped: bool = True
@@ -44,11 +45,11 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the gradients were finite, as far as somebody measured them."""
+        """Whether the gradients were finite, as far as they were measured."""
         return self.grad_norm is None or math.isfinite(self.grad_norm)
 
     def why_skipped(self) -> str:
-        """Say in one line why the step was not taken: step, norm, ranks and parameters."""
+        """Say in one line why the step was skipped: step, norm, ranks and parameters."""
         if self.stepped:
             return ""
         where = "" if self.step is None else f"step {self.step}: "

@@ -1,4 +1,4 @@
-"""What the loss of an fp16 model is multiplied with, so that small gradients do not become zero."""
+"""The scale of an fp16 model's loss, without which small gradients would become zero."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DEFAULT_START = 2.0**32
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:
-    """Where a loss scale is; what a checkpoint keeps of it.
+    """The state of a loss scale in a checkpoint.
 
     Attributes:
-        scale: What the next loss is multiplied with.
-        left: Overflows until the scale is lowered, that one among them.
+        scale: The factor of the next loss.
+        left: Number of overflows until the scale is lowered, including the one that lowers it.
         clean: Steps without an overflow since the scale last changed or one occurred.
     """
 
@@ -37,22 +37,22 @@ class ScaleState:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the scale of a loss goes: constant, or by what the gradients do.
+    """The settings of a loss scale, constant or dynamic.
 
-    A dynamic scale doubles after `growth_interval` steps in a row whose gradients were finite. An
-    overflow uses up one of `hysteresis`; when there is none left, each halves the scale, down to
-    `minimum`, until the scale has grown again, which gives them back.
+    A dynamic scale doubles after `growth_interval` steps in a row with finite gradients. The first
+    `hysteresis - 1` overflows are tolerated; each later one halves the scale, down to `minimum`.
+    When the scale grows, the tolerance is restored.
 
     Attributes:
-        initial: The first scale. Powers of two change no number but its exponent.
-        dynamic: Whether it ever changes.
-        growth_interval: Steps without an overflow after which it doubles.
-        hysteresis: The how-manieth overflow halves it.
+        initial: The first scale. Powers of two change only exponents.
+        dynamic: Whether the scale changes.
+        growth_interval: Steps without an overflow before the scale doubles.
+        hysteresis: Overflows before the scale is halved.
         minimum: The smallest scale.
 
     Raises:
         ValueError: A field is out of range.
-        TypeError: A field is no number.
+        TypeError: A field is not a number.
 
     Example:
         >>> how = LossScale(initial=8.0, growth_interval=2, hysteresis=1)
@@ -84,11 +84,11 @@ class LossScale:
 
     @classmethod
     def of(cls, given: LossScale | float | str | None) -> LossScale | None:
-        """Return what "dynamic", a number or None stand for.
+        """Return the loss scale for "dynamic", a number or None.
 
         Raises:
-            ValueError: A string is another one, or a number out of range.
-            TypeError: It is of another type.
+            ValueError: It is another string, or a number out of range.
+            TypeError: It has the wrong type.
         """
         if given is None or isinstance(given, LossScale):
             return given
@@ -111,7 +111,7 @@ class LossScale:
         """Return the state after a step.
 
         Args:
-            state: Before the step.
+            state: The state before the step.
             overflow: Whether the gradients were not finite.
         """
         if not self.dynamic:
@@ -128,15 +128,15 @@ class LossScale:
 class GradScaler:
     """The scale of a run's losses: multiply the loss with `scale` before its backward.
 
-    A step of an optimizer that has one divides the gradients by it before they are clipped, and
-    tells it whether they were finite.
+    An optimizer with a scaler divides the gradients by it before they are clipped, and updates it
+    after each step.
 
     Args:
-        how: How the scale goes.
+        how: The settings.
 
     Attributes:
-        how: How the scale goes.
-        state: Where it is.
+        how: The settings.
+        state: The current state.
     """
 
     def __init__(self, how: LossScale) -> None:
@@ -145,18 +145,18 @@ class GradScaler:
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied with."""
+        """The factor of the next loss."""
         return self.state.scale
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step, the same on every rank."""
+        """Update the state after a step, with the same argument on every rank."""
         self.state = self.how.after(self.state, overflow=overflow)
 
     def restore(self, state: ScaleState) -> None:
-        """Go on from a saved state; a constant scale keeps its own.
+        """Continue from a saved state; a constant scale keeps its own.
 
         Raises:
-            TypeError: It is no ScaleState.
+            TypeError: `state` is not a ScaleState.
         """
         check_type("state", state, ScaleState)
         if self.how.dynamic:
@@ -168,11 +168,11 @@ class GradScaler:
 
 
 def read_scale(given: Any) -> ScaleState:
-    """Return the state that plain values stand for.
+    """Return the state from plain values.
 
     Raises:
         ValueError: A value is missing or out of range.
-        TypeError: It is no such mapping.
+        TypeError: `given` is not such a mapping.
     """
     names = [item.name for item in fields(ScaleState)]
     if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Many tensors, and a number that lies on the device."""
+"""Operations of many tensors with a number on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPLIT = 2.0**27 + 1  # parts a number of fp64 into halves of its bits
 def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place, each by the factor in its own dtype.
 
-    The bits are those of a factor that is a number of Python.
+    The result has the same bits as with a Python number.
     """
     for device, dtype in dict.fromkeys((x.device, x.dtype) for x in tensors):
         alike = [x for x in tensors if (x.device, x.dtype) == (device, dtype)]
@@ -21,17 +21,17 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clamp_(tensors: Sequence[Tensor], most: Tensor) -> None:
-    """Have no element of any tensor be of a greater magnitude, in place."""
+    """Clamp the magnitude of all elements to `most`, in place."""
     for x in tensors:
         bound = most.to(x.device, x.dtype)
         x.clamp_(-bound, bound)
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root of fp64 as Python has it, rounded once.
+    """Return the correctly rounded square root in fp64, as Python does.
 
-    torch's own misses the last bit now and then on a CPU. Its remainder, exact by Dekker's
-    product (Numerische Mathematik 18, 1971), corrects it.
+    torch's root is sometimes off by the last bit on a CPU. Its remainder, exact by Dekker's product
+    (Numerische Mathematik 18, 1971), corrects it.
     """
     near = x.sqrt()
     scaled = near * _SPLIT

@@ -1,4 +1,4 @@
-"""Gradients of the whole model in numbers, every logical element counted once."""
+"""Measurements of the whole model's gradient, every logical element counted once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True)
 class GradStatistics:
-    """Of the gradient of some parameters.
+    """Statistics of the gradient of some parameters.
 
     Attributes:
         norm: The L2 norm.
-        largest: The greatest magnitude of an element; inf if one is not finite.
-        zeros: Elements that are zero, those of a missing gradient among them.
+        largest: The largest magnitude of an element; inf if one is not finite.
+        zeros: Number of zeros, including all elements of a missing gradient.
     """
 
     norm: float
@@ -41,12 +41,12 @@ class GradStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What is added up over ranks and parts.
+    """Measurements that are added up over ranks and parts.
 
     Attributes:
         square: Sum of the squares.
-        largest: The greatest magnitude; inf where one is not finite, 0 if it was not asked for.
-        zeros: Elements that are zero; 0 if they were not counted.
+        largest: The largest magnitude; inf if one is not finite, 0 if it was not requested.
+        zeros: Number of zeros; 0 if it was not requested.
     """
 
     square: float
@@ -55,7 +55,7 @@ class Measured:
 
 
 def joined(parts: Iterable[Measured], *, scale: float = 1.0) -> GradStatistics:
-    """Return what parts are together, of gradients divided by `scale`."""
+    """Join the measurements of parts, for gradients divided by `scale`."""
     parts = list(parts)
     # In order, as the device adds them in `StepGuard.decide`; Python's `sum` compensates.
     square = reduce(operator.add, (part.square for part in parts), 0.0)
@@ -67,7 +67,7 @@ def joined(parts: Iterable[Measured], *, scale: float = 1.0) -> GradStatistics:
 
 
 def by_layer(name: str) -> str:
-    """Return the layer that a parameter is of, or the first word of its name.
+    """Return the layer of a parameter, or the first word of its name.
 
     Example:
         >>> by_layer("layers.3.mixer.qkv.weight"), by_layer("embedding.weight")
@@ -79,17 +79,17 @@ def by_layer(name: str) -> str:
 
 
 class GradMeter:
-    """Measures the gradients of a model whose parameters this rank has in parts.
+    """Measures the gradients of a model of which this rank holds a part.
 
-    Which elements this rank answers for is read from sharding records (`is_owner`). What it holds
-    besides is looked at too: where such a gradient is not finite, the norm is not either, so that
-    every rank learns of it.
+    Sharding records say which elements this rank counts (`is_owner`). The others are checked too:
+    if such a gradient is not finite, the norm is not finite either, so every rank learns of it.
 
     Args:
-        parts: Shards that are measured together; every rank gives as many parts, maybe empty ones.
+        parts: Groups of shards to measure together; the same number on every rank, some may be
+            empty.
         state: Process groups and this rank's place in them.
         zeros: Whether zeros are counted.
-        largest: Whether the greatest magnitudes are found, which communicates once more.
+        largest: Whether the largest magnitudes are found, which communicates once more.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GradMeter:
         """Measure each part; communicates once or twice, and does not wait for the device.
 
         Args:
-            also: Numbers of this rank, on the device, that are summed over all ranks on the way.
+            also: Numbers of this rank, on the device, to sum over all ranks in the same message.
 
         Shape:
             One dim of fp64: the sums of `also`, the squares of each part, and then, where these
@@ -137,11 +137,11 @@ class GradMeter:
 
     @property
     def width(self) -> int:
-        """How many numbers `sums` has without `also`."""
+        """The length of `sums` without `also`."""
         return len(self._own) * (1 + self._zeros + self._largest)
 
     def read(self, found: Sequence[float]) -> tuple[list[Measured], list[float]]:
-        """Return what `sums` says: what each part is, and the sums of `also`."""
+        """Split `sums` into the measurements of each part, and the sums of `also`."""
         extra, count = len(found) - self.width, len(self._own)
         others, values = list(found[:extra]), found[extra:]
         zeros = values[count : 2 * count] if self._zeros else [0.0] * count
@@ -152,14 +152,14 @@ class GradMeter:
         ], others
 
     def _squares(self, own: Sequence[ParamShard], others: Sequence[ParamShard]) -> Tensor:
-        """Sum squares; what others answer for adds 0, or NaN where it is not finite."""
+        """Sum squares; elements that other ranks count add 0, or NaN if they are not finite."""
         device, rest = self._state.device, _grads(others)
         total = _squared_sum(_grads(own), device)
         return total + 0.0 * _squared_sum(rest, device) if rest else total
 
 
 def counts_here(shard: ParamShard, state: ParallelState) -> bool:
-    """Whether this rank answers for its shard of the parameter."""
+    """Whether this rank counts its shard of the parameter."""
     sharding = sharding_of(cast("nn.Parameter", shard.source))
     peers = [peer - state.offset for peer in shard.peers]
     return is_owner(sharding, state.layout, state.rank, peers=peers, replica=shard.replica)
@@ -170,7 +170,7 @@ def _grads(shards: Iterable[ParamShard]) -> list[Tensor]:
 
 
 def _zeros(shards: Sequence[ParamShard], device: torch.device) -> Tensor:
-    """Count elements that are zero; those of a missing gradient are."""
+    """Count zeros, including all elements of a missing gradient."""
     missing = float(sum(shard.param.numel() for shard in shards if shard.grad is None))
     count = torch.full((), missing, dtype=torch.float64, device=device)
     for grad in _grads(shards):
@@ -183,7 +183,7 @@ def _largest(shards: Sequence[ParamShard], device: torch.device) -> Tensor:
     if not sizes:
         return torch.zeros((), dtype=torch.float64, device=device)
     most = torch.stack([size.to(device, torch.float64) for size in sizes]).amax()
-    # What the maximum of NaN and a number is over ranks depends on the library.
+    # The maximum of NaN and a number over ranks depends on the library.
     return most.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
