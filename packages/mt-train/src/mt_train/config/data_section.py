@@ -7,7 +7,7 @@ from typing import Literal
 
 from mt_files import Checks, FieldError, shorten
 
-from mt_train.config.limits import MAX_LENGTH
+from mt_train.config.limits import MAX_LENGTH, path_field
 
 _MAX_TOKENIZER = 10**7
 
@@ -159,8 +159,8 @@ class DataSection:
     validation_fraction: float = 0.05
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    validation: str | None = None
-    tokenizer: str | None = None
+    validation: str | None = path_field(".bin", ".idx")
+    tokenizer: str | None = path_field("")
     eod: str | None = None
     packing: Literal["none", "documents"] = "none"
     spans: SpanSection | None = None

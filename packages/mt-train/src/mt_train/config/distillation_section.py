@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from mt_files import Checks
 
+from mt_train.config.limits import path_field
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSection:
@@ -24,7 +26,7 @@ class DistillationSection:
         temperature: Divides the scores of both; above 1 weighs what the teacher finds unlikely.
     """
 
-    teacher: str | None = None
+    teacher: str | None = path_field("")
     weight: float = 1.0
     lm_weight: float = 1.0
     temperature: float = 1.0

@@ -5,12 +5,23 @@ Sizes have largest values, so that nothing is built from a slip of the keyboard.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from dataclasses import field
+from typing import Any, Literal, TypeAlias
 
+PATH = "path"  # key of a field's metadata
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 
 # Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
 MAX_STEPS, MAX_RANKS, MAX_LENGTH = 10**9, 1 << 20, 1 << 27
+
+
+def path_field(*endings: str) -> Any:
+    """Declare a field, null by default, with a path that is relative to the YAML file.
+
+    Args:
+        endings: What is added to the path for each file that has to exist; "" for the path itself.
+    """
+    return field(default=None, metadata={PATH: endings})
 
 
 def listed(numbers: list[int]) -> str:

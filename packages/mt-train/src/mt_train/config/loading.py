@@ -18,7 +18,6 @@ from mt_files import (
     FieldError,
     FieldProblem,
     FileError,
-    PlainText,
     bind,
     shorten,
     to_plain,
@@ -35,8 +34,10 @@ from mt_model import (
 )
 
 from mt_train.config.document import COMMAND_LINE, Document, apply_overrides, read_document
+from mt_train.config.limits import PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
 from mt_train.config.model_section import ModelSection
+from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -227,18 +228,14 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     bound: Bound[RunConfig] = bind(RunConfig, document.root)
     problems += [_problem(document, found.path, found.text) for found in bound.problems]
     sections: dict[str, Any] = {"plugins": tuple(plugins)}
-    if "data" in bound.parts:
-        sections["data"] = paths.data(bound.parts["data"])
-    if "model" in bound.parts and bound.parts["model"].from_ is not None:
-        sections |= paths.pretrained(bound.parts["model"], sections.get("data"))
-    if "distillation" in bound.parts:
-        sections["distillation"] = paths.distillation(bound.parts["distillation"])
-    if "export" in bound.parts:
-        sections["export"] = paths.export(bound.parts["export"])
-    if "optimizer" in bound.parts:
-        sections["optimizer"] = paths.optimizer(bound.parts["optimizer"])
-    if "checkpoint" in bound.parts:
-        sections["checkpoint"] = paths.checkpoint(bound.parts["checkpoint"])
+    names = [item.name for item in dataclasses.fields(RunConfig) if item.name in bound.parts]
+    for name in names:
+        part = bound.parts[name]
+        sections[name] = paths.resolved(name, paths.data(part) if name == "data" else part)
+    if "model" in sections and sections["model"].from_ is not None:
+        sections |= paths.pretrained(sections["model"], sections.get("data"))
+    if "optimizer" in sections:
+        paths.check_offload(sections["optimizer"])
     logging = bound.parts.get("logging")
     if logging is not None and logging.tensorboard and find_spec("tensorboard") is None:
         text = "needs: pip install 'mt-train[tensorboard]'"
@@ -288,10 +285,6 @@ class _Paths:
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
             changes["corpus"] = self._resolve("data.corpus", data.corpus)
             self._check_glob(Path(changes["corpus"]), data.glob)
-        if data.validation is not None:
-            changes["validation"] = self._resolve("data.validation", data.validation, files)
-        if data.tokenizer is not None:
-            changes["tokenizer"] = self._resolve("data.tokenizer", data.tokenizer)
         return dataclasses.replace(data, **changes)
 
     def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
@@ -318,31 +311,20 @@ class _Paths:
             )
         return sections
 
-    def distillation(self, distillation: Any) -> Any:
-        if distillation.teacher is None:
-            return distillation
-        folder = self._resolve("distillation.teacher", distillation.teacher)
-        return dataclasses.replace(distillation, teacher=folder)
+    def check_offload(self, optimizer: OptimizerSection) -> None:
+        """Note a folder to offload to that is a file."""
+        if optimizer.offload_dir is not None and Path(optimizer.offload_dir).is_file():
+            text = f"{shorten(optimizer.offload_dir, 200)} is no folder; write one"
+            self._add("optimizer.offload_dir", text)
 
-    def export(self, export: Any) -> Any:
-        if export.hugging_face is None:
-            return export
-        folder = self._resolve("export.hugging_face", export.hugging_face, ())
-        return dataclasses.replace(export, hugging_face=folder)
-
-    def optimizer(self, optimizer: Any) -> Any:
-        if optimizer.offload_dir is None:
-            return optimizer
-        found = self._resolve("optimizer.offload_dir", optimizer.offload_dir)
-        if Path(found).is_file():
-            self._add("optimizer.offload_dir", f"{shorten(found, 200)} is no folder; write one")
-        return dataclasses.replace(optimizer, offload_dir=found)
-
-    def checkpoint(self, checkpoint: Any) -> Any:
-        if checkpoint.load is None:
-            return checkpoint
-        load = self._resolve("checkpoint.load", checkpoint.load)
-        return dataclasses.replace(checkpoint, load=load)
+    def resolved(self, name: str, section: Any) -> Any:
+        """Return a section with the paths of its `path_field`s absolute."""
+        paths = {
+            item.name: self._resolve(f"{name}.{item.name}", value, item.metadata[PATH])
+            for item in dataclasses.fields(section)
+            if PATH in item.metadata and (value := getattr(section, item.name)) is not None
+        }
+        return dataclasses.replace(section, **paths)
 
     def _check_glob(self, folder: Path, glob: str) -> None:
         """Note a glob that no file of a corpus folder matches, and what would match some."""
@@ -431,16 +413,4 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
 
 def to_yaml(config: RunConfig) -> str:
     """Write a configuration with every default filled in; it loads back to the same value."""
-    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text whose type its field decides as it was written, without quotes."""
-
-
-def _as_written(dumper: yaml.SafeDumper, text: PlainText) -> yaml.ScalarNode:
-    tag = dumper.resolve(yaml.ScalarNode, str(text), (True, False))
-    return dumper.represent_scalar(tag, str(text))
-
-
-_Dumper.add_representer(PlainText, _as_written)
+    return yaml.safe_dump(to_plain(config), sort_keys=False)

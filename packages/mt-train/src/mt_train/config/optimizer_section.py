@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from mt_files import Checks, shorten
 
-from mt_train.config.limits import MAX_STEPS
+from mt_train.config.limits import MAX_STEPS, path_field
 
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
 
@@ -186,7 +186,7 @@ class OptimizerSection:
     moments_dtype: Literal["full", "fp32", "bf16", "fp16", "fp8"] = "full"
     masters: Literal["full", "remainder"] = "full"
     offload: float = 0.0
-    offload_dir: str | None = None
+    offload_dir: str | None = path_field("")
     muon_coefficients: Literal["simple", "quintic"] = "simple"
     muon_scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     muon_tp: Literal["duplicated", "distributed", "blockwise"] = "duplicated"

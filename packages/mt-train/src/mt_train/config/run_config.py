@@ -14,7 +14,7 @@ from mt_model import Recompute, RecomputePlan
 
 from mt_train.config.data_section import DataSection
 from mt_train.config.distillation_section import DistillationSection
-from mt_train.config.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed
+from mt_train.config.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed, path_field
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.parallel_section import DataParallelSection, ParallelSection, PipelineSection
@@ -151,7 +151,7 @@ class CheckpointSection:
 
     every: int | str | None = "10min"
     keep: int | None = None
-    load: str | None = None
+    load: str | None = path_field("")
     load_mode: Literal["continue", "weights"] = "continue"
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class ExportSection:
         dtype: Of its tensors; by default that of `model.from`, or `training.dtype`.
     """
 
-    hugging_face: str | None = None
+    hugging_face: str | None = path_field()
     family: str | None = None
     dtype: Dtype | None = None
 
