@@ -46,7 +46,7 @@ class Setup:
 
 
 class TrainerPart:
-    """One feature of training, such as low precision or distillation.
+    """One feature of training, such as low precision.
 
     A part overrides the hooks it needs and joins the list in `mt_train.parts.registry`. The
     trainer calls the hooks in the order they have here, for all parts in the order of the list,
