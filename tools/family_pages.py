@@ -1,4 +1,4 @@
-"""Make the pages of the families of models: what the code answers, and nothing beside it.
+"""Make the pages of the families of models from the code.
 
     uv run python tools/family_pages.py
 
@@ -50,11 +50,11 @@ _RUN = "data: {corpus: standard-library}\n" + (
 _RANKS, _MOST_RANKS = 4, 64  # of the layouts that are built, and those that share a width
 _INDEX = f"""# Families of models
 
-Each family of Hugging Face's models that is read and written, with a page made of the code by
-`{COMMAND}`. [Models of Hugging Face](../mt-hf.md) says what holds for all of them,
-[Port your model](../port-your-model.md) how to add one.
+The supported families of Hugging Face models. `{COMMAND}` generates their pages from the code.
+[mt-hf](../mt-hf.md) explains reading and writing; [Port your model](../port-your-model.md)
+explains how to add a family.
 
-| family | in transformers | what it is |
+| family | in transformers | features |
 |---|---|---|
 """
 
@@ -77,7 +77,7 @@ def page(family: Family) -> str:
     try:
         config = family.config_of(given, _CONFIG)
     except ExchangeError as error:
-        way_out = f"say in NEEDED of tools/family_pages.py what {family.name} needs"
+        way_out = f"add the required fields of {family.name} to NEEDED in tools/family_pages.py"
         raise SystemExit(f"{error}\n{way_out}") from error
     parts = [
         f"# {family.name}",
@@ -85,7 +85,7 @@ def page(family: Family) -> str:
         "## config.json",
         _notes(family.fields),
         _fields(family, given),
-        "Another field is refused, unless it is known to change nothing.",
+        "Any other field is refused, unless it is known to change nothing.",
         "## Layers",
         _layers(family, config),
         "## Layouts",
@@ -117,7 +117,7 @@ def _notes(cls: type) -> str:
 
 
 def _fields(family: Family, given: Mapping[str, Any]) -> str:
-    """Write the table of the fields, with what is refused of the values that are tried."""
+    """Write the table of the fields, with the refused ones among some trial values."""
     hints = hints_of(family.fields)
     lines = ["| field | type | default | refused |", "|---|---|---|---|"]
     for item in dataclasses.fields(family.fields):
@@ -173,7 +173,7 @@ def _is_union(hint: Any) -> bool:
 def _default(item: dataclasses.Field[Any]) -> str:
     if item.default_factory is not dataclasses.MISSING:
         return f"`{_json(item.default_factory())}`"
-    return "needed" if item.default is dataclasses.MISSING else f"`{_json(item.default)}`"
+    return "required" if item.default is dataclasses.MISSING else f"`{_json(item.default)}`"
 
 
 def _json(value: Any) -> str:
@@ -182,8 +182,8 @@ def _json(value: Any) -> str:
 
 def _layers(family: Family, config: StackConfig) -> str:
     said = NEEDED.get(family.name)
-    words = "says nothing more" if said is None else f"says `{_json(said)}` and nothing more"
-    return f"A config.json that {words} is this model:\n\n```text\n{config}\n```"
+    words = "without other fields" if said is None else f"with only `{_json(said)}`"
+    return f"A config.json {words} is this model:\n\n```text\n{config}\n```"
 
 
 def _layouts(config: StackConfig) -> str:
@@ -299,7 +299,7 @@ def _commands(family: Family, given: Mapping[str, Any], config: StackConfig) -> 
     refused = _training_obstacle(given, option.split())
     if refused is None:
         command = f"mt-train run file.yaml model.from=FOLDER{option}"
-        lines.append((command, "on any of the layouts above"))
+        lines.append((command, "on any of these layouts"))
     if _generates(config):
         lines.append(("mt-infer generate runs/it --prompt Hello", "with a cache"))
     lines.append(("mt-hf export runs/it NEW", "from any checkpoint, whatever layout wrote it"))

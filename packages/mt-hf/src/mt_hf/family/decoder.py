@@ -57,7 +57,7 @@ _NORMS: Mapping[str, str] = MappingProxyType(
 class DecoderFields:
     """The fields of config.json that Llama, Mistral and Qwen have in common.
 
-    The defaults are those of transformers, as a config.json may leave them out.
+    Defaults are taken from transformers, because a config.json may omit fields.
     """
 
     vocab_size: int = 32000

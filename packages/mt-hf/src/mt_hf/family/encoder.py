@@ -32,8 +32,8 @@ from mt_hf.family.link import Link, leaves
 class EncoderFields:
     """The fields of config.json that ViT, CLIP and SigLIP have in common.
 
-    `architectures` says what stands behind the layers. The defaults are those of transformers, as a
-    config.json may leave them out.
+    `architectures` decides what follows the layers. Defaults are taken from transformers, because a
+    config.json may omit fields.
     """
 
     architectures: tuple[str, ...] | None = None

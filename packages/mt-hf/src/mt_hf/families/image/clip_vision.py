@@ -1,4 +1,4 @@
-"""CLIP's encoder of images, with its projection or without."""
+"""CLIP's image encoder, with or without its projection."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _WITHOUT, _WITH_PROJECTION = "CLIPVisionModel", "CLIPVisionModelWithProjection"
 class ClipVisionFields(EncoderFields):
     """The fields of a CLIP vision config.json, with the defaults of transformers.
 
-    `initializer_factor` scales initial values that a folder has no use for, and `dropout` is an old
-    field that nothing reads.
+    `initializer_factor` only scales initial values, and nothing reads the old field `dropout`.
     """
 
     layer_norm_eps: float = 1e-5

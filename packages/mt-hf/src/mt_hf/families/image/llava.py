@@ -1,4 +1,4 @@
-"""LLaVA: a decoder of another family that takes images, by an encoder of CLIP or SigLIP."""
+"""LLaVA: a decoder of another family that takes images through an encoder of CLIP or SigLIP."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _PLAIN: Mapping[str, Any] = {
 class LlavaFields:
     """The fields of a LLaVA's config.json, with the defaults of transformers.
 
-    `text_config` and `vision_config` are those of other families, which `model_type` names. Nothing
-    reads `image_seq_length`, and `vocab_size` only stands in older files.
+    `text_config` and `vision_config` belong to other families, named by their `model_type`. Nothing
+    reads `image_seq_length`, and only older files have `vocab_size`.
     """
 
     text_config: Mapping[str, Any]
@@ -57,7 +57,7 @@ class LlavaFields:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of features, of which the first is 1 and the last -1."""
+        """The layers of features: 1 is the first, -1 the last."""
         given = self.vision_feature_layer
         return (given,) if isinstance(given, int) else given
 
@@ -82,7 +82,7 @@ def _text(given: Mapping[str, Any], known: Sequence[Family]) -> ModelConfig:
     """Return the language model alone.
 
     Raises:
-        ValueError: It is of no family that has Llama's names, or has what no LLaVA has.
+        ValueError: Its family does not use Llama's names, or it has a feature that no LLaVA has.
     """
     named = _family_of(given, "text_config", "llama", known)
     text = cast("ModelConfig", named.config_of(_own(given), Path("text_config")))
@@ -105,7 +105,7 @@ def _family_of(
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a part; which class it was taken from says nothing."""
+    """Return the fields of a part, without the name of its class."""
     return {name: value for name, value in given.items() if name != "architectures"}
 
 
@@ -113,7 +113,7 @@ def _text_family(text: ModelConfig, families: Iterable[Family]) -> tuple[Family,
     """Return the first family with Llama's names that has a language model, and its fields.
 
     Raises:
-        ValueError: None has, or the model has what no LLaVA has.
+        ValueError: There is none, or the model has a feature that no LLaVA has.
     """
     for name, plain in _PLAIN.items():
         if getattr(text, name) != plain:
@@ -132,7 +132,7 @@ def _tower_family(tower: VisionConfig) -> tuple[Family, dict[str, Any]]:
     """Return the family of an encoder of images, and its fields.
 
     Raises:
-        ValueError: It is of neither; the message gives the reason of each.
+        ValueError: It belongs to neither family; the message has both reasons.
     """
     reasons = []
     for family in _ENCODERS:
@@ -179,16 +179,16 @@ def _links(config: ModelConfig, *, decoders: Families) -> Iterator[Link]:
 
 
 def _inside(family: Family, config: StackConfig, source: str, target: str) -> Iterator[Link]:
-    """Yield the links of a part, with what names begin with there and here."""
+    """Yield the links of a part, with the prefixes of source and target names."""
     for link in family.links(config):
         yield replace(link, source=source + link.source, target=target + link.target)
 
 
 def llava(decoders: Families) -> Family:
-    """Return the family of LLaVA, whose language model is of another family.
+    """Return the family of LLaVA, whose language model belongs to another family.
 
     Args:
-        decoders: Returns the families of language models that take no images of their own.
+        decoders: Function that returns the families of language models without images.
     """
     return Family(
         name=_NAME,

@@ -1,4 +1,4 @@
-"""SigLIP's encoder of images, with its attention pooling or without."""
+"""SigLIP's image encoder, with or without its attention pooling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ViT: Vision Transformers with classes, or with a pooler."""
+"""ViT: Vision Transformers with classes or with a pooler."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PROJECTIONS: Mapping[str, str] = MappingProxyType(
 class ViTFields(EncoderFields):
     """The fields of a ViT's config.json, with the defaults of transformers.
 
-    Classes are counted in `id2label`. `encoder_stride` is of a head that is not built, and a model
-    with classes has no pooler.
+    The number of classes is the length of `id2label`. `encoder_stride` belongs to an
+    unsupported head, and a model with classes has no pooler.
     """
 
     layer_norm_eps: float = 1e-12
@@ -65,12 +65,12 @@ class ViTFields(EncoderFields):
 
     @property
     def has_classes(self) -> bool:
-        """Whether there are classes; else there is a pooler."""
+        """Whether there are classes, rather than a pooler."""
         return self.architecture != _WITH_POOLER
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are; two where nothing says it."""
+        """Number of classes; two by default."""
         if self.id2label is not None:
             return len(self.id2label)
         return 2 if self.num_labels is None else self.num_labels
@@ -165,5 +165,5 @@ FAMILY = Family(
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width, which are equal where one number is given."""
+    """Return height and width; one number means both."""
     return (size, size) if isinstance(size, int) else size

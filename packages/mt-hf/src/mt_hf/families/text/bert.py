@@ -1,4 +1,4 @@
-"""BERT: attention both ways, norms behind branches, token types, heads of its two objectives."""
+"""BERT: bidirectional attention, norms after branches, token types, heads of its two objectives."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _WAY_OUT = (
 class BertFields:
     """The fields of a BERT's config.json, with the defaults of transformers.
 
-    `architectures` says which heads there are. What begins with `pooler` and `directionality` are
-    of the first release and read by nobody, `classifier_dropout` is of heads that are not built.
+    `architectures` decides the heads. Nothing reads `directionality` and the fields that begin with
+    `pooler`, which are from the first release; `classifier_dropout` belongs to unsupported heads.
     """
 
     architectures: tuple[str, ...] | None = None
@@ -92,7 +92,7 @@ class BertFields:
 
     @property
     def pooled_head(self) -> PooledHeadConfig | None:
-        """Classes of pairs, where the architecture has them."""
+        """The head for classes of pairs, if the architecture has it."""
         return PooledHeadConfig() if _BOTH in (self.architectures or ())[:1] else None
 
 
@@ -188,7 +188,7 @@ def _layer_links(source: str, target: str, layer: LayerConfig, hidden: int) -> I
 
 
 def _repeats(config: ModelConfig) -> Mapping[str, str]:
-    """Return the bias that transformers has beside the decoder's, where it does not tie them."""
+    """Return the copy of the decoder's bias in transformers, if the two are not tied."""
     return {} if config.tied else {_TIED_BIAS: _OWN_BIAS}
 
 

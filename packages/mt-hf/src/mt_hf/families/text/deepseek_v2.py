@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, and experts by their softmax, of all groups or of the highest."""
+"""DeepSeek-V2: latent attention, and experts chosen by softmax, optionally from the best groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LIMITED = "group_limited_greedy"
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Fields(LatentFields):
-    """What a DeepSeek-V2's config.json has of its own, with its defaults.
+    """The specific fields of a DeepSeek-V2's config.json, with their defaults.
 
-    Groups count with the `topk_method` `group_limited_greedy` only; a group is as high as its
+    Groups only count with the `topk_method` `group_limited_greedy`; the score of a group is its
     highest score. Weights are never divided by their sum: transformers does not read
-    `norm_topk_prob`, so that it is refused.
+    `norm_topk_prob`, so it is refused.
     """
 
     vocab_size: int = 102400

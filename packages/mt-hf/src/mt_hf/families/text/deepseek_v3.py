@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and experts of groups that a bias balances without a loss."""
+"""DeepSeek-V3: latent attention, and grouped experts, balanced by a bias without a loss."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _JUDGES = 2  # scores that say how high a group of experts is
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Fields(LatentFields):
-    """What a DeepSeek-V3's config.json has of its own, with its defaults.
+    """The specific fields of a DeepSeek-V3's config.json, with their defaults.
 
-    Weights of the modules that predict further tokens, of which there are
-    `num_nextn_predict_layers`, are not read, as transformers does without them in a forward pass.
+    The weights of the `num_nextn_predict_layers` multi-token prediction modules are not read,
+    because the forward pass of transformers does not use them.
     """
 
     vocab_size: int = 129280
@@ -74,7 +74,7 @@ def _write(config: ModelConfig) -> DeepseekV3Fields:
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
-    """Yield the biases that balance experts too, which are buffers of the model."""
+    """Also yield the biases that balance experts, which are buffers of the model."""
     yield from latent_links(config)
     for index, layer in enumerate(config.layers):
         if isinstance(layer.feed_forward, MoEConfig):

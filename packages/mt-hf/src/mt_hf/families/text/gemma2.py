@@ -1,4 +1,4 @@
-"""Gemma 2: norms on both sides of a branch, soft caps, and a window in every other layer."""
+"""Gemma 2: norms before and after each branch, soft caps, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ gemma_links = partial(decoder_links, norms=_NORMS)
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaFields(DecoderFields):
-    """What the config.json of a Gemma from 2 on has of its own, with its defaults.
+    """The specific fields of the config.json of a Gemma from 2 on, with their defaults.
 
-    `layer_types` says which layers have the window; without it all but every `every_whole`-th
-    have. `hidden_act` is an old second name of `hidden_activation`.
+    `layer_types` lists the layers with a window; without it, all layers except each
+    `every_whole`-th have one. `hidden_act` is an old second name of `hidden_activation`.
     """
 
     hidden_size: int = 2304
@@ -76,7 +76,7 @@ class GemmaFields(DecoderFields):
 
     @property
     def every_whole(self) -> int:
-        """Of how many layers the last has no window."""
+        """Distance between layers without a window."""
         return 2
 
     @property
@@ -91,7 +91,7 @@ class GemmaFields(DecoderFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Fields(GemmaFields):
-    """What a Gemma 2's config.json has of its own, with its defaults."""
+    """The specific fields of a Gemma 2's config.json, with their defaults."""
 
     vocab_size: int = 256000
     max_position_embeddings: int = 8192
@@ -131,12 +131,12 @@ def gemma_config(given: GemmaFields, *, qk_norm: QKNorm = "none") -> ModelConfig
 
 
 def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT:
-    """Return the fields of a model, but for the rotary embeddings of layers other than the first.
+    """Return the fields of a model, without the rotary embeddings of layers after the first.
 
     Args:
-        kind: Which fields.
+        kind: The class of the fields.
         config: The model.
-        rest: What the family has beside those that all have.
+        rest: Further fields of the family.
 
     Raises:
         ValueError: The first layer is not attention and an MLP.

@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: Gemma 2 with norms of heads, no caps, and a second rotary embedding."""
+"""Gemma 3's text model: Gemma 2 with norms of heads, no caps, and a second rotary embedding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _THETA, _LOCAL_THETA = 1e6, 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Fields(GemmaFields):
-    """What a Gemma 3's config.json has of its own, with its defaults.
+    """The specific fields of a Gemma 3's config.json, with their defaults.
 
     `rope_parameters` has a rotary embedding for each type of layer; before version 5 of
-    transformers layers with a window had `rope_local_base_freq` alone.
+    transformers, layers with a window only had `rope_local_base_freq`.
     """
 
     vocab_size: int = 262208
@@ -49,17 +49,17 @@ class Gemma3Fields(GemmaFields):
 
     @property
     def every_whole(self) -> int:
-        """Of how many layers the last has no window."""
+        """Distance between layers without a window."""
         return self.sliding_window_pattern
 
     @property
     def rope(self) -> RopeConfig:
-        """How heads turn in layers without a window."""
+        """The rotary embedding of layers without a window."""
         return self._rope_of("full_attention", self.rope_theta, self.rope_scaling)
 
     @property
     def local_rope(self) -> RopeConfig:
-        """How they turn in layers with one."""
+        """The rotary embedding of layers with a window."""
         return self._rope_of("sliding_attention", self.rope_local_base_freq, None)
 
     def _rope_of(

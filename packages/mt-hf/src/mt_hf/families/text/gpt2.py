@@ -32,8 +32,8 @@ from mt_hf.family.link import Link, leaves
 class GPT2Fields:
     """The fields of a GPT-2's config.json, with the defaults of transformers.
 
-    Those that begin with `summary` are of a head that a language model does not have, and `n_ctx`
-    is an old second name of `n_positions`.
+    Fields that begin with `summary` belong to a head that a language model does not have, and
+    `n_ctx` is an old second name of `n_positions`.
     """
 
     vocab_size: int = 50257
@@ -73,7 +73,7 @@ class GPT2Fields:
         checks.done()
 
     def scale(self, layer: int) -> float | None:
-        """Return what multiplies the scores of a layer; None for the usual."""
+        """Return the scale of a layer's scores; None means the usual one."""
         if self.scale_attn_weights and not self.scale_attn_by_inverse_layer_idx:
             return None
         usual = (self.n_embd // self.n_head) ** -0.5 if self.scale_attn_weights else 1.0
@@ -155,7 +155,7 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 
 
 def _attention(source: str, target: str, hidden: int) -> Iterator[Link]:
-    """Yield the columns of queries, of keys and of values, and the projection back."""
+    """Yield the columns of queries, keys and values, and the output projection."""
     for index in range(3):
         columns, box = (index * hidden, (index + 1) * hidden), {1: (index, index + 1)}
         yield Link(
@@ -177,7 +177,7 @@ def _attention(source: str, target: str, hidden: int) -> Iterator[Link]:
 
 
 def _transposed(source: str, target: str, shape: Sizes, order: Sizes = (1, 0)) -> Iterator[Link]:
-    """Yield a matrix that is stored with a row for each input, and its bias."""
+    """Yield a matrix stored with a row for each input, and its bias."""
     weight, columns = f"{source}.weight", shape[1]
     yield Link(source=weight, shape=shape, target=f"{target}.weight", order=order)
     yield Link(source=f"{source}.bias", shape=(columns,), target=f"{target}.bias")

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: both branches of a layer start from its input, and few channels turn."""
+"""GPT-NeoX and Pythia: parallel branches, and a rotary embedding of few channels."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from mt_hf.family.rope import check_rope, read_rope, write_rope
 class GPTNeoXFields:
     """The fields of a GPT-NeoX's config.json, with the defaults of transformers.
 
-    `classifier_dropout` is of a head that a language model does not have. `rotary_emb_base` and
-    `rotary_pct` are what stood in place of `rope_parameters` before version 5 of transformers.
+    `classifier_dropout` belongs to a head that a language model does not have. Before version 5 of
+    transformers, `rotary_emb_base` and `rotary_pct` were used instead of `rope_parameters`.
     """
 
     vocab_size: int = 50432
@@ -72,7 +72,7 @@ class GPTNeoXFields:
 
     @property
     def rope(self) -> RopeConfig:
-        """How heads turn, wherever its parts are written."""
+        """The rotary embedding, from any of its places in config.json."""
         found = dict(self.rope_scaling or self.rope_parameters or {})
         rope = read_rope(self, partial=True)
         if found.get("rope_theta") is None and self.rotary_emb_base is not None:

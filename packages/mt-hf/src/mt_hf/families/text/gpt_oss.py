@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, windows in every other layer, and experts with biases and cut activations."""
+"""GPT-OSS: attention sinks, windows in every other layer, experts with biases and clipped gates."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ALPHA = 1.702
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssFields(DecoderFields):
-    """What a GPT-OSS's config.json has of its own, with its defaults.
+    """The specific fields of a GPT-OSS's config.json, with their defaults.
 
-    Layers of `layer_types` have the window; without it they are every other one, from the first.
-    Experts that a folder has in MXFP4, as the published ones do, are read as their values: the
-    model's weights are in bf16 or wider, and are saved so. `hidden_act` is read by nothing. The
-    loss of `router_aux_loss_coef` counts in training here, whatever `output_router_logits` says,
-    which changes no logit.
+    `layer_types` lists the layers with a window; without it, every other layer has one, from
+    the first. Experts stored in MXFP4, as in the published folders, are read as their values:
+    the model's weights are in bf16 or wider, and are saved in that dtype. Nothing reads
+    `hidden_act`. The loss of `router_aux_loss_coef` always counts in training here, independent
+    of `output_router_logits`, which changes no logit.
     """
 
     vocab_size: int = 201088
@@ -76,7 +76,7 @@ class GptOssFields(DecoderFields):
 
     @property
     def described_rope(self) -> Mapping[str, Any] | None:
-        """What is said of the rotary embedding; the published one where nothing is."""
+        """The rotary embedding; the published one by default."""
         return self.rope_scaling or self.rope_parameters or _ROPE
 
 
@@ -139,7 +139,7 @@ def _attention_links(
 
 
 def _expert_links(source: str, target: str, moe: MoEConfig, hidden: int) -> Iterator[Link]:
-    """Yield arrays of all experts, whose rows are inputs; each gate lies beside what it scales."""
+    """Yield the arrays of all experts, whose rows are inputs; gate and up alternate."""
     number, ffn = moe.num_experts, moe.width
     yield from leaves(f"{source}.router", f"{target}.router", number, hidden)
     for name, leaf, shape, order in (

@@ -18,7 +18,7 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaFields(DecoderFields):
-    """What a Llama's config.json has of its own."""
+    """The specific fields of a Llama's config.json."""
 
     attention_bias: bool = False
     mlp_bias: bool = False

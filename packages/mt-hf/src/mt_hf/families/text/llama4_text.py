@@ -1,4 +1,4 @@
-"""Llama 4, its text model: chunks, layers without a rotation, and experts whose input is scaled."""
+"""Llama 4's text model: chunked attention, layers without rotary embedding, scaled experts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _THETA = 500000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Fields(DecoderFields):
-    """What a Llama 4's config.json of its text model has of its own, with its defaults.
+    """The specific fields of a Llama 4's config.json of its text model, with their defaults.
 
-    Layers that are 0 in `no_rope_layers`, or else every `no_rope_layer_interval`-th, turn nothing
-    and norm nothing, and have the temperature. Layers with a rotation see their chunk, unless
-    `layer_types` says otherwise. Layers of `moe_layers`, or else every
-    `interleave_moe_layer_step`-th, have experts of `intermediate_size`, others an MLP of
-    `intermediate_size_mlp`. The loss of `router_aux_loss_coef` counts in training here, whatever
-    `output_router_logits` says, which changes no logit. `router_jitter_noise` and
-    `for_llm_compressor` are read by nothing, as in transformers.
+    Layers with 0 in `no_rope_layers`, or by default each `no_rope_layer_interval`-th layer,
+    have no rotary embedding and no norms of heads, but a temperature. Layers with a rotary
+    embedding attend within their chunk, unless `layer_types` says otherwise. Layers in
+    `moe_layers`, or by default each `interleave_moe_layer_step`-th layer, have experts of
+    `intermediate_size`; others have an MLP of `intermediate_size_mlp`. The loss of
+    `router_aux_loss_coef` always counts in training here, independent of
+    `output_router_logits`, which changes no logit. As in transformers, nothing reads
+    `router_jitter_noise` and `for_llm_compressor`.
     """
 
     vocab_size: int = 202048
@@ -89,14 +90,14 @@ class Llama4Fields(DecoderFields):
 
     @property
     def sparse(self) -> list[int]:
-        """The layers that have experts."""
+        """The layers with experts."""
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
         listed = range(step - 1, count, step) if self.moe_layers is None else self.moe_layers
         return [index for index in range(count) if index in listed]
 
     @property
     def turning(self) -> list[bool]:
-        """Whether each layer has a rotation."""
+        """Whether each layer has a rotary embedding."""
         if self.no_rope_layers:
             return [bool(each) for each in self.no_rope_layers]
         interval = self.no_rope_layer_interval
@@ -104,7 +105,7 @@ class Llama4Fields(DecoderFields):
 
     @property
     def types(self) -> list[_LayerType]:
-        """What each layer sees."""
+        """The attention type of each layer."""
         if self.layer_types is not None:
             return list(self.layer_types)
         return [_CHUNKED if turns else "full_attention" for turns in self.turning]
@@ -179,7 +180,7 @@ def _write(config: ModelConfig) -> Llama4Fields:
 def _feed_forward_links(
     source: str, target: str, entry: MLPConfig | MoEConfig, hidden: int
 ) -> Iterator[Link]:
-    """Yield an MLP's tensors, or arrays of all experts, whose rows are inputs."""
+    """Yield the tensors of an MLP, or the arrays of all experts, whose rows are inputs."""
     source = f"{source.rpartition('.')[0]}.feed_forward"
     if isinstance(entry, MLPConfig):
         yield from mlp_links(source, target, entry, hidden)

@@ -1,4 +1,4 @@
-"""Mamba-2: layers of nothing but the state space."""
+"""Mamba-2: layers with only a state space model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def infinity() -> dict[str, str]:
 
 
 def no_limit() -> tuple[float, Limit]:
-    """Return the step sizes of a model that says none."""
+    """Return the default limits of step sizes."""
     return 0.0, infinity()
 
 
@@ -34,8 +34,8 @@ def no_limit() -> tuple[float, Limit]:
 class Mamba2Fields:
     """The fields of a Mamba-2's config.json, with the defaults of transformers.
 
-    `residual_in_fp32` rounds a bf16 model's residual stream elsewhere, and `time_step_rank` is read
-    by nothing.
+    `residual_in_fp32` changes where the residual stream of a bf16 model is rounded, and nothing
+    reads `time_step_rank`.
     """
 
     num_heads: int = 128
@@ -80,13 +80,13 @@ class Mamba2Fields:
 
 
 def check_silu(checks: Checks, name: str, activation: str) -> None:
-    """Note an activation after the convolution that is not built."""
+    """Report an unsupported activation after the convolution."""
     if activation not in ("silu", "swish"):
         checks.add(name, f"{shorten(activation)} is not built; silu is")
 
 
 def check_limit(checks: Checks, high: Limit) -> None:
-    """Note a largest step size that is no number."""
+    """Report a largest step size that is not a number."""
     if isinstance(high, Mapping) and high != infinity():
         checks.add("time_step_limit", f"{shorten(high)} is no number")
 
@@ -159,7 +159,7 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 
 
 def mamba2_links(source: str, target: str, mixer: Mamba2Config, hidden: int) -> Iterator[Link]:
-    """Yield the tensors of one mixer: z, x, B, C and dt are rows of one projection there.
+    """Yield the tensors of one mixer; the source has z, x, B, C and dt as rows of one projection.
 
     Args:
         source: Prefix of the tensors.

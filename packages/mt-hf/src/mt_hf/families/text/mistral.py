@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer, or in none."""
+"""Mistral: Llama with a sliding window in every layer or in none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class MistralFields(DecoderFields):
-    """What a Mistral's config.json has of its own, with its defaults."""
+    """The specific fields of a Mistral's config.json, with their defaults."""
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, of which two serve a token."""
+"""Mixtral: Mistral with experts in every layer, two for each token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralFields(DecoderFields):
-    """What a Mixtral's config.json has of its own, with its defaults.
+    """The specific fields of a Mixtral's config.json, with their defaults.
 
-    The loss of `router_aux_loss_coef` counts in training here, whatever `output_router_logits`
-    says, which changes no logit.
+    The loss of `router_aux_loss_coef` always counts in training here, independent of
+    `output_router_logits`, which changes no logit.
     """
 
     intermediate_size: int = 14336

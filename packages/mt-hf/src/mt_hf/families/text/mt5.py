@@ -1,4 +1,4 @@
-"""mT5: a T5 1.1 of many languages, with a head of its own that is never scaled."""
+"""mT5: a multilingual T5 1.1 with a separate, unscaled head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mt_hf.families.text.t5 import EncoderDecoderFields, fields_of
 class MT5Fields(EncoderDecoderFields):
     """The fields of an mT5's config.json, with the defaults of transformers.
 
-    What they mean is said of T5. transformers takes every `tie_word_embeddings` for true; whether
-    the head is tied is told by the folder's tensors.
+    T5's page explains them. transformers treats every `tie_word_embeddings` as true; the folder's
+    tensors decide whether the head is tied.
     """
 
     vocab_size: int = 250112

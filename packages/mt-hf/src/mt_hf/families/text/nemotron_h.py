@@ -1,4 +1,4 @@
-"""Nemotron-H: layers of Mamba-2, of attention and of an MLP, of which two may be one of ours."""
+"""Nemotron-H: layers of Mamba-2, attention or an MLP, of which two may form one layer here."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _KINDS: Mapping[str, str] = MappingProxyType(
 class NemotronHFields:
     """The fields of a Nemotron-H's config.json, with the defaults of transformers.
 
-    Those from `expand` on are read by nothing without layers of experts, with which the file is
-    refused; `residual_in_fp32` rounds a bf16 model's residual stream elsewhere.
+    Nothing reads the fields from `expand` on without layers of experts, and a file with experts is
+    refused. `residual_in_fp32` changes where the residual stream of a bf16 model is rounded.
     """
 
     vocab_size: int = 131072
@@ -129,12 +129,12 @@ class NemotronHFields:
         checks.done()
 
     def _follows(self, index: int) -> bool:
-        """Whether the layer before is a mixer."""
+        """Whether the previous layer is a mixer."""
         return index > 0 and self.kinds[index - 1] != "mlp"
 
     @property
     def kinds(self) -> list[str]:
-        """What each layer is."""
+        """The kind of each layer."""
         words = self.layers_block_type or self.hybrid_override_pattern or ()
         return [_KINDS[word] for word in words]
 
@@ -224,7 +224,7 @@ _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def _fields_of(entry: Mamba2Config | AttentionConfig | MLPConfig) -> dict[str, Any]:
-    """Return what one layer says of all of its kind; the engine compares all."""
+    """Return the fields of one layer for all layers of its kind; the engine compares them all."""
     if isinstance(entry, AttentionConfig):
         return {
             "num_attention_heads": entry.num_heads,

@@ -1,4 +1,4 @@
-"""OLMo-2: norms behind each branch, and of all queries and all keys at once."""
+"""OLMo-2: norms after each branch, and over all queries and all keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NORMS = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Fields(DecoderFields):
-    """What an OLMo-2's config.json has of its own, with its defaults."""
+    """The specific fields of an OLMo-2's config.json, with their defaults."""
 
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5

@@ -1,4 +1,4 @@
-"""OLMoE: norms of all queries and all keys at once, and experts in every layer."""
+"""OLMoE: norms over all queries and all keys, and experts in every layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoeFields(DecoderFields):
-    """What an OLMoE's config.json has of its own, with its defaults.
+    """The specific fields of an OLMoE's config.json, with their defaults.
 
-    The loss of `router_aux_loss_coef` counts in training here, whatever `output_router_logits`
-    says, which changes no logit.
+    The loss of `router_aux_loss_coef` always counts in training here, independent of
+    `output_router_logits`, which changes no logit.
     """
 
     vocab_size: int = 50304

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused projections, LongRoPE, and a share of the channels that turn."""
+"""Phi-3 and Phi-4: fused projections, LongRoPE, and partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _KINDS = ("default", "longrope", "su")
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Fields(DecoderFields):
-    """What a Phi-3's config.json has of its own, with its defaults.
+    """The specific fields of a Phi-3's config.json, with their defaults.
 
-    `pad_token_id` changes nothing, but is always written: what transformers takes without it need
-    not be a token of the vocabulary.
+    `pad_token_id` changes nothing, but is always written, because the default of transformers
+    may lie outside the vocabulary.
     """
 
     vocab_size: int = 32064
@@ -54,7 +54,7 @@ class Phi3Fields(DecoderFields):
 
     @property
     def rope(self) -> RopeConfig:
-        """How heads turn; `partial_rotary_factor` may stand on its own or with the rest."""
+        """The rotary embedding, with `partial_rotary_factor` inside or outside `rope_parameters`."""
         found: dict[str, Any] = dict(self.rope_scaling or self.rope_parameters or {})
         kind = found.get("rope_type") or found.get("type") or "default"
         if kind not in _KINDS:
@@ -88,7 +88,7 @@ def _write(config: ModelConfig) -> Phi3Fields:
 
 
 def _attention(source: str, target: str, mixer: AttentionConfig, hidden: int) -> Iterator[Link]:
-    """Yield the rows of queries, of keys and of values, and the projection back."""
+    """Yield the rows of queries, keys and values, and the output projection."""
     queries, groups = mixer.queries_per_group, mixer.num_kv_heads
     rows, start = groups * (queries + 2) * mixer.head_dim, 0
     for place in ((0, queries), (queries, queries + 1), (queries + 1, queries + 2)):
@@ -106,7 +106,7 @@ def _attention(source: str, target: str, mixer: AttentionConfig, hidden: int) ->
 
 
 def _mlp(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
-    """Yield the rows of the gate and behind them those up, and the projection down."""
+    """Yield the rows of gate and up, one after the other, and the projection down."""
     ffn = mlp.ffn_size
     yield from leaves(f"{source}.gate_up_proj", f"{target}.up", 2 * ffn, hidden, bias=False)
     yield from leaves(f"{source}.down_proj", f"{target}.down", hidden, ffn, bias=False)

@@ -21,10 +21,10 @@ LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class QwenFields(DecoderFields):
-    """What a Qwen's config.json has of its own, with its defaults.
+    """The specific fields of a Qwen's config.json, with their defaults.
 
-    `layer_types` says which layers have the window; without it they are those from
-    `max_window_layers` on.
+    `layer_types` lists the layers with a window; without it, the layers from `max_window_layers` on
+    have one.
     """
 
     vocab_size: int = 151936
@@ -48,7 +48,7 @@ class QwenFields(DecoderFields):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer with a window sees."""
+        """Window size of a layer with a window."""
         return self.sliding_window if self.use_sliding_window else None
 
     @property
@@ -85,7 +85,7 @@ def window_fields(config: ModelConfig) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Fields(QwenFields):
-    """What a Qwen2's config.json has of its own."""
+    """The specific fields of a Qwen2's config.json."""
 
 
 def _read(given: Qwen2Fields) -> ModelConfig:

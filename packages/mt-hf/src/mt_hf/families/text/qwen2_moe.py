@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts, and one for all tokens that a gate scales."""
+"""Qwen2-MoE: Qwen2 with experts, and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeFields(SparseFields):
-    """What a Qwen2-MoE's config.json has of its own, with its defaults.
+    """The specific fields of a Qwen2-MoE's config.json, with their defaults.
 
-    `layer_types` says which layers have the window; without it they are every other one below
-    `max_window_layers`.
+    `layer_types` lists the layers with a window; without it, every other layer below
+    `max_window_layers` has one.
     """
 
     intermediate_size: int = 5632

@@ -13,7 +13,7 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Fields(QwenFields):
-    """What a Qwen3's config.json has of its own, with its defaults."""
+    """The specific fields of a Qwen3's config.json, with their defaults."""
 
     head_dim: int | None = 128
     attention_bias: bool = False

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in layers that its config.json tells."""
+"""Qwen3-MoE: Qwen3 with experts in the layers listed in config.json."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mt_hf.family.family import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeFields(SparseFields):
-    """What a Qwen3-MoE's config.json has of its own, with its defaults.
+    """The specific fields of a Qwen3-MoE's config.json, with their defaults.
 
-    Where there is a window, all layers have it. `num_local_experts` is a newer name of
-    `num_experts`. `max_window_layers` is read by nothing.
+    If there is a window, all layers have it. `num_local_experts` is a newer name of `num_experts`.
+    Nothing reads `max_window_layers`.
     """
 
     intermediate_size: int = 6144

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets and gated attention in turns, with plain feed-forwards."""
+"""Qwen3-Next: alternating gated delta nets and gated attention, with dense feed-forwards."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 class Qwen3NextFields:
     """The fields of a Qwen3-Next's config.json, with the defaults of transformers.
 
-    Feed-forwards of experts are not built: every layer has to be in `mlp_only_layers`, or
-    `num_experts` be 0. Those from `num_experts_per_tok` on are read by nothing then.
+    Experts are not supported: every layer must be in `mlp_only_layers`, or `num_experts` must be 0.
+    Then nothing reads the fields from `num_experts_per_tok` on.
     """
 
     vocab_size: int = 151936
@@ -94,14 +94,14 @@ class Qwen3NextFields:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each layer is."""
+        """The kind of each layer."""
         every, count = self.full_attention_interval, self.num_hidden_layers
         turns = tuple(_LINEAR if (i + 1) % every else _FULL for i in range(count))
         return self.layer_types or turns
 
     @property
     def rope(self) -> RopeConfig:
-        """The rotary embedding, wherever its parts are written."""
+        """The rotary embedding, from any of its places in config.json."""
         found = self.rope_parameters or {}
         theta = found.get("rope_theta", self.rope_theta)
         fraction = found.get("partial_rotary_factor", self.partial_rotary_factor)
@@ -170,7 +170,7 @@ def _write(config: ModelConfig) -> Qwen3NextFields:
 
 
 def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
-    """Return what one layer says of all of its kind; the engine compares all."""
+    """Return the fields of one layer for all layers of its kind; the engine compares them all."""
     if isinstance(mixer, GatedDeltaNetConfig):
         return {
             "linear_conv_kernel_dim": mixer.conv_size,
@@ -217,7 +217,7 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 def _delta_net_links(
     source: str, target: str, mixer: GatedDeltaNetConfig, hidden: int
 ) -> Iterator[Link]:
-    """Yield the tensors of one delta net; the channels of its convolution are q, then k, then v."""
+    """Yield the tensors of one delta net; its convolution has the channels of q, then k, then v."""
     keys, values = mixer.num_key_heads, mixer.num_value_heads * mixer.value_dim
     for name, ours, shape in (
         ("in_proj_qkvz.weight", "qkvz.weight", (keys * sum(mixer.parts), hidden)),

@@ -1,4 +1,4 @@
-"""T5 and Flan-T5: an encoder and a decoder, with a table of biases each and scores not scaled."""
+"""T5 and Flan-T5: an encoder and a decoder, each with relative biases and unscaled scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNSAID = ("pad_token_id", "n_positions", "classifier_dropout", "output_past")
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderFields:
-    """The fields of config.json that T5 and mT5 have in common."""
+    """The common fields of T5's and mT5's config.json."""
 
     vocab_size: int
     d_model: int = 512
@@ -88,13 +88,13 @@ class EncoderDecoderFields:
 
     @property
     def activation(self) -> tuple[str, str]:
-        """Name of the activation, and `gated` or nothing."""
+        """Name of the activation, and whether it is gated."""
         kind, _, name = self.feed_forward_proj.rpartition("-")
         return ("gelu_new" if (kind, name) == ("gated", "gelu") else name), kind
 
     @property
     def scales(self) -> bool:
-        """Whether the head gets the decoder's output times `d_model ** -0.5`."""
+        """Whether the decoder's output is scaled by `d_model ** -0.5` before the head."""
         return False
 
 
@@ -102,9 +102,9 @@ class EncoderDecoderFields:
 class T5Fields(EncoderDecoderFields):
     """The fields of a T5's config.json, with the defaults of transformers.
 
-    `dense_act_fn` and `is_gated_act` repeat `feed_forward_proj`. `n_positions`, the length of
-    sequences in pretraining, bounds nothing, and `initializer_factor`, `classifier_dropout` and
-    `output_past` change no logit. A `gated-gelu` is the one with tanh.
+    `dense_act_fn` and `is_gated_act` repeat `feed_forward_proj`. `n_positions`, the sequence
+    length of pretraining, limits nothing, and `initializer_factor`, `classifier_dropout` and
+    `output_past` change no logit. `gated-gelu` means the tanh form.
     """
 
     vocab_size: int = 32128
@@ -116,7 +116,7 @@ class T5Fields(EncoderDecoderFields):
 
     @property
     def scales(self) -> bool:
-        """Whether the head gets the decoder's output times `d_model ** -0.5`."""
+        """Whether the decoder's output is scaled by `d_model ** -0.5` before the head."""
         named = self.scale_decoder_outputs
         return self.tie_word_embeddings if named is None else named
 
@@ -163,10 +163,10 @@ def _read(given: EncoderDecoderFields) -> ModelConfig:
 
 
 def _settle(config: StackConfig, names: Collection[str]) -> StackConfig:
-    """Say whether the head is tied, which depends on what is stored.
+    """Decide from the stored tensors whether the head is tied.
 
-    transformers ties a head that a folder does not have, and takes one that it has, whatever
-    config.json says; that one speaks of the scale.
+    transformers ties the head if the folder has none, and otherwise uses the stored one,
+    regardless of config.json, which only decides the scale.
     """
     config = cast("ModelConfig", config)
     if _HEAD not in names:
@@ -175,10 +175,10 @@ def _settle(config: StackConfig, names: Collection[str]) -> StackConfig:
 
 
 def fields_of(fields: type[EncoderDecoderFields], config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json of a model.
+    """Return the config.json fields of a model.
 
     Args:
-        fields: Those of the family.
+        fields: The class of the family's fields.
         config: The model.
 
     Raises:
@@ -214,7 +214,7 @@ def fields_of(fields: type[EncoderDecoderFields], config: ModelConfig) -> dict[s
 
 
 def _names(mlp: MLPConfig) -> tuple[str, str]:
-    """What transformers calls the feed-forward, and its activation."""
+    """Name of the feed-forward in transformers, and its activation."""
     name = ACTIVATION_NAMES[mlp.activation]
     if not mlp.gated:
         return name, name
@@ -270,7 +270,7 @@ def _mlp(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link
 def _parts(
     source: str, target: str, names: tuple[str, ...], shape: tuple[int, int], *, dim: int
 ) -> Iterator[Link]:
-    """Yield the weights that lie one behind the other in a dim of a fused one."""
+    """Yield the weights that are concatenated along a dim of a fused one."""
     for place, name in enumerate(names):
         for link in leaves(f"{source}.{name}", target, *shape, bias=False):
             yield replace(link, box={dim: (place, place + 1)})
