@@ -54,7 +54,7 @@ class Phi3Fields(DecoderFields):
 
     @property
     def rope(self) -> RopeConfig:
-        """The rotary embedding, with `partial_rotary_factor` inside or outside `rope_parameters`."""
+        """The rotary embedding; `partial_rotary_factor` may be in `rope_parameters` or not."""
         found: dict[str, Any] = dict(self.rope_scaling or self.rope_parameters or {})
         kind = found.get("rope_type") or found.get("type") or "default"
         if kind not in _KINDS:
