@@ -185,7 +185,7 @@ KEY = f"{ATTENTION.format(1)}.k_scale"
         (lambda f: _without(f, lambda t: t.pop(KEY)), "layers.1.self_attn: k_scale is missing"),
         (lambda f: _without(f, lambda t: t.update({KEY: torch.ones(3)})), "3 scales, and 2 heads"),
         (lambda f: _without(f, lambda t: t.update({KEY: torch.zeros(2)})), "scales are above 0"),
-        (lambda f: _scheme(f, num_bits=4), "kv_cache_scheme .* is not read"),
+        (lambda f: _scheme(f, num_bits=4), "kv_cache_scheme .* is not supported"),
         (lambda f: _scheme(f, dynamic=True), "not dynamic"),
         (lambda f: _scheme(f, strategy="channel"), "strategy tensor or attn_head"),
     ],
@@ -200,11 +200,11 @@ def test_a_damaged_folder_is_one_error(damage, words, tmp_path):
 @pytest.mark.parametrize(
     ("formats", "words"),
     [
-        ("fp8", "a checkpoint has static scales of keys and values, and fp8-token none"),
+        ("fp8", "fp8-token has none"),
         ({0: KVFormat.named("fp8-head")}, "layer 1 keeps its keys and values in full"),
         (
             {0: KVFormat.named("fp8-head"), 1: KVFormat.named("int8-head")},
-            "one format of all keys and values, and there are fp8-head .* and int8-head",
+            "one format for keys and values, and there are fp8-head .* and int8-head",
         ),
     ],
 )
