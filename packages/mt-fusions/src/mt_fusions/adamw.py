@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from mt_files import check_type
+from mt_kernels import AUTO, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.blocks import wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.operator import operator
 
 
@@ -184,15 +185,17 @@ def _triton_obstacle(master: Tensor, *_: Any) -> str | None:
     return triton_obstacle(master)
 
 
-def _none(*_: Any) -> None:
-    """There is no gradient of a step."""
-
-
-ADAMW_KERNELS = (
-    Kernel(name="cpu", forward=_cpu, backward=_none, obstacle=cpu_obstacle),
-    Kernel(name="triton", forward=_triton, backward=_none, obstacle=_triton_obstacle),
-    Kernel(name="reference", forward=_reference, backward=_none, obstacle=serves),
+ADAMW_KERNELS = implementations(
+    "adamw_",
+    cpu=Functions(_cpu),
+    triton=Functions(_triton),
+    reference=Functions(_reference),
+    obstacle=_triton_obstacle,
 )
+
+
+def _nothing(*_: Any) -> None:
+    """Return no result: a step writes into its arguments."""
 
 
 def _run(
@@ -206,7 +209,7 @@ def _run(
 ) -> None:
     numbers, step, name = how
     state = AdamWState(params, grads, exp_avgs, exp_avg_sqs, masters)
-    kernel = kernel_for(ADAMW_KERNELS, name, (masters or params)[0])
+    kernel = ADAMW_KERNELS.find(name, (masters or params)[0]).function
     kernel.forward(state, factor, numbers, step)
 
 
@@ -215,7 +218,7 @@ _step = operator(
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor? factor, float[] numbers, int step, str kernel) -> ()",
     _run,
-    fake=_none,
+    fake=_nothing,
 )
 
 

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from mt_files import AUTO as AUTO
-from mt_files import kernel_for as kernel_for
-from mt_kernels import Candidate, eager_obstacle
-from mt_kernels import cpu_obstacle as cpu_obstacle
-from mt_kernels import serves as serves
-from mt_kernels import triton_obstacle as triton_obstacle
+from mt_kernels import Candidate, Registry, cpu_obstacle, eager_obstacle, triton_obstacle
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One way to compute an operation and its gradient.
+class Functions(NamedTuple):
+    """The two functions of an operator.
 
     Attributes:
-        name: In messages, and to ask for it.
         forward: Computes the operation.
-        backward: Computes its gradient.
-        obstacle: Why it can't serve these arguments; None where it serves.
+        backward: Computes its gradient; None where it has none.
     """
 
-    name: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    obstacle: Callable[..., str | None]
+    backward: Callable[..., Any] | None = None
+
+
+def implementations(
+    operation: str,
+    *,
+    cpu: Functions,
+    triton: Functions,
+    reference: Functions,
+    obstacle: Callable[..., str | None] = triton_obstacle,
+) -> Registry[Any]:
+    """Return what an operator runs on each device.
+
+    Args:
+        operation: Name of the function that calls it.
+        cpu: Blocks that stay in a CPU's cache.
+        triton: A Triton kernel.
+        reference: Plain torch, which always serves.
+        obstacle: Why the Triton kernel cannot serve.
+    """
+    candidates = (
+        Candidate("cpu", cpu, cpu_obstacle),
+        Candidate("triton", triton, obstacle),
+        Candidate("reference", reference),
+    )
+    return Registry(operation, candidates)
 
 
 def fused_kernel(x: Tensor) -> str:
@@ -66,14 +80,14 @@ def accelerator_drawback(x: Tensor, *_: Any) -> str | None:
 
 def fused(
     function: Callable[..., Any],
-    kernels: Sequence[Kernel],
+    kernels: Registry[Any],
     drawback: Callable[..., str | None] = fused_drawback,
 ) -> Candidate[Callable[..., Any]]:
     """Return the candidate `fused`: a function of this package, by the kernel of the device.
 
     Args:
         function: It has an argument `kernel`.
-        kernels: What that may be.
+        kernels: What that may be, from `implementations`.
         drawback: As of `Candidate`.
     """
     obstacle = partial(_fused_obstacle, kernels)
@@ -84,8 +98,7 @@ def _by_device(function: Callable[..., Any], x: Tensor, *args: Any, **how: Any) 
     return function(x, *args, **how, kernel=fused_kernel(x))
 
 
-def _fused_obstacle(kernels: Sequence[Kernel], x: Tensor, *_: Any) -> str | None:
+def _fused_obstacle(kernels: Registry[Any], x: Tensor, *_: Any) -> str | None:
     if torch.compiler.is_compiling():  # in a compiled graph the kernel says it when it runs
         return None
-    name = fused_kernel(x)
-    return next(kernel.obstacle(x) for kernel in kernels if kernel.name == name)
+    return kernels.get(fused_kernel(x)).obstacle(x)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mt_kernels import Registry
+
 from mt_fusions.activations.bias_gelu import BIAS_GELU_KERNELS
 from mt_fusions.activations.gated import GATED_KERNELS
 from mt_fusions.adamw import ADAMW_KERNELS
 from mt_fusions.attention.masked_softmax import MASKED_SOFTMAX_KERNELS
 from mt_fusions.attention.rope import ROPE_KERNELS
-from mt_fusions.kernels import Kernel
 from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS
 from mt_fusions.norms.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
 from mt_fusions.permute import PERMUTE_KERNELS, UNPERMUTE_KERNELS
 from mt_fusions.residual.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS
 
-KERNELS: Mapping[str, tuple[Kernel, ...]] = {
+KERNELS: Mapping[str, Registry[Any]] = {
     "rms_norm": RMS_NORM_KERNELS,
     "layer_norm": LAYER_NORM_KERNELS,
     "add_rms_norm": RMS_NORM_KERNELS,
@@ -56,4 +57,4 @@ def obstacles(operation: str, *tensors: Any) -> dict[str, str | None]:
     """
     if operation not in KERNELS:
         raise ValueError(f"operation must be one of {', '.join(KERNELS)}, got {operation!r}")
-    return {kernel.name: kernel.obstacle(*tensors) for kernel in KERNELS[operation]}
+    return KERNELS[operation].obstacles(*tensors)

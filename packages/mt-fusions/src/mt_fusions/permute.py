@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from mt_files import check_type
+from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_fusions.arguments import check_floating, check_range
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.operator import operator
 
 Pair = tuple[Tensor, Tensor]  # gradients of rows and weights
@@ -217,24 +218,22 @@ def _triton_combine_backward(
     return spread(grad, places, weights), dots(rows, grad, places)
 
 
-_OBSTACLES = {"cpu": cpu_obstacle, "triton": triton_obstacle, "reference": serves}
-_WAYS = {
-    "cpu": (_cpu_spread, _cpu_combine, _cpu_combine_backward),
-    "triton": (_triton_spread, _triton_combine, _triton_combine_backward),
-    "reference": (_spread, _combine, _combine_backward),
-}
-PERMUTE_KERNELS = tuple(
-    Kernel(name=name, forward=spread, backward=combine, obstacle=_OBSTACLES[name])
-    for name, (spread, combine, _) in _WAYS.items()
+PERMUTE_KERNELS = implementations(
+    "permute",
+    cpu=Functions(_cpu_spread, _cpu_combine),
+    triton=Functions(_triton_spread, _triton_combine),
+    reference=Functions(_spread, _combine),
 )
-UNPERMUTE_KERNELS = tuple(
-    Kernel(name=name, forward=combine, backward=backward, obstacle=_OBSTACLES[name])
-    for name, (_, combine, backward) in _WAYS.items()
+UNPERMUTE_KERNELS = implementations(
+    "unpermute",
+    cpu=Functions(_cpu_combine, _cpu_combine_backward),
+    triton=Functions(_triton_combine, _triton_combine_backward),
+    reference=Functions(_combine, _combine_backward),
 )
 
 
 def _run(x: Tensor, places: Tensor, kernel: str) -> Tensor:
-    return kernel_for(PERMUTE_KERNELS, kernel, x).forward(x, places, None)
+    return PERMUTE_KERNELS.find(kernel, x).function.forward(x, places, None)
 
 
 def _fake(x: Tensor, places: Tensor, kernel: str) -> Tensor:
@@ -242,7 +241,7 @@ def _fake(x: Tensor, places: Tensor, kernel: str) -> Tensor:
 
 
 def _run_backward(grad: Tensor, places: Tensor, kernel: str) -> Tensor:
-    return kernel_for(PERMUTE_KERNELS, kernel, grad).backward(grad, places, None)
+    return PERMUTE_KERNELS.find(kernel, grad).function.backward(grad, places, None)
 
 
 def _fake_backward(grad: Tensor, places: Tensor, kernel: str) -> Tensor:
@@ -275,7 +274,7 @@ _permute = operator(
 
 
 def _run_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str) -> Tensor:
-    return kernel_for(UNPERMUTE_KERNELS, kernel, rows).forward(rows, places, weights)
+    return UNPERMUTE_KERNELS.find(kernel, rows).function.forward(rows, places, weights)
 
 
 def _fake_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str) -> Tensor:
@@ -285,7 +284,7 @@ def _fake_sum(rows: Tensor, places: Tensor, weights: Tensor | None, kernel: str)
 def _run_sum_backward(
     grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None, kernel: str
 ) -> Pair:
-    found = kernel_for(UNPERMUTE_KERNELS, kernel, grad).backward(grad, rows, places, weights)
+    found = UNPERMUTE_KERNELS.find(kernel, grad).function.backward(grad, rows, places, weights)
     return found[0], found[1] if weights is None else found[1].to(weights.dtype)
 
 

@@ -6,21 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mt_kernels import Candidate, Registry
+from mt_kernels import AUTO, Candidate, Registry
 from torch import Tensor
 
 from mt_fusions.activations.activation import activate, activation_and_slope
 from mt_fusions.arguments import check_floating, check_of_columns
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import (
-    AUTO,
-    Kernel,
-    cpu_obstacle,
-    fused,
-    kernel_for,
-    serves,
-    triton_obstacle,
-)
+from mt_fusions.kernels import Functions, fused, implementations
 from mt_fusions.operator import operator
 
 Grads = tuple[Tensor, Tensor]  # of x and, in fp32 at least, of the bias
@@ -120,20 +112,16 @@ def _triton_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> Grads:
     return backward(grad, x, bias, kind)
 
 
-BIAS_GELU_KERNELS = (
-    Kernel(name="cpu", forward=_cpu_forward, backward=_cpu_backward, obstacle=cpu_obstacle),
-    Kernel(
-        name="triton",
-        forward=_triton_forward,
-        backward=_triton_backward,
-        obstacle=triton_obstacle,
-    ),
-    Kernel(name="reference", forward=_reference, backward=_reference_backward, obstacle=serves),
+BIAS_GELU_KERNELS = implementations(
+    "bias_gelu",
+    cpu=Functions(_cpu_forward, _cpu_backward),
+    triton=Functions(_triton_forward, _triton_backward),
+    reference=Functions(_reference, _reference_backward),
 )
 
 
 def _run(x: Tensor, bias: Tensor, kind: str, kernel: str) -> Tensor:
-    return kernel_for(BIAS_GELU_KERNELS, kernel, x).forward(x, bias, kind)
+    return BIAS_GELU_KERNELS.find(kernel, x).function.forward(x, bias, kind)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -141,7 +129,7 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _run_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str, kernel: str) -> Grads:
-    found = kernel_for(BIAS_GELU_KERNELS, kernel, x).backward(grad, x, bias, kind)
+    found = BIAS_GELU_KERNELS.find(kernel, x).function.backward(grad, x, bias, kind)
     return found[0], found[1].to(bias.dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from mt_files import check_type
+from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_fusions.activations.activation import (
@@ -16,7 +17,7 @@ from mt_fusions.activations.activation import (
 )
 from mt_fusions.arguments import check_floating, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.operator import operator
 
 How = tuple[str, float | None, float]  # kind, clamp, up_offset
@@ -233,15 +234,11 @@ def _triton_backward(
     return backward(grad, gate, up, weight, how)
 
 
-GATED_KERNELS = (
-    Kernel(name="cpu", forward=_cpu_forward, backward=_cpu_backward, obstacle=cpu_obstacle),
-    Kernel(
-        name="triton",
-        forward=_triton_forward,
-        backward=_triton_backward,
-        obstacle=triton_obstacle,
-    ),
-    Kernel(name="reference", forward=_reference, backward=_reference_backward, obstacle=serves),
+GATED_KERNELS = implementations(
+    "gated",
+    cpu=Functions(_cpu_forward, _cpu_backward),
+    triton=Functions(_triton_forward, _triton_backward),
+    reference=Functions(_reference, _reference_backward),
 )
 
 
@@ -258,9 +255,9 @@ def _run(
     gate: Tensor, up: Tensor | None, weight: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor]:
     *terms, name, _ = how
-    kernel = kernel_for(GATED_KERNELS, name, gate)
+    kernel = GATED_KERNELS.find(name, gate)
     if up is None or kernel.name != "cpu" or not _is_plain(up, weight, tuple(terms)):
-        return kernel.forward(gate, up, weight, tuple(terms)), gate.new_empty(0)
+        return kernel.function.forward(gate, up, weight, tuple(terms)), gate.new_empty(0)
     kept = activate(gate, terms[0]).contiguous()
     if _keeps((gate, up, weight), how):
         return torch.mul(kept, up), kept
@@ -283,7 +280,7 @@ def _run_backward(
         grad_gate = torch.mul(grad, up, out=torch.empty_like(kept))
         activation_backward(grad_gate, gate, terms[0], out=grad_gate)
         return grad_gate, grad_up, gate.new_empty(0)
-    kernel = kernel_for(GATED_KERNELS, name, gate)
+    kernel = GATED_KERNELS.find(name, gate).function
     grads = kernel.backward(grad, gate, up, weight, tuple(terms))
     grad_weight = gate.new_empty(0) if weight is None else grads[2].to(weight.dtype)
     return grads[0], gate.new_empty(0) if up is None else grads[1], grad_weight

@@ -7,19 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from mt_files import check_type
+from mt_kernels import AUTO, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import row_blocks, wide_dtype
-from mt_fusions.kernels import (
-    AUTO,
-    Kernel,
-    cpu_obstacle,
-    kernel_for,
-    serves,
-    triton_obstacle,
-    width_obstacle,
-)
+from mt_fusions.kernels import Functions, implementations, width_obstacle
 from mt_fusions.operator import operator
 
 Pair = tuple[Tensor, Tensor]  # probabilities and the sinks' own, or their gradients
@@ -180,20 +173,17 @@ def _triton_obstacle(scores: Tensor, *_: Any) -> str | None:
     return triton_obstacle(scores) or width_obstacle(scores.shape[-1])
 
 
-MASKED_SOFTMAX_KERNELS = (
-    Kernel(name="cpu", forward=_cpu_forward, backward=_cpu_backward, obstacle=cpu_obstacle),
-    Kernel(
-        name="triton",
-        forward=_triton_forward,
-        backward=_triton_backward,
-        obstacle=_triton_obstacle,
-    ),
-    Kernel(name="reference", forward=_reference, backward=_reference_backward, obstacle=serves),
+MASKED_SOFTMAX_KERNELS = implementations(
+    "masked_softmax",
+    cpu=Functions(_cpu_forward, _cpu_backward),
+    triton=Functions(_triton_forward, _triton_backward),
+    reference=Functions(_reference, _reference_backward),
+    obstacle=_triton_obstacle,
 )
 
 
 def _run(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, *how: Any) -> Pair:
-    kernel = kernel_for(MASKED_SOFTMAX_KERNELS, how[-1], scores)
+    kernel = MASKED_SOFTMAX_KERNELS.find(how[-1], scores).function
     if not scores.numel():
         return _fake(scores, mask, sinks)
     return kernel.forward(scores, mask, sinks, Form(*how[:-1]))
@@ -205,7 +195,7 @@ def _fake(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, *_: Any) ->
 
 
 def _run_backward(grad: Tensor, probs: Tensor, rest: Tensor, scale: float, kernel: str) -> Pair:
-    way = kernel_for(MASKED_SOFTMAX_KERNELS, kernel, probs)
+    way = MASKED_SOFTMAX_KERNELS.find(kernel, probs).function
     if not probs.numel():
         return _fake_backward(grad, probs, rest)
     return way.backward(grad, probs, rest, scale)

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from mt_files import check_type
+from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.operator import operator
 
 Pair = tuple[Tensor, Tensor]
@@ -121,16 +122,17 @@ def _triton(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tensor:
     return turn(x, cos, sin, how)
 
 
-ROPE_KERNELS = (
-    Kernel(name="cpu", forward=_cpu, backward=_cpu, obstacle=cpu_obstacle),
-    Kernel(name="triton", forward=_triton, backward=_triton, obstacle=triton_obstacle),
-    Kernel(name="reference", forward=_reference, backward=_reference, obstacle=serves),
+ROPE_KERNELS = implementations(
+    "rope",
+    cpu=Functions(_cpu, _cpu),
+    triton=Functions(_triton, _triton),
+    reference=Functions(_reference, _reference),
 )
 
 
 def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Pair:
     *form, name = how
-    kernel = kernel_for(ROPE_KERNELS, name, q)
+    kernel = ROPE_KERNELS.find(name, q).function
     return kernel.forward(q, cos, sin, form), kernel.forward(k, cos, sin, form)
 
 

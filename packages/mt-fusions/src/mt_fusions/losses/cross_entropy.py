@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mt_kernels import AUTO, Candidate, Registry, triton_obstacle
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_fusions.arguments import check_floating
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, kernel_for, serves, triton_obstacle
 from mt_fusions.losses.kernel import LogitKernel
 from mt_fusions.losses.terms import (
     IGNORE_INDEX,
@@ -238,27 +237,20 @@ def _torch_obstacle(x: Tensor) -> str | None:
     return None
 
 
-TORCH = LogitKernel(
-    name="torch",
-    forward=_torch_rows,
-    backward=_torch_gradient,
-    softmax=_torch_softmax,
-    obstacle=serves,
-)
-CROSS_ENTROPY_KERNELS = (
-    replace(TORCH, obstacle=_torch_obstacle),
-    LogitKernel(
-        name="triton", forward=_triton_rows, backward=_triton_gradient, obstacle=triton_obstacle
-    ),
-    LogitKernel(
-        name="reference", forward=_reference, backward=_reference_gradient, obstacle=serves
+TORCH = LogitKernel(_torch_rows, _torch_gradient, _torch_softmax)
+CROSS_ENTROPY_KERNELS: Registry[LogitKernel] = Registry(
+    "cross_entropy",
+    (
+        Candidate("torch", TORCH, _torch_obstacle),
+        Candidate("triton", LogitKernel(_triton_rows, _triton_gradient), triton_obstacle),
+        Candidate("reference", LogitKernel(_reference, _reference_gradient)),
     ),
 )
 
 
 def _run(logits: Tensor, labels: Tensor, columns: int, *how: Any) -> Terms:
     wants_total, name = how
-    kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, logits)
+    kernel = CROSS_ENTROPY_KERNELS.find(name, logits).function
     return kernel.forward(logits, labels, columns, wants_total=wants_total)
 
 
@@ -270,7 +262,7 @@ def _fake(logits: Tensor, labels: Tensor, columns: int, *how: Any) -> Terms:
 def _run_backward(logits: Tensor, labels: Tensor, lse: Tensor, *how: Any) -> Tensor:
     *grads, columns, name = how
     out = logits.new_empty(logits.shape)
-    kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, logits)
+    kernel = CROSS_ENTROPY_KERNELS.find(name, logits).function
     kernel.backward(out, logits, labels, lse, tuple(grads), columns)
     return out
 
@@ -327,7 +319,7 @@ class _InPlace(torch.autograd.Function):
         # Unpacked a second time, the logits have another version, and autograd raises.
         logits, labels, lse = ctx.saved_tensors
         given = grads[0], grads[1], grads[2] if ctx.wants_total else lse.new_empty(0)
-        kernel = kernel_for(CROSS_ENTROPY_KERNELS, ctx.kernel, logits)
+        kernel = CROSS_ENTROPY_KERNELS.find(ctx.kernel, logits).function
         kernel.backward(logits, logits, labels, lse, given, ctx.columns)
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mt_fusions.kernels import Kernel
 
-
-@dataclass(frozen=True, kw_only=True)
-class LogitKernel(Kernel):
-    """A kernel of cross entropy.
+class LogitKernel(NamedTuple):
+    """The functions of a kernel of cross entropy.
 
     Attributes:
         forward: Returns the terms of each row of logits: log-sum-exp, label's logit and sum.
@@ -23,4 +19,6 @@ class LogitKernel(Kernel):
             such form.
     """
 
+    forward: Callable[..., Any]
+    backward: Callable[..., None]
     softmax: Callable[..., tuple[Any, Tensor]] | None = None

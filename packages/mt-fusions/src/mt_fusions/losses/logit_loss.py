@@ -11,7 +11,7 @@ from mt_kernels import Candidate, Registry, serves, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.blocks import wide_dtype
-from mt_fusions.kernels import fused_kernel, kernel_for
+from mt_fusions.kernels import fused_kernel
 from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS, TORCH, gradient_of_
 from mt_fusions.losses.kernel import LogitKernel
 from mt_fusions.losses.terms import LossOptions, Terms, local_labels, over_ranks, token_losses
@@ -187,10 +187,10 @@ def _through_operator(name_of: Callable[[Tensor], str]) -> LogitKernel:
             run = torch.ops.mt_fusions.cross_entropy_backward
             out.copy_(run(logits, labels, lse, *grads, columns, name))
         else:
-            kernel = kernel_for(CROSS_ENTROPY_KERNELS, name, logits)
+            kernel = CROSS_ENTROPY_KERNELS.find(name, logits).function
             kernel.backward(out, logits, labels, lse, grads, columns)
 
-    return LogitKernel(name="operator", forward=forward, backward=backward, obstacle=serves)
+    return LogitKernel(forward, backward)
 
 
 def _fused_name(logits: Tensor) -> str:

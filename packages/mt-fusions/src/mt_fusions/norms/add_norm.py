@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mt_kernels import AUTO
 from torch import Tensor
 
-from mt_fusions.kernels import AUTO
 from mt_fusions.norms.form import Form
 from mt_fusions.norms.norm import norm
 

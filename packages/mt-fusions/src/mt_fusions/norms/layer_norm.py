@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mt_kernels import Candidate, Registry, eager_obstacle
+from mt_kernels import AUTO, Candidate, Registry, eager_obstacle
 from torch import Tensor
 
-from mt_fusions.kernels import AUTO, fused, fused_drawback
+from mt_fusions.kernels import fused, fused_drawback
 from mt_fusions.norms.form import Form
 from mt_fusions.norms.norm import LAYER_NORM_KERNELS, norm
 

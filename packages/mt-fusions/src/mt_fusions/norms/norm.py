@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 from mt_files import check_type
+from mt_kernels import Registry, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.arguments import check_floating, check_of_columns, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import (
-    Kernel,
-    cpu_obstacle,
-    kernel_for,
-    serves,
-    triton_obstacle,
-    width_obstacle,
-)
+from mt_fusions.kernels import Functions, implementations, width_obstacle
 from mt_fusions.norms.form import Form, Grads, Normed, Stats
 from mt_fusions.operator import operator
 
@@ -233,34 +227,33 @@ def _triton_backward(
     return backward(grad, grad_total, x, weight, stats, form, sums=sums)
 
 
-def _kernels(widest: int) -> tuple[Kernel, ...]:
+def _kernels(operation: str, widest: int) -> Registry[Any]:
     def obstacle(x: Tensor, *_: Any) -> str | None:
         return triton_obstacle(x) or width_obstacle(x.shape[-1], widest)
 
-    ways = {
-        "cpu": (_cpu_forward, _cpu_backward, cpu_obstacle),
-        "triton": (_triton_forward, _triton_backward, obstacle),
-        "reference": (norm_reference, _reference_backward, serves),
-    }
-    return tuple(
-        Kernel(name=name, forward=forward, backward=backward, obstacle=why)
-        for name, (forward, backward, why) in ways.items()
+    return implementations(
+        operation,
+        cpu=Functions(_cpu_forward, _cpu_backward),
+        triton=Functions(_triton_forward, _triton_backward),
+        reference=Functions(norm_reference, _reference_backward),
+        obstacle=obstacle,
     )
 
 
-RMS_NORM_KERNELS = _kernels(16384)
-LAYER_NORM_KERNELS = _kernels(8192)  # it sums two gradients in registers
+RMS_NORM_KERNELS = _kernels("rms_norm", 16384)
+LAYER_NORM_KERNELS = _kernels("layer_norm", 8192)  # it sums two gradients in registers
 
 
 def _run(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *how: Any
 ) -> Normed:
     form = Form(*how[:-1])
-    return _kernel_of(form, how[-1], x).forward(x, residual, weight, bias, form)
+    return _functions(form, how[-1], x).forward(x, residual, weight, bias, form)
 
 
-def _kernel_of(form: Form, name: str, x: Tensor) -> Kernel:
-    return kernel_for(LAYER_NORM_KERNELS if form.centered else RMS_NORM_KERNELS, name, x)
+def _functions(form: Form, name: str, x: Tensor) -> Any:
+    kernels = LAYER_NORM_KERNELS if form.centered else RMS_NORM_KERNELS
+    return kernels.find(name, x).function
 
 
 def _fake(
@@ -280,7 +273,7 @@ def _run_backward(
 ) -> Grads:
     mean, rstd, bias_dtype, sums, *terms, name = how
     form = Form(*terms)
-    kernel = _kernel_of(form, name, x)
+    kernel = _functions(form, name, x)
     found = kernel.backward(grad, grad_total, x, weight, (mean, rstd), form, sums=sums)
     return (
         found[0],

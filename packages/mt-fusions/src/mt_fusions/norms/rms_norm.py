@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mt_kernels import Candidate, Registry, cpu_obstacle, eager_obstacle
+from mt_kernels import AUTO, Candidate, Registry, cpu_obstacle, eager_obstacle
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_fusions.kernels import AUTO, accelerator_drawback, fused
+from mt_fusions.kernels import accelerator_drawback, fused
 from mt_fusions.norms.form import Form
 from mt_fusions.norms.norm import RMS_NORM_KERNELS, norm
 

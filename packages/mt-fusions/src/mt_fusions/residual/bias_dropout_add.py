@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from mt_files import check_type
+from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_fusions.arguments import check_floating, check_of_columns, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import AUTO, Kernel, cpu_obstacle, kernel_for, serves, triton_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.operator import operator
 from mt_fusions.residual.dropout import kept, scale
 
@@ -126,22 +127,18 @@ def _triton_backward(grad: Tensor, first: Tensor, how: Dropout) -> Grads:
     return backward(grad, first, how)
 
 
-BIAS_DROPOUT_ADD_KERNELS = (
-    Kernel(name="cpu", forward=_cpu_forward, backward=_cpu_backward, obstacle=cpu_obstacle),
-    Kernel(
-        name="triton",
-        forward=_triton_forward,
-        backward=_triton_backward,
-        obstacle=triton_obstacle,
-    ),
-    Kernel(name="reference", forward=_reference, backward=_reference_backward, obstacle=serves),
+BIAS_DROPOUT_ADD_KERNELS = implementations(
+    "bias_dropout_add",
+    cpu=Functions(_cpu_forward, _cpu_backward),
+    triton=Functions(_triton_forward, _triton_backward),
+    reference=Functions(_reference, _reference_backward),
 )
 
 
 def _run(
     x: Tensor, bias: Tensor | None, residual: Tensor, first: Tensor | None, *how: Any
 ) -> Tensor:
-    kernel = kernel_for(BIAS_DROPOUT_ADD_KERNELS, how[-1], x)
+    kernel = BIAS_DROPOUT_ADD_KERNELS.find(how[-1], x).function
     return kernel.forward(x, bias, residual, first, Dropout(*how[:-1]))
 
 
@@ -150,7 +147,7 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _run_backward(grad: Tensor, first: Tensor, *how: Any) -> Grads:
-    kernel = kernel_for(BIAS_DROPOUT_ADD_KERNELS, how[-1], grad)
+    kernel = BIAS_DROPOUT_ADD_KERNELS.find(how[-1], grad).function
     return kernel.backward(grad, first, Dropout(*how[:-1]))
 
 
