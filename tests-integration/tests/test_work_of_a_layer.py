@@ -42,7 +42,7 @@ def flash(q, k, v, *, dropout_p=0.0, is_causal=False, scale=None, **_):
 def like_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", flash)
-    monkeypatch.setattr("mt_kernels.triton.triton_is_interpreted", lambda: True)
+    monkeypatch.setattr("mt_kernels.device.triton_is_interpreted", lambda: True)
 
 
 def shown(work):

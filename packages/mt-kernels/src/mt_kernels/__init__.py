@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from mt_kernels.candidate import Candidate, serves
-from mt_kernels.choice import Choice
+from mt_kernels.candidate import Candidate, Choice, serves
 from mt_kernels.counter import GOLDEN, MIX_1, MIX_2, key_words, random_bits
-from mt_kernels.device import cpu_obstacle, eager_obstacle
+from mt_kernels.device import (
+    cpu_obstacle,
+    eager_obstacle,
+    triton_is_interpreted,
+    triton_obstacle,
+)
 from mt_kernels.flex import flex_attention
 from mt_kernels.registry import AUTO, KernelError, Registry
 from mt_kernels.selector import Selector
-from mt_kernels.triton import triton_is_interpreted, triton_obstacle
 
 __all__ = [
     "AUTO",

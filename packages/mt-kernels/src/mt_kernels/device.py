@@ -1,11 +1,16 @@
-"""Obstacles that a device or a compiler gives."""
+"""Obstacles that a device, a compiler or a missing Triton gives."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cpu_obstacle(x: Tensor, *_: Any) -> str | None:
@@ -16,3 +21,30 @@ def cpu_obstacle(x: Tensor, *_: Any) -> str | None:
 def eager_obstacle(*_: Any) -> str | None:
     """Refuse `torch.compile`, which fuses a plain implementation itself."""
     return "torch.compile fuses the plain form" if torch.compiler.is_compiling() else None
+
+
+def triton_obstacle(x: Tensor, *_: Any, any_dtype: bool = False) -> str | None:
+    """Return why Triton's compiler, or its interpreter where that is on, cannot serve a tensor.
+
+    Args:
+        x: The tensor.
+        any_dtype: Do not refuse dtypes that Triton's kernels here do not compute in fp32.
+    """
+    if not _is_installed():
+        return "triton is not installed"
+    if not any_dtype and x.dtype not in _DTYPES:
+        return f"it computes in fp32, and the tensor is {x.dtype}"
+    if x.device.type == "cuda" or triton_is_interpreted():
+        return None
+    return f"it is for CUDA, and the tensor on {x.device}"
+
+
+def triton_is_interpreted() -> bool:
+    """Return whether Triton is imported and interprets kernels, which works on a CPU."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

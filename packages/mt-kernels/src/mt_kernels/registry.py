@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from mt_files import UserError
 
-from mt_kernels.candidate import Candidate
-from mt_kernels.choice import Choice
+from mt_kernels.candidate import Candidate, Choice
 
 F = TypeVar("F")
 

@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mt_kernels.candidate import Candidate
-from mt_kernels.choice import Choice
+from mt_kernels.candidate import Candidate, Choice
 from mt_kernels.registry import AUTO, Registry
 
 F = TypeVar("F")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mt_kernels import Candidate, Registry, serves, triton_obstacle
+from mt_kernels import Candidate, Registry, triton_obstacle
 from torch import Tensor
 
 from mt_fusions.blocks import wide_dtype
