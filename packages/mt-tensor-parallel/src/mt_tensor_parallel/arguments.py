@@ -1,4 +1,4 @@
-"""Checks of what users give: types first, then values that cannot work."""
+"""Checks of arguments: types first, then values that cannot work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def positive_int(value: object, name: str) -> int:
 
 
 def check_number(value: object, name: str) -> None:
-    """Raise TypeError for what is no number, and ValueError for NaN and infinity."""
+    """Raise TypeError unless the value is a number, and ValueError for NaN and infinity."""
     if not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not -math.inf < value < math.inf:  # dynamo does not trace math.isfinite
@@ -30,14 +30,14 @@ def check_number(value: object, name: str) -> None:
 
 
 def check_labels(labels: object, name: str) -> None:
-    """Raise TypeError for what is no tensor of integers."""
+    """Raise TypeError unless `labels` is a tensor of integers."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"{name} must be a tensor of integers, such as int64, got {got}")
 
 
 def check_volume(shape: Sequence[int], what: str) -> None:
-    """Raise ValueError before values are drawn for a tensor that no machine holds."""
+    """Raise ValueError for a tensor that no machine holds, before its values are drawn."""
     if math.prod(shape) > _LARGEST:
         raise ValueError(
             f"{what} of shape {tuple(shape)} has {math.prod(shape):,} elements, more than the "

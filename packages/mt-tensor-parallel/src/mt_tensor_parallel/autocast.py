@@ -1,4 +1,4 @@
-"""What autocast does to the operands of a product, for products inside autograd functions."""
+"""The casts of autocast, for products inside autograd functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` in autocast's dtype; outside of autocast, or where its rule leaves it alone, `x`.
+    """Return `x` in autocast's dtype, or `x` itself where autocast would not cast it.
 
     The forward of an autograd function runs under autocast and its backward does not, so operands
     are cast before the function, and autograd casts their gradients back. As in torch, fp64 and
-    integers stay what they are.
+    integers are not cast.
 
     Shape:
         x: any. Returns the same.

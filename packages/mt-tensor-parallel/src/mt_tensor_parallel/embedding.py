@@ -28,7 +28,7 @@ from mt_tensor_parallel.shards import draw_part, take_part
 class _Lookup(torch.autograd.Function):
     """`F.embedding` whose backward accumulates low precision in fp32 on a CPU too.
 
-    torch does so on CUDA; on a CPU it adds bf16 to bf16, where a frequent token's gradient stops
+    torch does so on CUDA. On a CPU it adds bf16 to bf16, where a frequent token's gradient stops
     growing after a few hundred additions.
     """
 
@@ -50,14 +50,16 @@ class _Lookup(torch.autograd.Function):
 
 def _lookup(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
     if deterministic and weight.is_cuda:
-        return weight[ids]  # whose backward sorts the ids; that of F.embedding adds atomically
+        return weight[
+            ids
+        ]  # its backward sorts the ids; the backward of F.embedding adds atomically
     if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda:
         return cast(Tensor, _Lookup.apply(ids, weight))
     return F.embedding(ids, weight)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up token ids in a table whose rows are split over a group.
+    """An embedding table whose rows are split over a group.
 
     Rank t of n holds rows [t V / n, (t + 1) V / n). Ids of other ranks give zero rows, and the sum
     over the group is the lookup: forward all-reduces (reduce-scatters along the sequence under
@@ -67,15 +69,15 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab_size: Whole number of rows.
         hidden_size: Length of a row.
-        group: `None` means not split.
+        group: Ranks that split the rows; `None` means not split.
         axis: Axis name for the parameter's sharding record.
         sequence_parallel: Whether the output is a sequence shard.
-        deterministic: Whether the table's gradient has the same bits in every run, on CUDA too,
-            where that is slower. It always has on a CPU.
-        num_tokens: Real tokens; further rows are padding, and their ids are refused. `None` means
-            all.
-        dtype: Of the table; `None` is torch's default.
-        device: Of the table; `"meta"` draws no values.
+        deterministic: Whether the table's gradient has the same bits in every run on CUDA too,
+            which is slower. On a CPU it always does.
+        num_tokens: Number of real tokens; further rows are padding, and their ids are refused.
+            `None` means all.
+        dtype: Dtype of the table; `None` is torch's default.
+        device: Device of the table; `"meta"` draws no values.
 
     Shape:
         Input [B, S] int64 (any dims without sequence parallelism), output [B, S, hidden_size]
@@ -124,10 +126,10 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool = False,
         deterministic: bool = False,
     ) -> Self:
-        """Split a `torch.nn.Embedding`: this rank's rows of its table.
+        """Return an embedding with this rank's rows of a `torch.nn.Embedding`.
 
-        They are a copy with its values, dtype, device and `requires_grad`. Nothing is sent: every
-        rank of the group has the same embedding.
+        The rows are a copy with its values, dtype, device and `requires_grad`. Nothing is sent:
+        every rank of the group has the same whole embedding.
 
         Args:
             embedding: The whole embedding.
@@ -138,7 +140,7 @@ class VocabParallelEmbedding(nn.Module):
 
         Raises:
             TypeError: `embedding` is no `torch.nn.Embedding`.
-            ValueError: As of the constructor, or it has options that a split table lacks.
+            ValueError: As for the constructor, or it has options that a split table lacks.
         """
         check_type("embedding", embedding, nn.Embedding)
         for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
@@ -183,7 +185,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_group(rows, self.group)
 
     def extra_repr(self) -> str:
-        """The shapes and settings that torch prints."""
+        """Return the shapes and settings that torch prints."""
         return (
             f"vocab_size={self.vocab_size}, weight={list(self.weight.shape)}, "
             f"ranks={group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
@@ -193,8 +195,8 @@ class VocabParallelEmbedding(nn.Module):
 def check_range(ids: Tensor, size: int, *, what: str) -> None:
     """Raise if an id is outside [0, size).
 
-    On an accelerator the check is a device-side assertion, which does not wait for the device, and
-    in a compiled graph it is one too.
+    On an accelerator and in a compiled graph the check is a device-side assertion, for which the
+    host does not wait.
     """
     if ids.numel() == 0 or ids.device.type == "meta":
         return
@@ -209,7 +211,7 @@ def check_range(ids: Tensor, size: int, *, what: str) -> None:
         check()
         return
     try:
-        check()  # here too, so that what stands in for a CUDA graph sees no read by the host
+        check()  # without a read by the host, which a captured graph could not have
     except RuntimeError:
         worst = int(low) if low < 0 else int(high)
         raise ValueError(f"{what} {worst} is outside the vocabulary: {allowed}") from None

@@ -41,17 +41,17 @@ Mode: TypeAlias = Literal["column", "row"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearContext:
-    """The way a layer computes and communicates.
+    """The settings with which a layer computes and communicates.
 
     Attributes:
-        weight: As it was given: a parameter, or a view of one, before any cast.
-        gemm: Multiplies.
-        group: Ranks that split the weight, or None where nothing is sent.
+        weight: The given weight before any cast: a parameter, or a view of one.
+        gemm: The strategy of the products.
+        group: Ranks that split the weight, or None if nothing is sent.
         sequence_parallel: Whether activations outside the split region are sequence shards.
-        store: Takes the weight gradients while it is active; None for none.
-        sink: Where the weight's gradient is summed, or None for autograd.
-        overlap: How gathering and scattering are hidden.
-        keeps: Whether there may be a backward, for which something has to be kept.
+        store: The store that takes the weight's gradient while it is active, or None.
+        sink: The sink that sums the weight's gradient, or None for autograd.
+        overlap: How products hide gathering and scattering.
+        keeps: Whether a backward may follow, for which operands are kept.
     """
 
     weight: Tensor
@@ -65,24 +65,24 @@ class LinearContext:
 
     @property
     def waits(self) -> bool:
-        """Whether the weight's gradient is to be left for later."""
+        """Whether the weight's gradient is left for later."""
         return self.store is not None and self.store.active
 
     @property
     def ranks(self) -> dist.ProcessGroup:
-        """The group, where something is sent."""
+        """The group of a layer that communicates."""
         return cast("dist.ProcessGroup", self.group)
 
     def save(self, ctx: Any, x: Operand, weight: Operand) -> None:
-        """Keep each of the two where the other one gets a gradient."""
-        # A function's context says what needs a gradient, also where none is made.
+        """Keep each of the two operands whose partner gets a gradient."""
+        # The context reports needed gradients even under no_grad, where nothing has to be kept.
         need_x, need_w = ctx.needs_input_grad[:2] if self.keeps else (False, False)
         kept = self.gemm.saved(x) if need_w else ()
         ctx.linear, ctx.count = self, len(kept)
         ctx.save_for_backward(*kept, *(self.gemm.saved(weight) if need_x else ()))
 
     def restore(self, ctx: Any) -> tuple[Operand, Operand]:
-        """Return what was kept, None for what was not."""
+        """Return the kept operands, with None for an operand that was not kept."""
         tensors = ctx.saved_tensors
         x, weight = tensors[: ctx.count], tensors[ctx.count :]
         return (
@@ -125,14 +125,14 @@ class LinearContext:
     def backward(
         self, mode: Mode, x: Operand, weight: Operand, grad: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of input, weight and bias, where they are needed and not in a sink.
+        """Return the needed gradients of input, weight and bias, unless a sink takes them.
 
         Args:
             mode: As in forward.
-            x: The input, if its weight needs a gradient.
-            weight: The weight, if the input needs one.
-            grad: Of the output.
-            needs: Which of the three need one.
+            x: The input, if the weight needs a gradient.
+            weight: The weight, if the input needs a gradient.
+            grad: Gradient of the output.
+            needs: Whether each of the three needs a gradient.
         """
         need_x, need_w, need_b = needs
         grad_y = self.gemm.operand(grad, "grad") if need_x or need_w else None
@@ -179,14 +179,14 @@ class LinearContext:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer by its operands."""
+    """A linear layer on operands."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext, mode: Mode
     ) -> Tensor:
         own, matrix = context.gemm.operand(x, "input"), context.gemm.operand(weight, "weight")
-        context.save(ctx, own, matrix)  # the shard of x; it is gathered anew for wgrad
+        context.save(ctx, own, matrix)  # the shard of x, which is gathered again for wgrad
         ctx.mode = mode
         return context.forward(mode, own, matrix, bias)
 
@@ -208,7 +208,7 @@ def linear_context(
     grad_sink: GradSink | None,
     overlap: Overlap | None,
 ) -> LinearContext:
-    """Bring a layer's settings together, and pick how its communication is hidden."""
+    """Collect a layer's settings, and pick its overlap if it has none."""
     alone = group is None or group_size(group) == 1
     sequence_parallel = sequence_parallel and not alone
     if overlap is None:
@@ -242,7 +242,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     grad_sink: GradSink | None = None,
     overlap: Overlap | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` with `weight` split over `group`.
+    """Compute `x @ weight.T + bias` with `weight` split over `group`.
 
     `mode="column"` splits the output features. Forward sends nothing, backward all-reduces the
     input's gradient while the weight's is computed. With `sequence_parallel` the input is a
@@ -259,17 +259,16 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     Args:
         x: The input.
         weight: This rank's part of the weight.
-        bias: Its bias; a part for column, whole for row.
+        bias: The bias: this rank's part for column, whole for row.
         mode: Which features are split.
-        group: `None` means the weight is whole.
-        gemm: `None` is `TorchGemm`.
+        group: Ranks that split the weight; `None` means that it is whole.
+        gemm: The strategy of the products; `None` is `TorchGemm`.
         sequence_parallel: Whether activations outside the split region are split along dim 1.
-        wgrad_store: Takes the computation of the weight's gradient if it is active in backward.
-            Compiled graphs do not ask. A weight that was computed cannot wait in one.
-        grad_sink: Where the weight's gradient is summed in place of autograd, which then sees
-            none. Compiled graphs leave it to autograd; a layer in one (`ColumnParallelLinear`)
-            uses store and sink.
-        overlap: How gathering and scattering along the sequence are hidden behind the products;
+        wgrad_store: A store that takes the computation of the weight's gradient if it is active in
+            backward. Compiled graphs ignore it. It refuses a weight that is not a leaf or its view.
+        grad_sink: A sink that sums the weight's gradient instead of autograd. Compiled graphs
+            ignore it here; layers such as `ColumnParallelLinear` use store and sink there too.
+        overlap: How products hide gathering and scattering along the sequence;
             `None` picks by capability.
 
     Shape:
@@ -311,7 +310,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     )
     rows = as_autocast(x if x.dim() > 1 else x.unsqueeze(0))
     operands = rows, as_autocast(weight), None if bias is None else as_autocast(bias)
-    if alone:  # where rows are columns
+    if alone:  # where row and column parallel are the same
         y = cast(Tensor, _Linear.apply(*operands, context, "column"))
     else:
         y = apply_outside_graph(_Linear, *operands, context, mode)
@@ -319,7 +318,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
 
 
 def check_sequence(x: Tensor, mode: Mode, group: Group) -> None:
-    """Refuse an input that has no sequence to split, or one that the ranks can't share."""
+    """Raise unless the input has a sequence that the ranks can split equally."""
     if x.dim() < 3:
         raise ValueError(
             f"sequence parallelism splits dim 1 of [B, S, ...], got x of shape {tuple(x.shape)}"

@@ -14,32 +14,32 @@ from torch import Tensor
 SEQUENCE_DIM = 1
 
 Operand: TypeAlias = Any
-"""What a strategy makes of a tensor: for torch the tensor itself, else an object of its own."""
+"""A tensor as a strategy multiplies it: the tensor itself for torch, else an object."""
 Role: TypeAlias = Literal["input", "weight", "grad"]
-"""What a tensor is to a layer: its input, its weight, or the gradient of its output."""
+"""The role of a tensor in a layer: its input, its weight, or the gradient of its output."""
 
 
 class Gemm:
-    """How a linear layer multiplies. The layer itself does not know the precision.
+    """The products of a linear layer as a strategy; the layer does not know the precision.
 
-    A layer makes an operand of each tensor once. That is what is multiplied, what is kept for
-    backward, and what travels where a sequence-parallel layer gathers. Here an operand is the
-    tensor itself; a strategy that quantises overrides `operand`, `saved`, `restored` and `gather`
-    as well as the products.
+    A layer makes an operand of each tensor once. The operand is multiplied, kept for backward, and
+    sent by the all-gather of a sequence-parallel layer. In this class an operand is the tensor
+    itself; a strategy that quantises overrides `operand`, `saved`, `restored` and `gather` as well
+    as the products.
 
     Activations have at least one leading dim. Results are new tensors that the caller may change
-    in place. A strategy with state (scales, counters) is an `nn.Module` too: the layer that it is
-    given to then has it as the submodule `gemm`, and its buffers are in the layer's state dict.
+    in place. A strategy with state (scales, counters) is also an `nn.Module`: its layer then has it
+    as the submodule `gemm`, and its buffers are in the layer's state dict.
 
     Attributes:
-        row_multiple: Where a layer gives it as many rows as chance has it (those of an expert),
-            they are filled up with zeros to a multiple of this.
+        row_multiple: An expert's layer pads its rows with zeros to a multiple of this, since their
+            number is arbitrary.
     """
 
     row_multiple: int = 1
 
     def operand(self, x: Tensor, role: Role) -> Operand:
-        """Make the operand of a tensor.
+        """Return the operand of a tensor.
 
         Shape:
             x: [..., in] for the input, [out, in] for the weight, [..., out] for the gradient.
@@ -47,24 +47,24 @@ class Gemm:
         return x
 
     def skip(self, role: Role) -> None:
-        """Take note that a layer has no rows this time (an expert without tokens)."""
+        """Record that a layer has no rows this time (an expert without tokens)."""
 
     def saved(self, operand: Operand) -> tuple[Tensor, ...]:
-        """Return the tensors to keep for backward, of an input or a weight."""
+        """Return the tensors of an input or a weight to keep for backward."""
         return (operand,)
 
     def restored(self, tensors: Sequence[Tensor], role: Role) -> Operand:
-        """Make the operand again of what `saved` returned."""
+        """Return the operand again, from the tensors of `saved`."""
         return tensors[0]
 
     def gather(self, operand: Operand, group: dist.ProcessGroup) -> Callable[[], Operand]:
-        """Begin to join the ranks' operands along the sequence, an all-gather.
+        """Start an all-gather of the ranks' operands along the sequence.
 
         Returns:
             A function that waits for the whole operand and returns it.
 
         Shape:
-            Of [B, s, n], an input or a gradient. Gives [B, ranks * s, n].
+            operand: from [B, s, n], an input or a gradient. Returns one of [B, ranks * s, n].
         """
         return start_all_gather(operand, group, SEQUENCE_DIM).wait
 
@@ -93,22 +93,22 @@ class Gemm:
         raise NotImplementedError
 
     def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
-        """Set `out` to the weight's gradient, or add it.
+        """Write the weight's gradient to `out`, or add it to `out`.
 
         Shape:
-            grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
+            grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in], or with these dims split.
         """
         grad = self.wgrad(grad_y, x).view_as(out)
         out.add_(grad) if accumulate else out.copy_(grad)
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether operands are the tensors themselves, which may be cut and sent in pieces."""
+        """Whether operands are the tensors themselves, which can be sent in pieces."""
         return type(self).operand is Gemm.operand
 
     @property
     def is_torch(self) -> bool:
-        """Whether the products with the weight are torch's own, of the tensors themselves."""
+        """Whether the products with the weight are torch's own products of the tensors."""
         own = type(self)
         return (
             self.keeps_tensors and own.forward is TorchGemm.forward and own.dgrad is TorchGemm.dgrad
@@ -116,12 +116,12 @@ class Gemm:
 
     @property
     def is_autograd(self) -> bool:
-        """Whether `F.linear` and its own backward do the same."""
+        """Whether `F.linear` and its own backward compute the same."""
         return self.is_torch and type(self).wgrad is TorchGemm.wgrad
 
 
 def checked_gemm(gemm: Gemm | None) -> Gemm:
-    """Return a strategy, torch's for None; raise TypeError for what is none."""
+    """Return the strategy, or torch's for None; raise TypeError for anything else."""
     if gemm is None:
         return TorchGemm()
     if not isinstance(gemm, Gemm):
@@ -147,8 +147,8 @@ class TorchGemm(Gemm):
     def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
         """See `Gemm.wgrad_into`. One kernel, without a temporary, where torch has one.
 
-        That is for an `out` of the operands' dtype, and on CUDA for an fp32 `out` of bf16 and
-        fp16 operands, which is then summed in fp32. Elsewhere `wgrad` is added.
+        torch has it for an `out` with the operands' dtype, and on CUDA for an fp32 `out` with bf16
+        or fp16 operands, which is then summed in fp32. In other cases `wgrad` is added.
         """
         rows = grad_y.flatten(0, -2).t()
         total = out.view(rows.shape[0], x.shape[-1])

@@ -1,9 +1,8 @@
 """Parallel linear layers as nodes of a compiled graph.
 
-A graph takes tensors and constants, and one graph serves all layers of a kind. So a layer is named
-in it by a number in a tensor, and what runs is what runs without a compiler: the layer's
-`Gemm`, its communication behind the products, and its sink, which backward adds the weight's
-gradient to layer by layer.
+A graph takes tensors and constants, and one graph serves all layers of a kind. So the graph refers
+to a layer by a number in a tensor. The node runs the eager code: the layer's `Gemm`, its overlapped
+communication, and its sink, to which backward adds the weight's gradient layer by layer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mt_tensor_parallel.overlap import Overlap
 
 
 class GraphLayer(Protocol):
-    """What a graph needs of a layer when it runs."""
+    """The attributes of a layer that a graph reads when it runs."""
 
     gemm: Gemm
     communicate: bool
@@ -40,13 +39,13 @@ class GraphLayer(Protocol):
         ...
 
 
-# torch's operators take no objects: this is how they find them. Nothing is kept alive by it.
+# Operators of torch take no objects, so they look layers up here. The references are weak.
 _layers: WeakValueDictionary[int, GraphLayer] = WeakValueDictionary()
 _numbers = count()
 
 
 def number_of(layer: GraphLayer) -> Tensor:
-    """Give a layer a number that graphs find it by.
+    """Give a layer a number by which graphs find it.
 
     Shape:
         Returns [], on the CPU.
@@ -57,11 +56,11 @@ def number_of(layer: GraphLayer) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """What is built into a graph of a layer.
+    """The constants that a graph has for a layer.
 
     Attributes:
         mode: Which features are split.
-        ranks: That the sequence is split over outside of the split region.
+        ranks: Number of ranks that split the sequence outside of the split region.
         sums: Whether the layer's sink takes the weight's gradient.
     """
 
@@ -73,13 +72,13 @@ class _Kind(NamedTuple):
 def graph_linear(
     layer: GraphLayer, number: Tensor, operands: tuple[Tensor, Tensor, Tensor | None], mode: Mode
 ) -> Tensor:
-    """Apply a layer as one node of the graph that is being traced.
+    """Apply a layer as one node of the traced graph.
 
     Args:
-        layer: Whose settings are built into the graph.
-        number: Of the layer, from `number_of`.
-        operands: Input, weight and bias, as of `parallel_linear`.
-        mode: As of `parallel_linear`.
+        layer: The layer, whose settings become constants of the graph.
+        number: The layer's number from `number_of`.
+        operands: Input, weight and bias, as for `parallel_linear`.
+        mode: As for `parallel_linear`.
     """
     x, weight, bias = operands
     if layer.gemm.is_torch:
@@ -115,7 +114,9 @@ def _context(number: Tensor, kind: _Kind) -> LinearContext:
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, *kind: Any) -> Tensor:
     context = _context(number, _Kind(*kind))
-    mode: Mode = "column" if context.group is None else kind[0]  # on one rank rows are columns
+    mode: Mode = (
+        "column" if context.group is None else kind[0]
+    )  # on one rank both modes are the same
     return context.forward(mode, x, weight, bias).contiguous()
 
 
@@ -133,7 +134,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, _, number, *kind = inputs
     need_x, need_w = ctx.needs_input_grad[:2]
-    # The weight's shape is that of its gradient; what is not read is not kept.
+    # Backward reads only the shape of a tensor whose partner needs no gradient, so keep no rows.
     ctx.save_for_backward(x if need_w else x[:0], weight if need_x else weight[:0], number)
     ctx.kind = kind
 
@@ -152,7 +153,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind, needs = _Kind(*rest[:3]), rest[3:]
     context = _context(number, kind)
-    if context.waits:  # the graph uses the memory of what it gives us again
+    if context.waits:  # the graph reuses the memory of its arguments after this node
         grad, x = grad.clone(), x.clone()
     mode: Mode = "column" if context.group is None else kind.mode
     grads = context.backward(mode, x, weight, grad, needs)
@@ -178,7 +179,7 @@ def _run_backward_fake(
 
 
 def _define() -> tuple[Any, Any]:
-    """Register the two operators; `torch.library.custom_op` would import dynamo for it."""
+    """Register the two operators; `torch.library.custom_op` would import dynamo."""
     space, kind = "mt_tensor_parallel", "Tensor number, str mode, int ranks, bool sums"
     library = torch.library
     library.define(f"{space}::linear", f"(Tensor x, Tensor weight, Tensor? bias, {kind}) -> Tensor")
@@ -193,7 +194,7 @@ def _define() -> tuple[Any, Any]:
     library.register_fake(f"{space}::linear_backward", _run_backward_fake)
     library.register_autograd(f"{space}::linear", _gradient, setup_context=_setup)
     made = torch.ops.mt_tensor_parallel
-    # It writes to the sink, whether or not anybody reads what it returns.
+    # It writes to the sink, so the compiler must keep it even if nothing reads its results.
     has_side_effect(made.linear_backward.default)
     return made.linear.default, made.linear_backward.default
 

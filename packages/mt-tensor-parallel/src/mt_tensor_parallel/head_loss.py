@@ -84,7 +84,7 @@ def linear_cross_entropy_and_z(
 
     This is for reporting both: `first + options.z_loss * second` is `linear_cross_entropy`, in
     value and gradient. One sweep over the logits makes all gradients, so the first number carries
-    the gradient of both, and the second has none. Arguments and errors are those of
+    the gradient of both, and the second has none. Arguments and errors are as in
     `linear_cross_entropy`.
 
     Shape:

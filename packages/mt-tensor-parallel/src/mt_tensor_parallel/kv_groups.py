@@ -1,4 +1,4 @@
-"""Query heads with the key and value that they share, where ranks outnumber key/value groups."""
+"""Query heads with their shared key and value, for more ranks than key/value groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def exchange_kv_groups(qkv: Tensor, group: Group) -> Tensor:
 
     With more ranks than key/value groups a fused projection cannot be cut between groups. Cut along
     `head_dim` instead (`shard_dim=2`), its weight is still a plain box per rank, no row of it
-    is on two ranks, and this exchange hands every rank its query heads with the key and value head
-    that they share. One all-to-all forward and one backward; the gradients of a key or value head
-    that several ranks use are summed on the way back. Each rank sends and receives
+    is on two ranks, and this exchange gives every rank its query heads with their shared key and
+    value head. It is one all-to-all in forward and one in backward, which sums the gradients of a
+    key or value head that several ranks use. Each rank sends and receives
     `tokens * (queries per rank + 2) * head_dim` elements.
 
     Shape:

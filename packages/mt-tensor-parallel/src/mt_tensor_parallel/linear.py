@@ -44,12 +44,12 @@ def _spec(dim: int, axis: str, group: Group) -> PartitionSpec:
 
 
 class GemmLayer(nn.Module):
-    """A layer with one weight that a strategy multiplies: what the functions below find by name.
+    """A layer with one weight that a strategy multiplies; the functions below find it by name.
 
     Attributes:
         weight: The parameter.
-        wgrad_store: Takes the weight's gradient while it is active; None for none.
-        grad_sink: Where the weight's gradient is summed, or None for autograd.
+        wgrad_store: The store that takes the weight's gradient while it is active, or None.
+        grad_sink: The sink that sums the weight's gradient, or None for autograd.
     """
 
     weight: nn.Parameter
@@ -57,16 +57,16 @@ class GemmLayer(nn.Module):
     grad_sink: GradSink | None = None
 
     def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
-        """Take the strategy for the layer's name; a layer of several products takes several."""
+        """Set the strategy for the layer's name; a layer with several products sets several."""
         raise NotImplementedError
 
 
 class ParallelLinear(GemmLayer):
-    """What the two layers share: they differ in which of their features are split.
+    """Base of the column- and row-parallel layers, which split different features.
 
     Attributes:
-        run: How many of the split features a rank has in a row: all of them but where a fused
-            weight is split inside its parts.
+        run: Number of consecutive split features on a rank: all of them, unless a fused weight is
+            split inside its parts.
     """
 
     bias: nn.Parameter | None
@@ -142,23 +142,23 @@ class ParallelLinear(GemmLayer):
         axis: str = "tp",
         sequence_parallel: bool = False,
     ) -> Self:
-        """Split a `torch.nn.Linear`: this rank's part of its weight and bias.
+        """Return a layer with this rank's part of the weight and bias of a `torch.nn.Linear`.
 
-        They are copies with its values, dtype, device and `requires_grad`. Nothing is sent: every
-        rank of the group has the same layer.
+        The parts are copies with its values, dtype, device and `requires_grad`. Nothing is sent:
+        every rank of the group has the same whole layer.
 
         Args:
             linear: The whole layer.
-            sizes: The features that are split (the output's of a column-parallel layer, the
-                input's of a row-parallel one) as several dims; `None` is one dim.
-            shard_dim: Which of them is split.
+            sizes: The output features of a column-parallel layer, or the input features of a
+                row-parallel one, as several dims; `None` is one dim.
+            shard_dim: Index of the split dim.
             group: As for the constructor; `None` copies the whole layer.
             axis: As for the constructor.
             sequence_parallel: As for the constructor.
 
         Raises:
             TypeError: `linear` is no `torch.nn.Linear`.
-            ValueError: As of the constructor, or the sizes are not those of `linear`.
+            ValueError: As for the constructor, or the sizes do not fit `linear`.
 
         Example:
             >>> from torch import nn
@@ -189,10 +189,10 @@ class ParallelLinear(GemmLayer):
         return layer.train(linear.training)
 
     def matrix(self, given: Tensor | None = None) -> Tensor:
-        """Return the weight, or one in its place, as it is multiplied.
+        """Return the weight, or a given one, as a matrix.
 
         Shape:
-            Returns [out, in], as this rank has them.
+            Returns [out, in] of this rank.
         """
         weight = self.weight if given is None else given
         return weight.flatten(0, -2) if self._split == "out_features" else weight.flatten(1)
@@ -222,20 +222,21 @@ class ParallelLinear(GemmLayer):
 
     @property
     def _is_node(self) -> bool:
-        """Whether a compiled graph has the layer as a node: it adds to a sink, or communicates.
+        """Whether the layer is a node of a compiled graph: it adds to a sink, or communicates.
 
-        Operands that are no tensors leave the graph, whose nodes keep tensors for backward.
+        With operands that are not tensors the layer runs outside the graph, whose nodes can keep
+        only tensors for backward.
         """
         sends = self.communicate and group_size(self.group) > 1
         return self.gemm.keeps_tensors and (sends or self.grad_sink is not None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give a copy a number of its own."""
+        """Give a copied layer its own number."""
         super().__setstate__(state)
         self._number = number_of(self)
 
     def extra_repr(self) -> str:
-        """The shapes and settings that torch prints."""
+        """Return the shapes and settings that torch prints."""
         return (
             f"weight={list(self.weight.shape)}, bias={self.bias is not None}, axis={self.axis!r}, "
             f"ranks={group_size(self.group)}, sequence_parallel={self.sequence_parallel}, "
@@ -250,22 +251,22 @@ class ColumnParallelLinear(ParallelLinear):
     part, so that every shard is a plain box: `(2, ffn)` with `shard_dim=1` for a gated MLP,
     `(kv_groups, q_per_group + 2, head_dim)` with `shard_dim=0` for attention.
 
-    Collectives and accumulation are those of `parallel_linear` with `mode="column"`.
+    Collectives and accumulation are as in `parallel_linear` with `mode="column"`.
 
     Args:
         in_features: Input size, whole on every rank.
         out_features: Whole output size or sizes.
-        shard_dim: Which of the output sizes is split.
-        group: `None` means not split.
+        shard_dim: Index of the split output size.
+        group: Ranks that split the layer; `None` means not split.
         axis: Axis name for the parameters' sharding records.
-        bias: Whether there is one; it is split like the output.
+        bias: Whether the layer has a bias, which is split like the output.
         sequence_parallel: Whether the input is a sequence shard.
-        gemm: `None` is `TorchGemm`.
+        gemm: The strategy of the products; `None` is `TorchGemm`.
         communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does.
-        overlap: How communication along the sequence is hidden; `None` is picked by capability.
-        dtype: Of the parameters; `None` is torch's default.
-        device: Of the parameters; `"meta"` draws no values.
+        overlap: How products hide communication along the sequence; `None` picks by capability.
+        dtype: Dtype of the parameters; `None` is torch's default.
+        device: Device of the parameters; `"meta"` draws no values.
 
     Shape:
         Input [B, S, in] (S / ranks under sequence parallelism), output [B, S, *local_out], weight
@@ -283,8 +284,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             x: The input.
-            weight: Used in place of the layer's own, for example a tied embedding's.
-            with_bias: False leaves the bias to the caller, whose next operation adds it.
+            weight: A weight to use instead of the layer's, for example a tied embedding's.
+            with_bias: False leaves the bias to the caller's next operation.
         """
         bias = self.bias.flatten() if self.bias is not None and with_bias else None
         y = self._apply_linear(x, weight, bias)
@@ -295,24 +296,24 @@ class RowParallelLinear(ParallelLinear):
     """A linear layer whose input features are split over a group.
 
     The mirror of `ColumnParallelLinear`: the input may have several feature dims, one of
-    which is split. Collectives are those of `parallel_linear` with `mode="row"`. The bias
-    is replicated and added once, after the reduction; under sequence parallelism its gradient is a
+    which is split. Collectives are as in `parallel_linear` with `mode="row"`. The bias is
+    replicated and added once, after the reduction; under sequence parallelism its gradient is a
     partial sum over the sequence shards, which its record says (`partial_grad=(axis,)`).
 
     Args:
         in_features: Whole input size or sizes.
         out_features: Output size, whole on every rank.
-        shard_dim: Which of the input sizes is split.
-        group: `None` means not split.
+        shard_dim: Index of the split input size.
+        group: Ranks that split the layer; `None` means not split.
         axis: Axis name for the parameters' sharding records.
-        bias: Whether there is one.
+        bias: Whether the layer has a bias.
         sequence_parallel: Whether the output is a sequence shard.
-        gemm: `None` is `TorchGemm`.
+        gemm: The strategy of the products; `None` is `TorchGemm`.
         communicate: `False` leaves the collectives of input and output to the caller, as an
             expert's dispatcher does. A bias is then the caller's too: it needs `bias=False`.
-        overlap: How communication along the sequence is hidden; `None` is picked by capability.
-        dtype: Of the parameters; `None` is torch's default.
-        device: Of the parameters; `"meta"` draws no values.
+        overlap: How products hide communication along the sequence; `None` picks by capability.
+        dtype: Dtype of the parameters; `None` is torch's default.
+        device: Device of the parameters; `"meta"` draws no values.
 
     Shape:
         Input [B, S, *local_in], output [B, S, out] (S / ranks under sequence parallelism), weight
@@ -330,14 +331,14 @@ class RowParallelLinear(ParallelLinear):
 
         Args:
             x: The input.
-            weight: Used in place of the layer's own.
+            weight: A weight to use instead of the layer's.
         """
         flat = x.flatten(-len(self._local)) if len(self._local) > 1 else x
         return self._apply_linear(flat, weight, self.bias)
 
 
 def linears(module: nn.Module) -> list[tuple[str, GemmLayer]]:
-    """Return the layers inside a module that a strategy multiplies, with their dotted names."""
+    """Return the `GemmLayer`s inside a module with their dotted names."""
     check_type("module", module, nn.Module)
     return [(name, m) for name, m in module.named_modules() if isinstance(m, GemmLayer)]
 
@@ -345,8 +346,8 @@ def linears(module: nn.Module) -> list[tuple[str, GemmLayer]]:
 def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
     """Give all parallel linear layers inside `module` the store that they ask in backward.
 
-    Once, when the model is built: what switches it on and off is `store.deferring()`, also between
-    a forward and its backward.
+    Call it once, when the model is built. `store.deferring()` switches the store on and off, also
+    between a forward and its backward.
     """
     for _, layer in linears(module):
         layer.wgrad_store = store
@@ -355,7 +356,7 @@ def defer_weight_gradients(module: nn.Module, store: WgradStore | None) -> None:
 def choose_gemms(module: nn.Module, gemm_for: Callable[[str], Gemm]) -> None:
     """Give each parallel linear layer inside `module` the strategy for its dotted name.
 
-    A strategy that is an `nn.Module` becomes the layer's submodule `gemm`, with its state.
+    If the strategy is an `nn.Module`, it becomes the layer's submodule `gemm`, with its state.
     """
     for name, layer in linears(module):
         layer.choose_gemm(name, gemm_for)

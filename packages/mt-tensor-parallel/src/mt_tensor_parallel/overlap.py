@@ -1,9 +1,9 @@
 """Communication that runs while a sequence-parallel linear layer multiplies.
 
-The layer's input is gathered, or its output scattered, in pieces of the sequence: while one piece
-travels, another is multiplied. torch's symmetric memory does it with the ranks of one node reading
-each other's memory; elsewhere it is a loop over chunks. Results are those of the plain path, up to
-the rounding of matrix products over other numbers of rows.
+The layer's input is gathered, or its output scattered, in pieces of the sequence: one piece is sent
+while another is multiplied. On one node torch's symmetric memory does this, with ranks that read
+each other's memory; elsewhere it is a loop over chunks. Results equal the plain path up to the
+rounding of matrix products with other numbers of rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mt_tensor_parallel.gemm import SEQUENCE_DIM, Gemm, Operand
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How a layer's communication is hidden.
+    """The way in which a layer's products hide its communication.
 
     Attributes:
-        kind: `"plain"`: not at all in forward; `"chunked"`: in pieces; `"symmetric"`: by
-            torch's products over symmetric memory (`torch.ops.symm_mem`).
-        chunks: Pieces of each rank's share of the sequence; fewer where it is shorter.
-        reason: Why this one was picked.
+        kind: `"plain"` hides nothing in forward; `"chunked"` communicates in pieces; `"symmetric"`
+            uses torch's products over symmetric memory (`torch.ops.symm_mem`).
+        chunks: Number of pieces of each rank's share of the sequence, at most its length.
+        reason: Why this overlap was picked.
     """
 
     kind: Literal["plain", "chunked", "symmetric"] = "plain"
@@ -44,12 +44,12 @@ class Overlap:
             raise ValueError(f"chunks={self.chunks} must be {fewest} or more for {self.kind!r}")
 
     def pieces(self, share: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """A share of the sequence, cut in the dim of its tokens."""
+        """Return the pieces of a share of the sequence."""
         return share.tensor_split(min(self.chunks, max(share.shape[dim], 1)), dim)
 
 
 class Product(NamedTuple):
-    """A product with a layer's weight: forward's with its transpose, or the input gradient's."""
+    """A product with a layer's weight, in forward or for the input's gradient."""
 
     gemm: Gemm
     weight: Operand
@@ -64,7 +64,7 @@ class Product(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """What `x` is multiplied by."""
+        """The matrix by which `x` is multiplied."""
         return self.weight if self.is_dgrad else self.weight.t()
 
 
@@ -76,14 +76,16 @@ def pick_overlap(
     gemm: Gemm | None = None,
     chunks: int = 4,
 ) -> Overlap:
-    """The best way for a layer here, with the reason: symmetric memory, then pieces, then plain.
+    """Return the best overlap for a layer, with the reason.
+
+    Symmetric memory is preferred to pieces, and pieces to the plain path.
 
     Args:
         group: The layer's ranks.
         sequence_parallel: Whether the layer gathers and scatters at all.
-        device: Of its activations.
-        gemm: Of the layer; `None` is `TorchGemm`.
-        chunks: Pieces, where it is done in pieces.
+        device: Device of its activations.
+        gemm: The layer's strategy; `None` is `TorchGemm`.
+        chunks: Number of pieces of a chunked overlap.
     """
     if group is None or group_size(group) == 1:
         return Overlap(reason="one rank sends nothing")
@@ -103,9 +105,9 @@ def pick_overlap(
 def symmetric_obstacle(
     group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
 ) -> str | None:
-    """Why a group cannot use products over symmetric memory; None where it can.
+    """Return why a group cannot use products over symmetric memory, or None if it can.
 
-    Ranks are taken to fill their nodes in order, one per GPU, as launchers place them.
+    This assumes that ranks fill the nodes in order, one per GPU, as launchers place them.
     """
     if gemm is not None and not gemm.is_torch:
         return f"the products are {gemm!r}'s"
@@ -129,7 +131,7 @@ def symmetric_obstacle(
 
 
 def _fused() -> tuple[Any, Any]:
-    """The fused all-gather and product, and product and reduce-scatter.
+    """Return the fused all-gather and product, and the fused product and reduce-scatter.
 
     `import torch.distributed` alone does not define torch's; this module does.
 
@@ -146,7 +148,7 @@ def _fused() -> tuple[Any, Any]:
 def check_overlap(
     overlap: Overlap, group: dist.ProcessGroup, device: torch.device, gemm: Gemm | None
 ) -> None:
-    """Raise if a layer was told to use a way that it cannot."""
+    """Raise ValueError if a layer cannot use an overlap."""
     obstacle = None
     if overlap.kind == "symmetric":
         obstacle = symmetric_obstacle(group, device, gemm)
@@ -165,11 +167,11 @@ def gather_and(
     """All-gather `x` along the sequence and apply `product` to it, piece by piece.
 
     Args:
-        product: Applied to the whole.
+        product: The product to apply.
         x: This rank's share.
-        group: Whose shares.
-        overlap: How.
-        keep: Whether the whole is returned too; if not, only the plain way ever holds it.
+        group: The ranks of the sequence.
+        overlap: The overlap.
+        keep: Whether to return the whole input too. If not, only the plain path ever holds it.
 
     Returns:
         The product of the whole, and the whole or None.
@@ -199,7 +201,7 @@ def gather_and(
 
 
 def _interleaved(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Pieces with a part of every rank's share each, as the ranks' shares one after another."""
+    """Join pieces, each with a part of every rank's share, in the order of the ranks."""
     parts = [piece.unflatten(SEQUENCE_DIM, (group.size(), -1)) for piece in pieces]
     return torch.cat(parts, SEQUENCE_DIM + 1).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 

@@ -1,4 +1,4 @@
-"""Parallel linear layers that multiply what mt-fp8 quantises."""
+"""Parallel linear layers with quantised products of mt-fp8."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mt_tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, line
 
 
 class QuantizedGemm(Products, Gemm):
-    """The products of a layer by a recipe of mt-fp8, whose all-gathers carry quantised bytes.
+    """The products of a layer by a recipe of mt-fp8; its all-gathers send quantised bytes.
 
-    The gathered operand is that of the whole tensor, bit for bit: rows and the blocks in them are
-    whole on each rank, and where a scale spans the ranks' parts (`tensorwise`, `delayed`, `nvfp4`,
-    the columns of `rowwise`) `splits` says so, and all ranks have the same one. The blocks of the
-    weight's gradient are of tokens: a rank's share of a sequence has to be whole blocks, so that
-    none reaches over two. See `Products` for the arguments, and `quantize_gemms`.
+    The gathered operand equals the operand of the whole tensor bit for bit: each rank has whole
+    rows and whole blocks, and where a scale spans several ranks' parts (`tensorwise`, `delayed`,
+    `nvfp4`, the columns of `rowwise`), `splits` says so and all ranks use the same scale. Blocks
+    for the weight's gradient consist of tokens, so a rank's share of a sequence must be a whole
+    number of blocks. See `Products` for the arguments, and `quantize_gemms`.
     """
 
-    row_multiple = 16  # of tokens that products in 8 bits and rotations need
+    row_multiple = 16  # products in 8 bits and rotations need a multiple of 16 tokens
 
     def gather(self, operand: Operand, group: dist.ProcessGroup) -> Callable[[], Operand]:
-        """Begin to join the ranks' operands along the sequence.
+        """Start the all-gathers of the ranks' operands along the sequence.
 
-        An all-gather of codes and one of scales for each form that the operand has; what all
-        ranks have in common is not sent.
+        Each form of the operand has an all-gather of codes and one of scales. Parts that all ranks
+        have in common are not sent.
 
         Raises:
             ValueError: A rank's share of the sequence is no whole number of blocks.
@@ -49,7 +49,7 @@ class QuantizedGemm(Products, Gemm):
 
 
 def _start(x: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
-    # gloo does not know the dtypes of one byte.
+    # gloo does not know one-byte dtypes such as fp8.
     return start_all_gather(x.view(torch.uint8) if x.element_size() == 1 else x, group, dim)
 
 
@@ -62,29 +62,28 @@ def quantize_gemms(
     keeps_weight: bool = True,
     seed: int = 0,
 ) -> dict[str, QuantizedGemm]:
-    """Have the parallel linear layers inside a module multiply by recipes of mt-fp8.
+    """Give the parallel linear layers inside a module quantised products of mt-fp8.
 
-    Scales that span what ranks hold parts of are made of all parts, so the layout changes no code:
-    results are those of one rank up to the order of sums. Such a scale costs a small all-reduce
-    (MAX) for each tensor, but with a delayed recipe, whose layers all end a step together
+    A scale that spans the parts of several ranks is computed from all parts, so the layout changes
+    no codes: results equal one rank's up to the order of sums. Such a scale costs a small
+    all-reduce (MAX) for each tensor, except with a delayed recipe, whose layers end a step together
     (`mt_fp8.end_step`).
 
     Args:
         module: The model, or a stage of it.
-        recipe_for: Takes the dotted name of a layer; None leaves the layer as it is.
-        context_group: Ranks that have other tokens of the same sequences.
-        joint_group: Those and the ranks that split the layers, where there are both.
+        recipe_for: Returns the recipe for a layer's dotted name, or None to leave the layer.
+        context_group: Ranks with other tokens of the same sequences.
+        joint_group: Ranks of the context group and of the layers' groups, if both exist.
         keeps_weight: As in `mt_fp8.Products`.
-        seed: Of random rounding, with each layer's name.
+        seed: Seed of random rounding, combined with each layer's name.
 
     Returns:
         The strategies by the names of their layers.
 
     Raises:
-        TypeError: `recipe_for` returned something else, or a recipe for a layer that is neither
-            column- nor row-parallel.
-        ValueError: There are both groups, and no joint one; or blocks of a recipe reach over what
-            two ranks hold of a layer.
+        TypeError: `recipe_for` returned no recipe, or a recipe for another kind of layer.
+        ValueError: There are both groups but no joint group, or blocks of a recipe would cover
+            parts of two ranks.
     """
     made: dict[str, QuantizedGemm] = {}
     for name, layer in linears(module):
@@ -111,9 +110,9 @@ def quantize_gemms(
 
 
 def _check_blocks(name: str, layer: ParallelLinear, recipe: Recipe) -> None:
-    """Check that no block reaches into another rank's part, nor over two parts of a fused weight.
+    """Check that no block covers parts of two ranks, or two parts of a fused weight.
 
-    Blocks begin at the first feature of what a rank has; those of one rank at that of the whole.
+    On several ranks, blocks begin at the first feature of each rank.
     """
     if group_size(layer.group) == 1 or layer.run % recipe.block_size == 0:
         return
@@ -126,7 +125,7 @@ def _check_blocks(name: str, layer: ParallelLinear, recipe: Recipe) -> None:
 
 
 def _splits(layer: ParallelLinear, context: Group, joint: Group) -> dict[Role, Split]:
-    """Say which ranks hold the rest of what a layer multiplies."""
+    """Return the ranks that hold the other parts of each operand."""
     own = layer.group if group_size(layer.group) > 1 else None
     if own is not None and context is not None and joint is None:
         raise ValueError(

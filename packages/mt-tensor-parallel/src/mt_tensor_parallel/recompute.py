@@ -1,4 +1,4 @@
-"""Activations that are computed again in backward instead of being kept."""
+"""Activation recomputation: outputs are computed again in backward instead of being kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Output = TypeVar("Output", Tensor, tuple[Tensor, ...])
 
 
 class _Surroundings:
-    """Autocast and the device's default generator, as they were at some point."""
+    """The state of autocast and of the device's default generator at some point."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpus = [device] if device.type == "cuda" else []
@@ -26,7 +26,7 @@ class _Surroundings:
         )
 
     def run_again(self, function: Callable[..., Output], *inputs: Tensor) -> Output:
-        """Run the function as it ran then, recording its graph; afterwards all is as before."""
+        """Run the function in the recorded state, with gradients, and restore the present state."""
         with torch.random.fork_rng(self._gpus), torch.enable_grad(), self._autocast:
             if self._gpus:
                 torch.cuda.set_rng_state(self._state, *self._gpus)
@@ -36,7 +36,7 @@ class _Surroundings:
 
 
 def _share(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of what all ranks of a group hold."""
+    """Return this rank's part of a tensor that all ranks of a group hold."""
     ranks = group_size(group)
     if x.numel() % ranks:
         raise ValueError(
@@ -85,22 +85,22 @@ def recompute(
     *inputs: Tensor,
     group: Group = None,
 ) -> Output:
-    """`function(*inputs)` that keeps its inputs only, and is run again in backward.
+    """Compute `function(*inputs)`, keep only the inputs, and run the function again in backward.
 
-    Random numbers are drawn as in the first run: the default generator of the device is put back,
-    and afterwards to where it was. Autocast is what it was. Parameters used inside get their
-    gradients as usual (Chen et al. 2016), frozen inputs or not.
+    The second run draws the same random numbers: the state of the device's default generator is
+    set back for it and restored after it, and so is autocast's. Parameters used inside get their
+    gradients as usual (Chen et al. 2016), also with frozen inputs.
 
     Args:
-        function: Takes tensors and returns one, or a tuple of them, each with its gradient; it
-            depends on them and on random numbers only.
-        inputs: What the function takes; at least one.
-        group: Ranks on which the first input is equal: each keeps its share, and backward gathers
-            it (all-gather). `None` keeps it whole.
+        function: A function of tensors that returns a tensor or a tuple of tensors. It depends
+            only on its arguments and on random numbers.
+        inputs: Arguments of the function; at least one.
+        group: Ranks on which the first input is equal: each keeps its share, and backward
+            all-gathers it. `None` keeps the whole input.
 
     Raises:
         ValueError: There is no input, or the group does not divide the first one.
-        TypeError: The function returns something else than a tensor or a tuple of tensors.
+        TypeError: The function does not return a tensor or a tuple of tensors.
     """
     if not callable(function) or not all(isinstance(x, Tensor) for x in inputs):
         got = ", ".join(type(x).__name__ for x in (function, *inputs))
@@ -122,20 +122,20 @@ def _as_tensors(output: object) -> tuple[Tensor, ...]:
 
 
 def _reach_backward() -> Tensor:
-    """An input for autograd, which runs a backward only if some input needs a gradient.
+    """Return an input that needs a gradient, without which autograd would run no backward.
 
-    The first layer of a model with a frozen embedding has no other, but has parameters.
+    The first layer after a frozen embedding has no other such input, but it has parameters.
     """
     return torch.empty(0, requires_grad=True)
 
 
 class DiscardedOutput:
-    """A cheap function whose output is freed once used, and made again when backward needs it.
+    """A cheap function whose output is freed after use and computed again in backward.
 
-    Keeping the input of a norm or an activation *and* its output is wasteful: the output is kept
+    Keeping both the input and the output of a norm or an activation is wasteful: the output is kept
     only because the next layer's backward reads it. Run the function through this object, use the
-    output, then call `discard` with all that came of it: the first backward of these runs the
-    function again, into the same memory.
+    output, then call `discard` with all results computed from it. The first backward of these runs
+    the function again, into the same memory.
 
     Example:
         >>> x = torch.ones(2, 4, requires_grad=True)
@@ -156,7 +156,7 @@ class DiscardedOutput:
             raise RuntimeError("this DiscardedOutput has run already; make one for each call")
         surroundings = _Surroundings(inputs[0].device)
 
-        @cache  # the run that brings the output back is the one whose graph backward takes
+        @cache  # the run that restores the output is also the one whose graph backward uses
         def again() -> tuple[list[Tensor], Tensor]:
             leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
             return leaves, surroundings.run_again(function, *leaves)
@@ -167,11 +167,11 @@ class DiscardedOutput:
         return output
 
     def discard(self, *results: Tensor) -> None:
-        """Free the output; the backward of the results makes it again.
+        """Free the output; the backward of the results computes it again.
 
         Args:
-            results: All that was computed from the output: the gradient of one of them arrives
-                before the output is read.
+            results: All tensors computed from the output. In backward, the gradient of one of them
+                arrives before the output is read.
 
         Raises:
             RuntimeError: `run` was not called.
@@ -191,7 +191,7 @@ class DiscardedOutput:
             storage = output.untyped_storage()
             if storage.size() == size:  # another result's gradient came first
                 return
-            # Through an alias: autograd takes a write to the tensor for a change of what it saved.
+            # Write through an alias: autograd would take a write to the tensor itself for a change.
             storage.resize_(size)
             same = output.new_empty(0).set_(storage, 0, output.shape, output.stride())
             same.copy_(again()[1].detach())

@@ -20,7 +20,7 @@ def draw_part(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> nn.Parameter:
-    """Draw a whole tensor on the CPU and keep this rank's part of it; on `"meta"` draw nothing."""
+    """Draw a whole tensor on the CPU and return this rank's part; on `"meta"` draw nothing."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
     size = shape[dim] // group_size(group)
@@ -35,16 +35,16 @@ def draw_part(
 
 
 def split_dim(param: nn.Parameter) -> int | None:
-    """The dim in which a parameter is split over the group; None if it is whole."""
+    """Return the dim in which a parameter is split over the group, or None if it is whole."""
     dims = sharding_of(param).spec.dims
     return next((dim for dim, axes in enumerate(dims) if axes), None)
 
 
 def take_part(own: nn.Parameter, whole: Tensor, group: Group) -> nn.Parameter:
-    """Copy the part of `whole` that `own` stands for, with `own`'s sharding record.
+    """Return a copy of the part of `whole` at the place of `own`, with `own`'s sharding record.
 
     Shape:
-        whole: any that has as many elements as all parts together. Returns that of `own`.
+        whole: any shape with the elements of all parts. Returns the shape of `own`.
     """
     record, dim, shape = sharding_of(own), split_dim(own), list(own.shape)
     if dim is not None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def defer(store: WgradStore, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Put off the gradient of `weight`, a parameter or a view of one.
+    """Defer the gradient of `weight`, a parameter or a view of one.
 
-    It is added through autograd, so hooks on the parameter fire as usual.
+    Autograd adds it later, so hooks on the parameter fire as usual.
 
     Raises:
-        ValueError: `weight` was computed: backward goes through its computation now, once.
+        ValueError: `weight` is a result of other tensors, whose backward cannot wait.
     """
     source = weight if weight._base is None else weight._base
     if not source.is_leaf:
